@@ -1,0 +1,48 @@
+# make demo     train, compare and draw: the first thing to run
+# make test     the test suite
+# make check    what must pass before a change goes in
+# make docs     rewrite the generated tables in README.md and docs/
+# PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help venv demo test check format docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+venv: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("flockstep needs Python 3.11 or newer; say which with make PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,workloads,dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/flockstep compare digits -n 4 --out runs/demo \
+		-s all_reduce -s bsp -s "ps(consistency=ssp(3))" -s asgd -s local_sgd -s easgd -s gossip -s dpsgd -s broadcast
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,117 @@
+"""Milliseconds per training step of the digits CNN: flockstep's all-reduce beside DistributedDataParallel on gloo.
+
+The three ways (no exchange, DDP, flockstep) take turns in the same processes, round after round, so that whatever
+else the machine does hits all of them alike. Each process uses one thread and its own model, batch 32.
+
+    python benchmarks/step_time.py [--processes 1,2,4] [--rounds 20] [--steps 25] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flockstep
+from flockstep.drivers.loop import ticket_from_environment
+from flockstep.launchers.script import launch
+from flockstep.records.config import RunConfig
+from flockstep.workloads.digits import Digits
+
+WAYS = ("alone", "ddp", "flockstep")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--processes", default="1,2,4")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=25, help="steps of each way in a round")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results = [measure(int(n), options.rounds, options.steps) for n in options.processes.split(",")]
+    if options.json:
+        print(json.dumps(results))
+        return
+    headings = ("processes", "alone ms", "DDP ms", "flockstep ms", "flockstep/DDP", "overhead ratio")
+    print("{:>9} {:>9} {:>9} {:>12} {:>14} {:>15}".format(*headings))
+    for row in results:
+        overhead = (row["flockstep"] - row["alone"]) / (row["ddp"] - row["alone"])
+        print(
+            f"{row['processes']:>9} {row['alone']:>9.2f} {row['ddp']:>9.2f} {row['flockstep']:>12.2f} "
+            f"{row['ratio']:>14.2f} {overhead:>15.2f}"
+        )
+    print("medians over rounds; ratio: median of the rounds' own ratios; overhead: beyond no exchange, of medians")
+
+
+def measure(processes: int, rounds: int, steps: int) -> dict[str, float]:
+    """Run the workers and return rank 0's figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        arguments = ["--worker", str(out), str(rounds), str(steps)]
+        config = RunConfig(kind="launch", job=__file__, strategy="all_reduce", workers=processes)
+        launch(Path(__file__), arguments, config, Path(folder) / "run")
+        return {"processes": processes, **json.loads(out.read_text())}
+
+
+def worker(out: Path, rounds: int, steps: int) -> None:
+    """One process: all three ways, in turn."""
+    torch.set_num_threads(1)
+    ticket = ticket_from_environment()
+    assert ticket is not None
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out.with_name('store')}", rank=ticket.address, world_size=ticket.workers
+    )
+    ways = {name: build(name) for name in WAYS}
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    for number in range(rounds + 1):
+        for turn in range(len(WAYS)):
+            name = WAYS[(number + turn) % len(WAYS)]
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                ways[name]()
+            dist.barrier()
+            if number:  # the first round warms up
+                times[name].append((time.perf_counter() - start) * 1000 / steps)
+    if ticket.address == 0:
+        ratios = [ours / theirs for ours, theirs in zip(times["flockstep"], times["ddp"], strict=True)]
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        out.write_text(json.dumps({**medians, "ratio": statistics.median(ratios)}))
+    dist.destroy_process_group()
+
+
+def build(name: str) -> Callable[[], None]:
+    """One training step of the digits CNN, the given way."""
+    job = Digits().job(0)
+    model: nn.Module = job.model()
+    data = job.data()
+    x, y = torch.as_tensor(data.train_x[:32]), torch.as_tensor(data.train_y[:32])
+    wrapped = DistributedDataParallel(model) if name == "ddp" else model
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if name == "flockstep":
+        optimizer = flockstep.distribute(model, optimizer, strategy="all_reduce")
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        loss_fn(wrapped(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        main()

@@ -1,0 +1,222 @@
+"""Rewrites the tables in README.md and docs/*.md that stand between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+Everything in them comes from the registry, from the classes' traits and docstrings, and from a run in virtual time of
+each strategy; nothing is kept by hand.
+
+    python docs/generate.py            rewrite what is not up to date
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import typer
+
+from flockstep import registry
+from flockstep.cli.app import app
+from flockstep.cli.listing import listing
+from flockstep.expression import Component, fields_of, to_text
+from flockstep.records import config, events, summary
+from flockstep.strategies.base import Strategy
+from flockstep.testing.strategies import Sent, run_strategy
+
+ROOT = Path(__file__).parents[1]
+WORKERS, STEPS = 4, 100
+"""The run that the traffic column is taken from."""
+CLASSES = {1: "1 synchronous", 2: "2 bounded delay", 3: "3 unbounded delay", 4: "4 partial"}
+_PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The files that may hold generated parts."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def rewritten(text: str) -> str:
+    """`text` with every generated part made anew.
+
+    Raises:
+        KeyError: nothing is generated under a name in it.
+    """
+    return _PART.sub(lambda found: f"{found[1]}{PARTS[found[2]]()}\n{found[3]}", text)
+
+
+def outdated(root: Path = ROOT) -> list[Path]:
+    """The pages whose generated parts are not what they would be now."""
+    return [path for path in pages(root) if rewritten(path.read_text("utf-8")) != path.read_text("utf-8")]
+
+
+def main() -> None:
+    """Rewrite what is not up to date, and say which pages those were."""
+    for path in outdated():
+        path.write_text(rewritten(path.read_text("utf-8")), "utf-8")
+        sys.stdout.write(f"rewritten: {path.relative_to(ROOT)}\n")
+
+
+def strategies() -> str:
+    """One row for each strategy, and for each of its variants that promises something else."""
+    heading = ("strategy", "completeness", "what travels", "models a step", "survives a dead worker", "after")
+    return table(heading, [row for name in registry.names("strategy") for row in _strategy_rows(name)])
+
+
+def _strategy_rows(name: str) -> Iterator[tuple[str, ...]]:
+    kind = registry.load("strategy", name)
+    write = next(row["write"] for row in listing("strategy") if row["name"] == name)
+    promised: list[tuple[int, bool]] = []
+    for strategy, what in [(kind(), kind), *_variants(kind)]:
+        traits = strategy.traits
+        if (traits.completeness, traits.survives) in promised:
+            continue
+        text = _code(to_text(strategy) if promised else write)
+        promised.append((traits.completeness, traits.survives))
+        survives = "yes" if traits.survives else "no"
+        yield text, CLASSES[traits.completeness], *_traffic(strategy), survives, _sources(what)
+
+
+def _variants(kind: type[Strategy]) -> Iterator[tuple[Strategy, type]]:
+    """The strategy with each value of each hyper-parameter that has a list of values; and the class to cite."""
+    for name, hint in fields_of(kind).items():
+        if typing.get_origin(hint) is Literal:
+            yield from ((kind(**{name: value}), kind) for value in typing.get_args(hint))
+        elif isinstance(hint, type) and issubclass(hint, Component) and hint.noun == "consistency":
+            parts = [registry.load(hint.noun, other) for other in registry.names(hint.noun)]
+            yield from ((kind(**{name: part()}), part) for part in parts)
+
+
+def _traffic(strategy: Strategy) -> tuple[str, str]:
+    """The messages of a run that carry arrays, and how many models they come to for each worker and step."""
+    run = run_strategy(strategy, WORKERS, STEPS)
+    sent = [entry for entry in run.simulation.log if isinstance(entry, Sent) and entry.message.payload_bytes]
+    kinds: dict[str, None] = {}
+    for entry in sent:
+        message = entry.message
+        to = "the server" if entry.to < 0 else "a peer"
+        kinds[f"reply to {_code(message.tag)}" if message.reply_to else f"{_code(message.tag)} to {to}"] = None
+    models = sum(entry.message.payload_bytes for entry in sent) / (WORKERS * STEPS * run.result.nbytes)
+    return ", ".join(kinds), f"{models:.2f}"
+
+
+def _sources(kind: type) -> str:
+    """The first brackets of a docstring: whom it follows."""
+    summary_of = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+    found = re.search(r"\(([^()]+)\)", summary_of)
+    return found[1] if found else ""
+
+
+def components(noun: str) -> Callable[[], str]:
+    """The table of one noun: how to write each, and what it is."""
+
+    def rows() -> str:
+        return table(("write", "what it is"), [(_code(row["write"]), row["summary"]) for row in listing(noun)])
+
+    return rows
+
+
+def commands() -> str:
+    """The command line: what each command takes and does."""
+    group: Any = typer.main.get_command(app)
+    rows = []
+    for name, command in group.commands.items():
+        words = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
+    return table(("command", "does"), rows)
+
+
+def difference() -> str:
+    """What `flockstep.distribute` changes in a script: the difference of the two examples, as `diff -u` has it."""
+    names = [f"examples/{name}.py" for name in ("one_process", "own_loop")]
+    command = ["diff", "-u", *(word for name in names for word in ("--label", name)), *names]
+    found = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
+    return f"```diff\n{found.stdout}```"
+
+
+def event_fields() -> str:
+    """Every event with its fields."""
+    parts = []
+    for kind in typing.get_args(events.Event):
+        fields = ", ".join(f"{_code(field.name)} {_type(field.type)}" for field in msgspec.structs.fields(kind))
+        text = " ".join((inspect.getdoc(kind) or "").split())
+        parts.append((_code(str(kind.__struct_config__.tag)), text, fields))
+    return table(("`type`", "what happened", "fields"), parts)
+
+
+def summary_fields() -> str:
+    """Every field of a summary."""
+    return _fields_of_class(summary.Summary, {f.name: f.type for f in msgspec.structs.fields(summary.Summary)})
+
+
+def worker_fields() -> str:
+    """Every field of a worker's totals."""
+    kind = summary.WorkerTotals
+    return _fields_of_class(kind, {f.name: f.type for f in msgspec.structs.fields(kind)})
+
+
+def config_fields() -> str:
+    """Every setting in config.toml."""
+    hints = typing.get_type_hints(config.RunConfig)
+    return _fields_of_class(config.RunConfig, {f.name: hints[f.name] for f in dataclasses.fields(config.RunConfig)})
+
+
+def _fields_of_class(kind: type, types: dict[str, Any]) -> str:
+    said = _attribute_docstrings(kind)
+    return table(
+        ("field", "type", "meaning"), [(_code(name), _type(t), said.get(name, "")) for name, t in types.items()]
+    )
+
+
+def _attribute_docstrings(kind: type) -> dict[str, str]:
+    """Field → the string that stands below it in the class."""
+    body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(kind)).body[0]).body
+    found = {}
+    for field, after in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
+    return found
+
+
+def _type(hint: Any) -> str:
+    """A type as a reader of JSON or TOML knows it."""
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(_code, typing.get_args(hint)))
+    if typing.get_origin(hint) in (list, tuple, dict):
+        return "dict" if typing.get_origin(hint) is dict else "list"
+    options = typing.get_args(hint) or ()
+    name: str = hint.__name__ if not options else " or ".join(map(_type, options))
+    return name
+
+
+def table(heading: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [heading, ("---",) * len(heading), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "strategies": strategies,
+    "commands": commands,
+    "difference": difference,
+    "events": event_fields,
+    "summary": summary_fields,
+    "workers": worker_fields,
+    "config": config_fields,
+} | {noun: components(noun) for noun in registry.nouns() if noun != "strategy"}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Train a small network on handwritten digits."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+images, labels = load_digits(return_X_y=True)
+images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+loader = DataLoader(TensorDataset(images[:1437], labels[:1437]), batch_size=32, shuffle=True, drop_last=True)
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+loss_fn = nn.CrossEntropyLoss()
+
+for _ in range(30):
+    for x, y in loader:
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+accuracy = (model(images[1437:]).argmax(1) == labels[1437:]).float().mean().item()
+print(f"test accuracy {accuracy:.3f}")

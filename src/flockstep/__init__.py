@@ -1,0 +1,58 @@
+"""Train in lockstep, as a flock, or anything between: every coordination strategy behind one small interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn, optim
+
+    from flockstep.drivers.torch_loop import DistributedOptimizer
+    from flockstep.frameworks.base import Data, Job
+    from flockstep.strategies.base import Strategy
+
+B = TypeVar("B")
+
+__version__ = "0.1.0"
+__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "shard"]
+
+
+def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Strategy) -> DistributedOptimizer:
+    """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
+
+    Returns an optimiser to use in place of `optimizer`. All workers start from rank 0's parameters. Call its
+    `finish()` when training is over: the model then holds the result, the same on every worker.
+
+    Raises:
+        ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers.
+        MissingDependency: PyTorch is not installed.
+    """
+    from flockstep.errors import MissingDependency
+    from flockstep.strategies.base import Strategy
+
+    try:
+        from flockstep.drivers.torch_loop import DistributedOptimizer
+    except ImportError:
+        raise MissingDependency.of("PyTorch", "torch", "flockstep.distribute") from None
+    return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
+
+
+def shard(loader: Iterable[B]) -> Iterable[B]:
+    """This worker's part of what `loader` yields; all of it where nobody launched several workers."""
+    from flockstep.drivers.torch_loop import shard
+
+    return shard(loader)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Data", "Job"):
+        from flockstep.frameworks import base
+
+        return getattr(base, name)
+    if name == "Strategy":
+        from flockstep.strategies.base import Strategy
+
+        return Strategy
+    raise AttributeError(f"module 'flockstep' has no attribute {name!r}")

@@ -1,0 +1,213 @@
+"""Commands and their options; what they do is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.exceptions import TyperException
+
+from flockstep import __version__, registry
+from flockstep.cli import options as o
+from flockstep.errors import FlockstepError, Interrupted
+
+INTERRUPTED = 130
+"""The exit code of a command that a signal ended."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train in lockstep, as a flock, or anything between.",
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; return its exit code: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code: int | None = app(arguments, standalone_mode=False)
+        if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
+            raise Interrupted("interrupted")
+        return code or 0
+    except FlockstepError as error:
+        return _say(error, INTERRUPTED if isinstance(error, Interrupted) else error.exit_code, debug)
+    except typer.Exit as error:
+        return error.exit_code
+    except TyperException as error:
+        return _say(error, 2, debug)
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _say(Interrupted("interrupted"), INTERRUPTED, debug and isinstance(error, KeyboardInterrupt))
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(error: Exception, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    text = error.format_message() if isinstance(error, TyperException) else str(error)
+    print(f"flockstep: {text}", file=sys.stderr)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"flockstep {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    job: o.Job,
+    strategy: o.StrategyText,
+    workers: o.Workers = 4,
+    seed: o.Seed = 0,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    split: o.SplitText = "iid",
+    target: o.Target = None,
+    evaluate_every: o.EvaluateEvery = None,
+    result: o.Result = None,
+    transport: o.TransportText = "ipc",
+    heartbeat: o.Heartbeat = 5.0,
+    threads: o.Threads = 1,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Train for real, on processes of this machine."""
+    from flockstep.cli.runs import train_one
+
+    config = o.configured("train", locals())
+    train_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None)
+
+
+@app.command()
+def simulate(
+    job: o.Job,
+    strategy: o.StrategyText,
+    workers: o.Workers = 16,
+    network: o.NetworkText = "1gbit",
+    compute: o.ComputeText = "constant(0.01)",
+    seed: o.Seed = 0,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    split: o.SplitText = "iid",
+    target: o.Target = None,
+    evaluate_every: o.EvaluateEvery = None,
+    result: o.Result = None,
+    threads: o.Threads = 1,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Train in virtual time: real gradients, modelled seconds."""
+    from flockstep.cli.runs import simulate_one
+
+    config = o.configured("simulate", locals())
+    simulate_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None)
+
+
+@app.command()
+def compare(
+    job: o.Job,
+    strategy: Annotated[list[str], typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.")],
+    workers: o.Workers = 4,
+    simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time instead of on real processes.")] = False,
+    network: o.NetworkText = "1gbit",
+    compute: o.ComputeText = "constant(0.01)",
+    seed: o.Seed = 0,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    batch: o.Batch = None,
+    lr: o.Lr = None,
+    split: o.SplitText = "iid",
+    target: o.Target = None,
+    evaluate_every: o.EvaluateEvery = None,
+    transport: o.TransportText = "ipc",
+    heartbeat: o.Heartbeat = 5.0,
+    threads: o.Threads = 1,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
+    from flockstep.cli.compare import compare_all
+
+    base = o.configured("simulate" if simulate else "train", {**locals(), "strategy": ""})
+    raise typer.Exit(compare_all(base, strategy, o.folder(out, f"compare-{job}"), as_json))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def launch(
+    script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
+    workers: o.Workers = 4,
+    transport: o.TransportText = "ipc",
+    heartbeat: o.Heartbeat = 5.0,
+    threads: o.Threads = 1,
+    imports: o.Imports = None,
+    out: o.Out = None,
+    as_json: o.Json = False,
+) -> None:
+    """Run your own script, unchanged, on several workers."""
+    from flockstep.cli.runs import launch_one
+
+    config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
+    launch_one(script, arguments or [], config, o.folder(out, f"launch-{script.stem}"), as_json)
+
+
+@app.command("list")
+def list_components(
+    noun: Annotated[str | None, typer.Argument(help="strategy, consistency, topology, codec, workload, …")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """What there is to choose from, each with its arguments."""
+    from flockstep.cli.listing import listing
+
+    rows = [row for one in ([noun] if noun else registry.nouns()) for row in listing(one)]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("kind", "write", "what it is")
+    for row in rows:
+        table.add_row(row["noun"], row["write"], row["summary"])
+    Console().print(table)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+) -> None:
+    """Draw a report of runs that were recorded earlier."""
+    from flockstep.cli.compare import runs_in
+    from flockstep.records.folder import RunFolder
+    from flockstep.report.html import write_report
+
+    records = [RunFolder(folder).read() for given in folders for folder in runs_in(given)]
+    print(write_report(records, out))
+
+
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    print(msgspec.json.encode(value).decode())

@@ -1,0 +1,32 @@
+"""The registry as a table: for people, for --json, and for the documentation."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+from flockstep import registry
+from flockstep.expression import fields_of, to_text
+
+
+def listing(noun: str) -> list[dict[str, str]]:
+    """One row for each component of `noun`: how to write it, with its defaults, and its docstring's first line."""
+    rows = []
+    for name in registry.names(noun):
+        kind = registry.load(noun, name)
+        arguments = ", ".join(_argument(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind))
+        summary = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        rows.append(
+            {"noun": noun, "name": name, "write": f"{name}({arguments})" if arguments else name, "summary": summary}
+        )
+    rows += [
+        {"noun": noun, "name": name, "write": name, "summary": f"short for {text}"}
+        for name, text in registry.aliases(noun).items()
+    ]
+    return rows
+
+
+def _argument(field: dataclasses.Field[object]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"{field.name}={to_text(field.default_factory())}"  # type: ignore[arg-type]
+    return field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"

@@ -1,0 +1,70 @@
+"""The options that commands share, and the configuration they make."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flockstep.records.config import Kind, RunConfig
+
+Job = Annotated[
+    str,
+    typer.Argument(help="A built-in workload (see `flockstep list workload`) or a Python file with a job() function."),
+]
+StrategyText = Annotated[
+    str, typer.Option("--strategy", "-s", help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'.")
+]
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
+Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
+Epochs = Annotated[
+    float | None, typer.Option(help="Passes of all workers together over the training data (default: the job's).")
+]
+Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.")]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker and step (default: the job's).")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).")]
+SplitText = Annotated[
+    str, typer.Option("--split", help="How data is split over workers: iid, by-label, dirichlet(alpha).")
+]
+Target = Annotated[float | None, typer.Option(help="The metric that time-to-target refers to (default: the job's).")]
+EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
+Result = Annotated[
+    str | None, typer.Option(help="Which model is the result: server, mean, rank0, best (default: the strategy's).")
+]
+TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: ipc or tcp.")]
+Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
+Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
+NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]
+ComputeText = Annotated[
+    str, typer.Option("--compute", help="Seconds per gradient: constant(0.01), exponential(0.05), lognormal(…), ….")
+]
+Imports = Annotated[
+    list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")
+]
+Out = Annotated[Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output; progress on standard error.")]
+
+
+_NOT_OF = {"train": ("network", "compute"), "simulate": ("transport", "heartbeat"), "launch": ()}
+
+
+def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
+    """The configuration made of a command's options, by name; those that mean nothing for its kind are left out."""
+    names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", *_NOT_OF[kind]}
+    chosen = {name: value for name, value in given.items() if name in names}
+    return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ())})
+
+
+def folder(out: Path | None, what: str) -> Path:
+    """Where to put a record."""
+    return out if out is not None else Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{slug(what)}"
+
+
+def slug(text: str) -> str:
+    """A file name made of `text`."""
+    kept = "".join(c if c.isalnum() else "-" for c in text)
+    return "-".join(part for part in kept.split("-") if part)[:60]

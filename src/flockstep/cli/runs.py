@@ -1,0 +1,79 @@
+"""Single runs: train, simulate, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+
+from flockstep.cli import show
+from flockstep.drivers.account import fingerprint
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+from flockstep.records.summary import Summary
+from flockstep.report.table import table
+
+
+def train_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool) -> None:
+    """Train and say how it went."""
+    with show.standings(f"{config.job}, {config.strategy}") as display:
+        from flockstep.launchers.train import train
+
+        summary = train(config, folder, display)
+    conclude(summary, folder, as_json, must_reach)
+
+
+def simulate_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool) -> None:
+    """Simulate and say how it went."""
+    with show.bar(f"{config.job}, {config.strategy}") as display:
+        from flockstep.launchers.simulate import simulate
+
+        summary = simulate(config, folder, display)
+    conclude(summary, folder, as_json, must_reach)
+
+
+def launch_one(script: Path, arguments: Sequence[str], config: RunConfig, folder: Path, as_json: bool) -> None:
+    """Run a user's script; its own output is not touched."""
+    from flockstep.launchers.script import launch
+
+    summary = launch(script, arguments, config, folder)
+    if as_json:
+        print(msgspec.json.encode(as_data(summary, folder)).decode())
+    else:
+        show.console.print(f"the record is in {folder}")
+
+
+def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
+    """Print the outcome; exit code 1 if a target that was asked for was not reached."""
+    if as_json:
+        print(msgspec.json.encode(as_data(summary, folder)).decode())
+    else:
+        show.page().print(table([summary]))
+        print(f"record: {folder}")
+    sentence = missed(summary)
+    if sentence is not None:
+        show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
+        if must_reach:
+            raise typer.Exit(1)
+
+
+def missed(summary: Summary) -> str | None:
+    """The sentence about a target that was not reached; None if it was, or there is none."""
+    if summary.target is None or summary.time_to_target is not None or summary.best_metric is None:
+        return None
+    return (
+        f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
+        f"{summary.best_metric:.4g}; train longer (--epochs or --steps), or change --lr or --target"
+    )
+
+
+def as_data(summary: Summary, folder: Path) -> dict[str, Any]:
+    """A summary for --json, with the folder, the hash of the resulting parameters and how gradients were computed."""
+    record = RunFolder(folder)
+    data: dict[str, Any] = {"folder": str(folder), **msgspec.to_builtins(summary, str_keys=True)}
+    data["result_hash"] = fingerprint(record.read_result()[0]) if (folder / "result.npy").exists() else None
+    data["gradients"] = record.read_config().versions.get("gradients")
+    return data

@@ -1,0 +1,1 @@
+"""Array → bytes → array, with a wire size that is known beforehand."""

@@ -1,0 +1,43 @@
+"""Identity: the array's own bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class Identity(Codec):
+    """The elements as they are, little-endian: what travels when nothing is compressed."""
+
+    lossless: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    contraction: ClassVar[bool] = True
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """The bytes of the array itself."""
+        return size * np.dtype(dtype).itemsize
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """A copy of the array's bytes."""
+        return array.astype(array.dtype.newbyteorder("<"), order="C").view(np.uint8)
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The array in `data`; may share its memory.
+
+        Raises:
+            ProtocolError: the number of bytes is not that of `size` elements.
+        """
+        if data.size != self.wire_bytes(size, dtype):
+            raise ProtocolError(
+                f"identity needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {data.size}"
+            )
+        little = np.ascontiguousarray(data).view(np.dtype(dtype).newbyteorder("<"))
+        return little.astype(dtype, copy=False)

@@ -1,0 +1,1 @@
+"""Many-to-many exchanges over point-to-point messages."""

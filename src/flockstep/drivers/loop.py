@@ -1,0 +1,182 @@
+"""The user's own loop: every `optimizer.step()` resumes the strategy until it next asks for a gradient."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from types import TracebackType
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.solo import SoloSeat
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.expression import to_data, to_text
+from flockstep.nodes import Cluster, Stepper, Worker
+from flockstep.optimizers.base import Optimizer
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.strategies.base import Strategy
+
+TICKET = "FLOCKSTEP_TICKET"
+"""The environment variable by which a launcher lets a script's process into a run."""
+
+
+def ticket_from_environment() -> Ticket | None:
+    """The ticket that `flockstep launch` gave this process; None where nobody launched it."""
+    text = os.environ.get(TICKET)
+    if text is None:
+        return None
+    ticket = msgspec.convert(msgspec.json.decode(text), Ticket)
+    return ticket if ticket.process == os.getpid() else None  # a process that the script started has inherited it
+
+
+def _claim_ticket() -> Ticket | None:
+    """The same, for the only part that this process can take in the run."""
+    ticket = ticket_from_environment()
+    if ticket is not None and ticket.claimed:
+        raise ConfigurationError("this process takes part in a run already; call flockstep.distribute once in a script")
+    if ticket is not None:
+        os.environ[TICKET] = ticket_to_text(replace(ticket, claimed=True))
+    return ticket
+
+
+def ticket_to_text(ticket: Ticket) -> str:
+    """What to put into the environment."""
+    return msgspec.json.encode(asdict(ticket)).decode()
+
+
+class Loop:
+    """One worker's part in a run, driven by somebody else's loop.
+
+    `params` and `gradients` are the flat arrays of the user's model; `stepper` is the user's optimiser, and
+    `server_optimizer` its rebuilt form for strategies whose servers apply the gradients.
+    """
+
+    def __init__(
+        self,
+        params: FlatArray,
+        gradients: FlatArray,
+        schema: Schema,
+        strategy: Strategy,
+        stepper: Stepper,
+        server_optimizer: Optimizer,
+    ):
+        self.strategy = strategy
+        self.epochs = 0
+        self._params = params
+        self._gradients = gradients
+        self._member: Member | None = None
+        self._events: EventWriter | None = None
+        self._finished = False
+        self._failure: Exception | None = None
+        self._worker: Worker | None = None
+        self._seat: Seat | SoloSeat
+        ticket = _claim_ticket()
+        self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
+        strategy.check(self.workers)
+        if ticket is None:
+            cluster = self._alone(server_optimizer)
+        else:
+            cluster = self._together(ticket, schema, server_optimizer)
+        random = np.random.default_rng(np.random.SeedSequence((0x5747, self.rank)))
+        worker = self._worker = Worker(self.rank, cluster, params, self._seat, random, stepper, None)
+        worker.state = strategy.worker_state(worker)
+        self._seat.node = worker
+        self._runner = Runner(strategy.worker(worker), self._seat)
+        with self._telling():
+            self._runner.advance(None)
+        atexit.register(self._at_exit)
+
+    def step(self) -> None:
+        """The gradients of one mini-batch are in the flat array: let the strategy use them."""
+        if self._failure is not None:
+            raise self._failure
+        if self._finished:
+            raise ConfigurationError("the run has been finished; call finish() after the last step()")
+        with self._telling():
+            self._runner.advance(self._gradients)
+
+    def finish(self) -> None:
+        """End the run: hand over what is held back, and put the resulting model into the parameters."""
+        if self._failure is not None:
+            raise self._failure
+        if self._finished:
+            return
+        self._finished = True
+        self._runner.close()
+        with self._telling():
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._worker is not None
+        Runner(self.strategy.finish(self._worker), self._seat).advance(None)
+        if isinstance(self._seat, SoloSeat):
+            if self.strategy.servers and self.strategy.traits.results[0] == "server":
+                self._params[:] = self._seat.served()
+            return
+        assert self._member is not None
+        assert self._events is not None
+        self._seat.close()
+        self._events.close()
+        result = self._member.wait_for_end()
+        if result is not None:
+            self._params[:] = result
+        self._member.close(0.0)
+
+    def _alone(self, optimizer: Optimizer) -> Cluster:
+        self._seat = SoloSeat()
+        self._seat.serve(self.strategy, self._params, optimizer)
+        return Cluster(1, self.strategy.servers)
+
+    def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
+        die_with(ticket.supervisor)
+        self._member = Member(ticket, schema)
+        self._hook, sys.excepthook = sys.excepthook, self._on_crash
+        initial = np.ascontiguousarray(self._params)
+        with self._telling():
+            cluster, params = self._member.join(to_text(self.strategy), to_data(optimizer), initial)
+        self._params[:] = params
+        self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
+        self._seat = Seat(self._member, self.strategy.traits.survives, 0, self._events.write)
+        return cluster
+
+    def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """In a launched script the run's own errors are one sentence, which the supervisor prints; others are shown."""
+        if isinstance(error, Exception):
+            self._fail(error)
+        if not isinstance(error, FlockstepError):
+            self._hook(kind, error, trace)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell the supervisor why this worker cannot go on, before the script hears of it."""
+        try:
+            yield
+        except FlockstepError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is not None:
+            return
+        self._failure = error
+        if self._member is not None and not self._member.closed:
+            step = self._worker.step if self._worker is not None else None
+            self._member.fail(failure_of(error, self._member.ticket, step))
+            self._member.close(0.3)
+        if self._events is not None:
+            self._events.close()
+
+    def _at_exit(self) -> None:
+        """A script that does not call `finish` still leaves properly, unless it is failing."""
+        if self._failure is None and getattr(sys, "last_value", None) is None:
+            with contextlib.suppress(FlockstepError):  # the supervisor has been told
+                self.finish()

@@ -1,0 +1,304 @@
+"""One process's place in a run: how it is let in, and what it and the supervisor say to each other.
+
+node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
+supervisor → node   "linked", from then on both talk over the node's own socket
+rank 0 → supervisor "initial": the parameters that everyone starts from
+supervisor → node   "welcome": those parameters, and where the peers listen
+node ⇄ node         "hello", until everyone has heard everyone
+node → supervisor   "ready"; supervisor → node "go": the clock starts
+node → supervisor   "progress", "snapshot", "done" or "failed"
+supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
+                    "end": leave, with the resulting model where it is wanted
+
+A process that fails before it is linked says so with a Failure on the control socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import zmq
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
+from flockstep.messages import Address, Message, Note, node_name
+from flockstep.nodes import Cluster
+from flockstep.transports.base import Transport
+from flockstep.transports.wire import PROTOCOL, Identity
+from flockstep.transports.zeromq import LAUNCHER, Backlog, Endpoint, harden
+
+CONTROL_BYTES = 1 << 20
+"""The largest message that the control socket takes."""
+LONGEST = 4000
+"""Characters of a reason or a traceback that travel in a message's header."""
+GREETING = "flockstep.hello"
+PAUSE = 0.05
+"""Seconds before something is sent again to a process that takes nothing at the moment."""
+PATIENCE = 1.0
+"""Seconds that one wait for a message lasts before the next begins: signals are handled in between."""
+
+
+class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
+    """What a process says of itself before it is let in; `optimizer` is data of an `Optimizer`."""
+
+    protocol: int
+    run: str
+    address: int
+    pid: int
+    endpoint: str
+    strategy: str
+    optimizer: dict[str, str | int | float | bool]
+    schema: Schema
+    largest: int
+
+
+class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
+    """Why a process cannot take part, or go on; `kind` is the name of an error of ours, `trace` a traceback."""
+
+    run: str
+    address: int
+    kind: str
+    reason: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a supervisor hands to a process that it starts."""
+
+    run: str
+    address: Address
+    control: str
+    directory: str
+    transport: str
+    heartbeat: float
+    """Seconds of silence after which a node counts as lost."""
+    record: str
+    """The run's folder."""
+    workers: int
+    supervisor: int
+    """Process id of the supervisor: without it, nobody would end this process."""
+    process: int = 0
+    """Process id of the only process that may use this; 0: whoever was handed it."""
+    claimed: bool = False
+    """Whether that process has used it."""
+
+
+class Member:
+    """This process's membership of a run."""
+
+    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0):
+        """`largest` is the size in bytes of the largest array that this process sends, if that is not the model."""
+        self.ticket = ticket
+        self.largest = max(schema.nbytes, largest)
+        self.schema = schema
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        me = Identity(ticket.run, ticket.address, schema.hash, self.largest)
+        listen = Transport.parse(ticket.transport).listen(
+            Path(ticket.directory), node_name(ticket.address).replace(" ", "-")
+        )
+        self.endpoint = Endpoint(self._context, me, listen, ticket.heartbeat)
+        self.closed = False
+        self._heard: set[Address] = set()
+        self._linked = False
+        self._met = False
+        self._early: deque[Message] = deque()
+
+    def join(
+        self, strategy: str, optimizer: dict[str, str | int | float | bool], initial: FlatArray | None
+    ) -> tuple[Cluster, FlatArray]:
+        """Be let in; return who takes part, and the parameters that everyone starts from.
+
+        Raises:
+            ConfigurationError: the supervisor refused, for example because another worker's model differs.
+        """
+        self._hello(strategy, optimizer)
+        self._expect("linked")
+        self._linked = True
+        if self.ticket.address == 0 and initial is not None:
+            self.tell("initial", initial)
+        welcome = self._expect("welcome")
+        assert welcome.array is not None
+        cluster = Cluster(int(welcome.note["workers"]), int(welcome.note["servers"]))
+        self._meet(msgspec.json.decode(str(welcome.note["peers"]), type=dict[int, str]))
+        self.tell("ready")
+        self._expect("go")
+        return cluster, welcome.array.copy()
+
+    def tell(self, tag: str, array: FlatArray | None = None, note: Note | None = None) -> None:
+        """Say something to the supervisor.
+
+        Raises:
+            Interrupted: it is not there any more.
+        """
+        message = Message(self.ticket.address, tag, array, note or {})
+        while True:
+            try:
+                self.endpoint.send(LAUNCHER, message)
+                return
+            except Backlog:
+                early = self.endpoint.receive(PAUSE)
+                if early is not None:
+                    self._early.append(early)
+            except PeerLost:
+                raise Interrupted("the process that supervises this run does not answer") from None
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the supervisor that this process failed; if it is not there any more, nobody needs to know."""
+        if not self._linked:
+            knock(self.ticket, failure)
+            return
+        with contextlib.suppress(Interrupted):
+            self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
+
+    def receive(self, seconds: float) -> Message | None:
+        """The next message, from anyone; None if there is none within that time."""
+        return self._early.popleft() if self._early else self.endpoint.receive(seconds)
+
+    def next(self) -> Message:
+        """The next message, from anyone; waits. Without a supervisor this process does not live on (`die_with`)."""
+        while True:
+            message = self.receive(PATIENCE)
+            if message is not None:
+                return message
+
+    def wait_for_end(self) -> FlatArray | None:
+        """Wait to be dismissed; return the resulting model if it was sent along.
+
+        Raises:
+            Interrupted: the run failed or was interrupted meanwhile.
+        """
+        while True:
+            message = self.next()
+            if message.source == LAUNCHER and message.tag == "stop":
+                raise stopped(message)
+            if message.source == LAUNCHER and message.tag == "end":
+                return message.array
+
+    def close(self, linger: float) -> None:
+        """Leave; what was sent is still delivered within `linger` seconds. 0 once the supervisor has said the end."""
+        self.closed = True
+        self.endpoint.close(linger)
+        self._context.term()
+
+    def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
+        hello = Hello(
+            PROTOCOL,
+            self.ticket.run,
+            self.ticket.address,
+            os.getpid(),
+            self.endpoint.address,
+            strategy,
+            optimizer,
+            self.schema,
+            self.largest,
+        )
+        knock(self.ticket, hello)
+
+    def _meet(self, peers: dict[int, str]) -> None:
+        me = self.ticket.address
+        others = {address: endpoint for address, endpoint in peers.items() if address != me}
+        self.endpoint.expect(others)
+        self._met = True
+        for address in others:
+            if address < me:
+                self._say(address, GREETING)
+        for address in self._heard:
+            self._greet(address)
+        while not self._heard >= set(others):
+            self._checked(self.next())
+
+    def _say(self, to: Address, tag: str) -> None:
+        self.endpoint.send(to, Message(self.ticket.address, tag))
+
+    def _expect(self, tag: str) -> Message:
+        early: list[Message] = []
+        while True:
+            message = self._checked(self.next())
+            if message.source == LAUNCHER and message.tag == tag:
+                self._early.extend(early)
+                return message
+            if message.source != LAUNCHER and message.tag != GREETING:
+                early.append(message)  # a peer that was told to go before this node was
+
+    def _checked(self, message: Message) -> Message:
+        if message.source == LAUNCHER and message.tag == "stop":
+            raise stopped(message)
+        if message.source == LAUNCHER and message.tag == "lost":
+            raise PeerLost(str(message.note["reason"]))
+        if message.tag == GREETING:
+            self._heard.add(message.source)
+            if self._met:
+                self._greet(message.source)
+        return message
+
+    def _greet(self, address: Address) -> None:
+        """Answer a peer that connected to this node; the others were greeted first."""
+        if address > self.ticket.address:
+            self._say(address, GREETING)
+
+
+def knock(ticket: Ticket, words: Hello | Failure) -> None:
+    """Say something on the supervisor's control socket; it never answers there."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    control = context.socket(zmq.DEALER)
+    harden(control, CONTROL_BYTES, ticket.heartbeat)
+    control.connect(ticket.control)
+    control.send(msgspec.msgpack.encode(words))
+    control.close()
+    context.term()
+
+
+def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:
+    """What to tell the supervisor of an error, ours or that of a user's code at that step."""
+    kind, reason = type(error).__name__, str(error)
+    if not isinstance(error, FlockstepError):
+        where = "" if step is None else f" at step {step}"
+        said = in_short(error)
+        reason = f"{node_name(ticket.address)}{where} raised {said}; --debug shows the traceback"
+        kind = RunError.__name__
+    trace = "".join(traceback.format_exception(error))
+    return Failure(ticket.run, ticket.address, kind, reason[:LONGEST], trace[-LONGEST:])
+
+
+def in_short(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def stopped(message: Message) -> Exception:
+    """The error that a supervisor's "stop" stands for."""
+    reason = str(message.note["reason"])
+    return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
+
+
+def die_with(pid: int) -> None:
+    """End this process as soon as the process `pid` of this host is gone, however that one ended.
+
+    A signal on the parent's death would not do: forked workers are children of a fork server that outlives a supervisor
+    which was killed.
+    """
+    Thread(target=_watch, args=(pid,), name="flockstep-supervisor-watch", daemon=True).start()
+
+
+def _watch(pid: int) -> None:
+    try:
+        if hasattr(os, "pidfd_open"):
+            select.select([os.pidfd_open(pid)], [], [])
+        else:
+            while True:
+                os.kill(pid, 0)
+                time.sleep(PATIENCE)
+    except ProcessLookupError:
+        pass
+    os._exit(1)

@@ -1,0 +1,122 @@
+"""A worker or a server of a declared job, in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.member import Member, Ticket, failure_of, knock
+from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.tracker import Progress
+from flockstep.errors import Diverged, FlockstepError
+from flockstep.expression import to_data, to_text
+from flockstep.frameworks.base import Engine
+from flockstep.nodes import Server, Worker, part
+from flockstep.optimizers.base import Optimizer
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.workloads.sampler import Sampler
+
+
+def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
+    """Take part in a run as a worker; return the process's exit code."""
+    with _guarded(ticket) as guard:
+        engine, plan = make()
+        initial = engine.initial()
+        member = guard.member = Member(ticket, engine.schema, engine.buffers(ticket.address).nbytes)
+        sampler = Sampler(plan.parts[ticket.address], plan.batch, plan.seed, ticket.address)
+        _warm_up(engine, initial, plan, ticket.address)
+        cluster, start = member.join(to_text(plan.strategy), to_data(plan.optimizer), initial)
+        params = engine.home()
+        params[:] = start
+        with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
+            seat = Seat(member, plan.strategy.traits.survives, plan.evaluate_every, events.write)
+            stepper = LocalOptimizer(plan.optimizer, params)
+            worker = guard.worker = Worker(
+                ticket.address, cluster, params, seat, plan.random(ticket.address), stepper, plan.steps
+            )
+            worker.state = plan.strategy.worker_state(worker)
+            seat.node = worker
+            seat.buffers = lambda: engine.buffers(ticket.address)
+            _train(engine, worker, seat, plan, sampler)
+            seat.close()
+        member.wait_for_end()
+    return guard.code
+
+
+def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
+    """Take part in a run as a server; return the process's exit code."""
+    from flockstep.strategies.base import Strategy
+
+    with _guarded(ticket) as guard:
+        member = guard.member = Member(ticket, schema)
+        rule = Strategy.parse(strategy)
+        spec = Optimizer.parse(optimizer)
+        cluster, params = member.join(to_text(rule), to_data(spec), None)
+        with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
+            seat = Seat(member, rule.traits.survives, every, events.write)
+            seat.progress = Progress(cluster, every) if every else None
+            random = np.random.default_rng(ticket.address + (1 << 31))
+            node = Server(index, cluster, part(params, cluster, index).copy(), seat, random, spec)
+            node.state = rule.master_state(node)
+            seat.node = node
+            Runner(rule.master(node), seat).advance(None)
+            seat.close()
+        member.wait_for_end()
+    return guard.code
+
+
+def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan, sampler: Sampler) -> None:
+    gradient = np.zeros_like(worker.params)
+    runner = Runner(plan.strategy.worker(worker), seat)
+    value: FlatArray | None = None
+    loss: float | None = None
+    while runner.advance(value, loss):
+        loss = engine.gradient(worker.params, sampler.next(), gradient, worker.rank, worker.step)
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss of worker {worker.rank} is {loss} at step {worker.step}; lower the learning rate, "
+                f"now {worker.lr:g}"
+            )
+        value = gradient
+    Runner(plan.strategy.finish(worker), seat).advance(None)
+
+
+def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
+    """Compute one gradient before the clock starts: the first one pays for lazy initialisation."""
+    indices = np.zeros(plan.batch, np.int64)
+    buffers = engine.buffers(rank)
+    engine.gradient(params, indices, np.zeros_like(params), rank, 0)
+    engine.restore_buffers(rank, buffers)
+
+
+class _Guard:
+    def __init__(self) -> None:
+        self.member: Member | None = None
+        self.worker: Worker | None = None
+        self.code = 0
+
+
+@contextmanager
+def _guarded(ticket: Ticket) -> Iterator[_Guard]:
+    """Turn errors into a sentence for the supervisor; leave Ctrl-C to it, so that the record is kept."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard = _Guard()
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
+            yield guard
+    except Exception as error:  # noqa: BLE001 - the job's code may raise anything
+        guard.code = error.exit_code if isinstance(error, FlockstepError) else 1
+        failure = failure_of(error, ticket, guard.worker.step if guard.worker is not None else None)
+        if guard.member is None:
+            knock(ticket, failure)
+        else:
+            guard.member.fail(failure)
+    finally:
+        if guard.member is not None:
+            guard.member.close(0.3 if guard.code else 0.0)

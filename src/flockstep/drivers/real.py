@@ -1,0 +1,228 @@
+"""Runs one node's program in this process, on real messages and in real time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.account import Account, Emit
+from flockstep.drivers.member import PAUSE, Member, stopped
+from flockstep.drivers.tracker import FINAL, Progress
+from flockstep.errors import PeerLost
+from flockstep.messages import Address, Message, Wanted, node_name
+from flockstep.nodes import Effect, NeedGradient, Node, Program
+from flockstep.records.events import Lost
+from flockstep.transports.zeromq import LAUNCHER, Backlog
+
+PROGRESS_PERIOD = 0.2
+"""Seconds between two reports of progress to the supervisor."""
+
+
+class Seat:
+    """The driver's side of a node in this process: its messages, its books, its part in the evaluation."""
+
+    def __init__(self, member: Member, survives: bool, every: int, emit: Emit):
+        self.account = Account(member.ticket.address, emit)
+        self.node: Node
+        self.progress: Progress | None = None
+        self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
+        self._member = member
+        self._survives = survives
+        self._every = every
+        self._emit = emit
+        self._start = time.monotonic()
+        self._reported = -PROGRESS_PERIOD
+        self._wanted: Wanted | None = None
+        self._left: dict[Address, int] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds since all nodes were ready."""
+        return time.monotonic() - self._start
+
+    def send(self, to: Address, message: Message) -> None:
+        """Send to a peer; what goes to a lost one goes nowhere."""
+        while to not in self.node.lost:
+            try:
+                header_bytes = self._member.endpoint.send(to, message)
+            except Backlog:  # it is slow: whether it is lost is for the supervisor to say
+                arrived = self._member.receive(PAUSE)
+                if arrived is not None:
+                    self._take(arrived)
+            except PeerLost as error:
+                self._verdict(to, error)
+            else:
+                self.account.sent(message, header_bytes)
+                return
+
+    def collect(self) -> None:
+        """Take in what has arrived by now."""
+        while (message := self._member.receive(0)) is not None:
+            self._take(message)
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        """Write to the record."""
+        self.account.updates(self.now, source, count, staleness)
+
+    def wait(self, wanted: Wanted) -> Message:
+        """The message that the program waits for.
+
+        Raises:
+            PeerLost: it can never come, or the strategy cannot go on without a node that died.
+            Interrupted: the supervisor ended the run.
+        """
+        node, self._wanted = self.node, wanted
+        while True:
+            self._look_for_leavers()
+            self._take(self._member.next())
+            found = node.mailbox.take(wanted)
+            if found is not None:
+                self._wanted = None
+                return found
+            if wanted.source in node.departed:
+                raise node.missed(wanted)
+
+    def report(self, loss: float | None) -> None:
+        """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
+        self.collect()
+        now = self.now
+        if now - self._reported >= PROGRESS_PERIOD:
+            self._reported = now
+            note = {"step": self.node.step, "t": now}
+            self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
+
+    def tick(self) -> None:
+        """A worker is about to compute: hand in its parameters if an evaluation is due."""
+        if self._every and self.node.step % self._every == 0:
+            self.hand_in(self.node.step // self._every)
+
+    def server_ticks(self) -> None:
+        """A server has dealt with its messages: hand in its parameters if an evaluation is due."""
+        if self.progress is not None:
+            for tick in self.progress.due():
+                self.hand_in(tick)
+
+    def hand_in(self, tick: float) -> None:
+        """Send the node's parameters, as they are now, to be evaluated off the clock."""
+        node = self.node
+        note = {"tick": tick, "t": self.now, "step": node.step, "sent": self.account.sent_bytes}
+        buffers = self.buffers()
+        if len(buffers):
+            self._member.tell("buffers", buffers)
+        self._member.tell("done" if tick == FINAL else "snapshot", node.params, note)
+
+    def close(self) -> None:
+        """The program has ended: close the books and hand in the final parameters."""
+        self.account.close(self.now, self.node.params)
+        self.hand_in(FINAL)
+
+    def _take(self, message: Message) -> None:
+        if message.source == LAUNCHER:
+            self._obey(message)
+            return
+        self.account.received(message)
+        if self.progress is not None:
+            self.progress.saw(message.source, message.step)
+        self.node.deliver(message)
+
+    def _obey(self, message: Message) -> None:
+        if message.tag == "stop":
+            raise stopped(message)
+        if message.tag == "lost":
+            address, reason = int(message.note["address"]), str(message.note["reason"])
+            self._emit(Lost(self.now, address, reason))
+            if not self._survives or address < 0:
+                raise PeerLost(f"{reason}; {self._doing()}")
+            self.node.lose(address)
+        if message.tag == "left" and not self._survives:
+            self._left[int(message.note["address"])] = int(message.note["step"])
+
+    def _look_for_leavers(self) -> None:
+        """Where all go in step, nobody can go on once one has left after fewer steps."""
+        for address, step in self._left.items():
+            if self.node.step > step:
+                raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")
+
+    def _doing(self) -> str:
+        who = f"{node_name(self.node.address)} at step {self.node.step}"
+        return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not go on"
+
+    def _verdict(self, to: Address, error: PeerLost) -> None:
+        """A peer is unreachable: wait for the supervisor to say that it is lost, and go on if the strategy can."""
+        deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
+        while to not in self.node.lost:
+            message = self._member.receive(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                raise PeerLost(f"{error}; {self._doing()}") from None
+            self._take(message)
+
+
+class AnySeat(Protocol):
+    """What a runner needs of a seat."""
+
+    account: Account
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+
+    def wait(self, wanted: Wanted) -> Message:
+        """The message that the program waits for."""
+
+    def report(self, loss: float | None) -> None:
+        """A worker has completed a step."""
+
+    def tick(self) -> None:
+        """A worker is about to compute."""
+
+    def server_ticks(self) -> None:
+        """A server is about to wait."""
+
+
+class Runner:
+    """Drives a program from one gradient to the next."""
+
+    def __init__(self, program: Program, seat: AnySeat):
+        self._program = program
+        self._seat = seat
+        self._last = seat.now
+
+    def advance(self, value: FlatArray | None, loss: float | None = None) -> bool:
+        """Resume the program, with the gradient that it has asked for and the loss it belongs to.
+
+        Returns whether it asks for (another) gradient; False means that it has ended.
+        """
+        seat = self._seat
+        if value is not None:
+            self._lap("compute")
+            seat.account.step(self._last, loss)
+            seat.report(loss)
+        reply: FlatArray | Message | None = value
+        while True:
+            try:
+                effect: Effect = self._program.send(reply)
+            except StopIteration:
+                self._lap("comm")
+                return False
+            if isinstance(effect, NeedGradient):
+                self._lap("comm")
+                seat.tick()
+                self._last = seat.now
+                return True
+            seat.server_ticks()
+            self._lap("comm")
+            reply = seat.wait(effect)
+            self._lap("wait")
+
+    def close(self) -> None:
+        """End the program where it is."""
+        self._program.close()
+
+    def _lap(self, kind: str) -> None:
+        now = self._seat.now
+        self._seat.account.spent(kind, self._last, now)
+        self._last = now

@@ -1,0 +1,122 @@
+"""From a run's configuration to what its drivers need."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from flockstep.drivers.plan import Plan
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Engine, Job
+from flockstep.frameworks.job import import_components, load_job_file, make_engine
+from flockstep.nodes import Cluster
+from flockstep.records.config import RunConfig
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy, choose_result
+from flockstep.transports.base import Transport
+from flockstep.workloads.base import Workload
+from flockstep.workloads.sampler import steps_for
+from flockstep.workloads.split import Split
+
+EVALUATIONS = 40
+"""Evaluations of the model in a run, unless told otherwise."""
+
+
+def load_job(text: str, seed: int) -> Job:
+    """The job that `text` names: a workload's expression, or the path of a Python file with a `job()` function."""
+    if text.endswith(".py"):
+        return load_job_file(Path(text))
+    return Workload.parse(text).job(seed)
+
+
+def check(config: RunConfig) -> Strategy:
+    """The strategy of `config`, once everything that can be checked without data has been.
+
+    Raises:
+        ConfigurationError: a value that no run could work with.
+    """
+    import_components(config.imports)
+    strategy = Strategy.parse(config.strategy)
+    strategy.check(config.workers)
+    canonical(config)
+    choose_result(strategy, config.result)  # type: ignore[arg-type]
+    for name in ("steps", "epochs", "batch", "lr", "evaluate_every", "threads", "heartbeat"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own")
+    if config.heartbeat is not None and config.heartbeat < 1:
+        raise ConfigurationError(f"heartbeat must be >= 1 s, got {config.heartbeat}; 5 is usual")
+    return strategy
+
+
+def canonical(config: RunConfig) -> RunConfig:
+    """The configuration with every component written in its shortest form."""
+    bases = {"strategy": Strategy, "split": Split, "network": Network, "compute": ComputeModel, "transport": Transport}
+    texts: dict[str, Any] = {
+        name: str(base.parse(getattr(config, name)))
+        for name, base in bases.items()
+        if getattr(config, name) is not None
+    }
+    return dataclasses.replace(config, **texts)
+
+
+def versions() -> dict[str, str]:
+    """Package → version of what a run depends on, as far as it is installed."""
+    found = {"python": platform.python_version()}
+    for package in ("flockstep", "numpy", "torch", "scikit-learn"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def overridden(job: Job, config: RunConfig) -> Job:
+    """The job with what the configuration says otherwise."""
+    changes = {
+        name: getattr(config, name) for name in ("batch", "epochs", "target") if getattr(config, name) is not None
+    }
+    return dataclasses.replace(job, **changes)
+
+
+def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
+    """Build the engine and the plan of one process; also the configuration with nothing left open.
+
+    Raises:
+        ConfigurationError: the configuration, or the facts that the job recorded, cannot be met.
+    """
+    strategy = check(config)
+    config = canonical(config)
+    job = overridden(load_job(config.job, config.seed), config)
+    engine = make_engine(job, config.seed)
+    for fact, value in config.facts.items():
+        if job.facts.get(fact) != value:
+            raise ConfigurationError(f"{fact} is {job.facts.get(fact)}, the record says {value}; the data has changed")
+    optimizer = engine.optimizer
+    if config.lr is not None:
+        optimizer = dataclasses.replace(optimizer, lr=config.lr)  # type: ignore[type-var]
+    least = 1 if config.epochs else job.least_steps
+    steps = config.steps or max(least, steps_for(job.epochs, engine.train_size, config.workers, job.batch))
+    every = int(config.evaluate_every or max(1, steps // EVALUATIONS))
+    parts = Split.parse(config.split).assign(engine.labels, engine.train_size, config.workers, config.seed)
+    result = choose_result(strategy, config.result)  # type: ignore[arg-type]
+    cluster = Cluster(config.workers, strategy.servers)
+    plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every)
+    resolved = dataclasses.replace(
+        config,
+        result=result,
+        steps=steps,
+        epochs=float(job.epochs),
+        batch=job.batch,
+        lr=optimizer.lr,
+        evaluate_every=float(every),
+        metric=job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric"),
+        higher_is_better=job.higher_is_better,
+        target=job.target,
+        facts=dict(job.facts),
+        versions=versions(),
+    )
+    return engine, plan, resolved

@@ -1,0 +1,105 @@
+"""One worker and its servers in a single process: what a script does that nobody launched on several."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.account import Account
+from flockstep.errors import RunError
+from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
+from flockstep.nodes import Cluster, Node, Program, Server, part
+from flockstep.optimizers.base import Optimizer
+from flockstep.strategies.base import Strategy
+
+
+class SoloSeat:
+    """The worker's side: messages to a server are handled on the spot."""
+
+    def __init__(self) -> None:
+        self.account = Account(0, lambda event: None)
+        self.node: Node
+        self._servers: dict[Address, _Local] = {}
+        self._start = time.monotonic()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def serve(self, strategy: Strategy, params: FlatArray, optimizer: Optimizer) -> None:
+        """Start the strategy's servers."""
+        cluster = Cluster(1, strategy.servers)
+        for index in range(strategy.servers):
+            local = self._servers[server(index)] = _Local(self)
+            random = np.random.default_rng(index)
+            node = Server(index, cluster, part(params, cluster, index).copy(), local, random, optimizer)
+            node.state = strategy.master_state(node)
+            local.start(node, strategy)
+
+    def served(self) -> FlatArray:
+        """The parameters that the servers hold."""
+        return np.concatenate([local.node.params for local in self._servers.values()])
+
+    def send(self, to: Address, message: Message) -> None:
+        """Let the server handle it at once."""
+        self.account.sent(message, HEADER_BYTES)
+        self._servers[to].take(message)
+
+    def collect(self) -> None:
+        """Nothing is ever on its way."""
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        """Nobody keeps a record here."""
+
+    def report(self, loss: float | None) -> None:
+        """Nobody watches here."""
+
+    def tick(self) -> None:
+        """Nobody evaluates here."""
+
+    def server_ticks(self) -> None:
+        """Nobody evaluates here."""
+
+    def wait(self, wanted: Wanted) -> Message:
+        """The message must be here already, or it will never come."""
+        raise RunError(f"a single worker waits for {wanted} at step {self.node.step}, which nobody will send")
+
+
+class _Local:
+    """A server's side."""
+
+    def __init__(self, worker: SoloSeat):
+        self._worker = worker
+        self._wanted: Wanted | None = None
+        self.node: Server
+        self._program: Program
+
+    def start(self, node: Server, strategy: Strategy) -> None:
+        self.node, self._program = node, strategy.master(node)
+        self._resume(None)
+
+    def take(self, message: Message) -> None:
+        self.node.deliver(message)
+        while self._wanted is not None and (found := self.node.mailbox.take(self._wanted)) is not None:
+            self._resume(found)
+
+    def send(self, to: Address, message: Message) -> None:
+        self._worker.node.deliver(message)
+
+    def collect(self) -> None:
+        pass
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        pass
+
+    def _resume(self, value: Message | None) -> None:
+        self._wanted = None
+        try:
+            effect = self._program.send(value)
+        except StopIteration:
+            return
+        assert isinstance(effect, Wanted), f"{node_name(self.node.address)} asked for a gradient"
+        self._wanted = effect

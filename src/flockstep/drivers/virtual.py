@@ -1,0 +1,309 @@
+"""All programs of a run in one process, in virtual time.
+
+Gradients are real: computed on real data at each replica's own parameters. Only time is modelled. A gradient that is
+asked for at t is a function of the parameters at t, so it may be computed at any moment before it is due; the pending
+requests of all workers are computed together when the first of them is due.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.account import Account, Emit
+from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.pool import ROWS, GradientPool
+from flockstep.drivers.tracker import FINAL, Progress, Tracker
+from flockstep.errors import Diverged, RunError
+from flockstep.frameworks.base import Engine
+from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
+from flockstep.nodes import Effect, NeedGradient, Node, Program, Server, Worker, part
+from flockstep.optimizers.base import OptimizerState
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network, Transit
+from flockstep.simulation.queue import EventQueue
+from flockstep.strategies.base import Strategy
+from flockstep.workloads.sampler import Sampler, SamplerState
+
+
+@dataclass(slots=True)
+class Arrival:
+    """Event: a message reaches its next hop, or its receiver."""
+
+    transit: Transit
+    message: Message
+    sent_at: float
+
+
+@dataclass(slots=True)
+class Ready:
+    """Event: a worker's gradient is due."""
+
+    seat: Seat
+    started: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Everything of a node that must survive a restart: all that its program may rely on between two steps."""
+
+    params: FlatArray
+    step: int
+    state: Any
+    random: dict[str, Any]
+    optimizer: OptimizerState
+    version: int
+    sampler: SamplerState | None
+
+
+class Seat:
+    """A node, its program, and the driver's side of both."""
+
+    def __init__(self, simulation: Simulation, account: Account):
+        self.account = account
+        self.waiting: Wanted | None = None
+        self.blocked_at = 0.0
+        self.done = False
+        self.node: Node
+        self.program: Program
+        self._simulation = simulation
+
+    def send(self, to: Address, message: Message) -> None:
+        """Hand a message to the virtual network."""
+        self.account.sent(message, HEADER_BYTES)
+        self._simulation.send(to, message)
+
+    def collect(self) -> None:
+        """Nothing to do: what has arrived by now is in the mailbox already."""
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        """Write to the record."""
+        self.account.updates(self._simulation.now, source, count, staleness)
+
+
+class Simulation:
+    """One run in virtual time. `run` returns when every program has ended; times are virtual seconds."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        compute: ComputeModel,
+        network: Network,
+        emit: Emit,
+        progress: Callable[[int, float], None] | None = None,
+        resume: Mapping[Address, Saved] | None = None,
+    ):
+        n = plan.cluster.workers
+        self.plan = plan
+        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.batch, emit)
+        self._engine = engine
+        self._emit = emit
+        self._report = progress
+        self._queue: EventQueue[Arrival | Ready] = EventQueue()
+        self._clock = compute.start(n, plan.seed)
+        self._fabric = network.start(plan.cluster)
+        self._params = np.tile(engine.initial(), (n, 1))
+        self._gradients = GradientPool(engine.schema.size, self._params.dtype)
+        self._losses = np.zeros(n)
+        self._batches = np.zeros((n, plan.batch), np.int64)
+        self._pending: set[int] = set()
+        self._samplers = [Sampler(plan.parts[rank], plan.batch, plan.seed, rank) for rank in range(n)]
+        self._steps = 0
+        self._progress = {server(i): Progress(plan.cluster, plan.evaluate_every) for i in range(plan.cluster.servers)}
+        self._steppers: dict[int, LocalOptimizer] = {}
+        self.seats: dict[Address, Seat] = {}
+        for rank in range(n):
+            self._seat_worker(rank)
+        for index in range(plan.cluster.servers):
+            self._seat_server(index, engine.initial())
+        for address, saved in (resume or {}).items():
+            self._restore(self.seats[address], saved)
+
+    @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self._queue.now
+
+    def run(self) -> None:
+        """Run every program to its end.
+
+        Raises:
+            Diverged: a loss is not finite.
+            RunError: the programs wait for each other for ever.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
+            for address in (*self._progress, *range(self.plan.cluster.workers)):
+                self._resume(self.seats[address], None)
+            while self._queue:
+                self._handle(self._queue.pop()[1])
+        stuck = [seat for seat in self.seats.values() if not seat.done]
+        if stuck:
+            waits = "; ".join(f"{node_name(s.node.address)} for {s.waiting} at step {s.node.step}" for s in stuck[:4])
+            raise RunError(f"deadlock: every program waits for a message that nobody will send: {waits}")
+        self.tracker.close()
+
+    def _handle(self, event: Arrival | Ready) -> None:
+        if isinstance(event, Ready):
+            self._gradient_due(event)
+        elif event.transit.done:
+            self._deliver(event)
+        else:
+            self._fabric.advance(event.transit)
+            self._forward(event)
+
+    def send(self, to: Address, message: Message) -> None:
+        """Put a message on the virtual network."""
+        nbytes = message.payload_bytes + HEADER_BYTES
+        transit = self._fabric.depart(message.source, to, nbytes, self._queue.now)
+        self._forward(Arrival(transit, message, self._queue.now))
+
+    def _seat_worker(self, rank: int) -> None:
+        plan, params = self.plan, self._params[rank]
+        seat = self.seats[rank] = Seat(self, Account(rank, self._emit))
+        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params)
+        worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps)
+        worker.state = plan.strategy.worker_state(worker)
+        seat.node = worker
+        seat.program = _life(plan.strategy, worker)
+
+    def _seat_server(self, index: int, params: FlatArray) -> None:
+        plan, address = self.plan, server(index)
+        seat = self.seats[address] = Seat(self, Account(address, self._emit))
+        held = part(params, plan.cluster, index).copy()
+        node = Server(index, plan.cluster, held, seat, plan.random(address), plan.optimizer)
+        node.state = plan.strategy.master_state(node)
+        seat.node = node
+        seat.program = plan.strategy.master(node)
+
+    def save(self) -> dict[Address, Saved]:
+        """What every node must be given to go on from here, in another simulation with a larger budget of steps.
+
+        Meant for after `run`: what was on its way then has been delivered.
+        """
+        return {address: self._saved(seat.node) for address, seat in self.seats.items()}
+
+    def _saved(self, node: Node) -> Saved:
+        optimizer = node.optimizer_state if isinstance(node, Server) else self._steppers[node.address].state
+        return copy.deepcopy(
+            Saved(
+                node.params,
+                node.step,
+                node.state,
+                dict(node.random.bit_generator.state),
+                optimizer,
+                node.version if isinstance(node, Server) else 0,
+                self._samplers[node.address].state() if isinstance(node, Worker) else None,
+            )
+        )
+
+    def _restore(self, seat: Seat, saved: Saved) -> None:
+        node, saved = seat.node, copy.deepcopy(saved)
+        node.params[:] = saved.params
+        node.step, node.state = saved.step, saved.state
+        node.random.bit_generator.state = saved.random
+        if isinstance(node, Server):
+            node.optimizer_state, node.version = saved.optimizer, saved.version
+        elif saved.sampler is not None:
+            self._steppers[node.address].state = saved.optimizer
+            self._samplers[node.address].restore(saved.sampler)
+
+    def _resume(self, seat: Seat, value: FlatArray | Message | None) -> None:
+        try:
+            effect: Effect = seat.program.send(value)
+        except StopIteration:
+            self._ended(seat)
+            return
+        if isinstance(effect, NeedGradient):
+            self._start_gradient(seat)
+        else:
+            seat.waiting = effect
+            seat.blocked_at = self.now
+            if seat.node.address < 0:
+                self._server_tick(seat)
+
+    def _start_gradient(self, seat: Seat) -> None:
+        rank, step = seat.node.address, seat.node.step
+        if step % self.plan.evaluate_every == 0:
+            self._hand_in(step // self.plan.evaluate_every, seat)
+        self._gradients.give_back(rank)
+        self._batches[rank] = self._samplers[rank].next()
+        self._pending.add(rank)
+        self._queue.schedule(self._clock.finish(rank, self.now), Ready(seat, self.now))
+
+    def _gradient_due(self, event: Ready) -> None:
+        seat, rank = event.seat, event.seat.node.address
+        if rank in self._pending:
+            self._compute_pending()
+        loss = float(self._losses[rank])
+        if not math.isfinite(loss):
+            raise Diverged(
+                f"the loss of worker {rank} is {loss} at step {seat.node.step}; lower the learning rate, "
+                f"now {self.plan.optimizer.lr:g}"
+            )
+        seat.account.spent("compute", event.started, self.now)
+        seat.account.step(self.now, loss)
+        self._steps += 1
+        if self._report is not None:
+            self._report(self._steps, self.now)
+        self._resume(seat, self._gradients.row(rank))
+
+    def _compute_pending(self) -> None:
+        pending = sorted(self._pending)
+        self._pending.clear()
+        for start in range(0, len(pending), ROWS):
+            ranks = pending[start : start + ROWS]
+            steps = [self.seats[rank].node.step for rank in ranks]
+            params = np.take(self._params, ranks, 0, self._gradients.gathered[: len(ranks)], "clip")
+            out = self._gradients.take(ranks)
+            self._losses[ranks] = self._engine.gradients(params, self._batches[ranks], out, ranks, steps)
+
+    def _forward(self, event: Arrival) -> None:
+        transit = event.transit
+        self._queue.schedule(transit.tail if transit.done else transit.head, event)
+
+    def _deliver(self, event: Arrival) -> None:
+        seat, message = self.seats[event.transit.to], event.message
+        node = seat.node
+        seat.account.received(message)
+        if node.address < 0 and message.source >= 0:
+            self._progress[node.address].saw(message.source, message.step)
+        node.deliver(message)
+        if seat.waiting is None:
+            return
+        found = node.mailbox.take(seat.waiting)
+        if found is None:
+            if seat.waiting.source in node.departed:
+                raise node.missed(seat.waiting)
+            return
+        # What a node waits for is communication once it has been sent, and waiting before.
+        underway = max(seat.blocked_at, event.sent_at)
+        seat.account.spent("wait", seat.blocked_at, underway)
+        seat.account.spent("comm", underway, self.now)
+        seat.waiting = None
+        self._resume(seat, found)
+
+    def _server_tick(self, seat: Seat) -> None:
+        for tick in self._progress[seat.node.address].due():
+            self._hand_in(tick, seat)
+
+    def _hand_in(self, tick: float, seat: Seat) -> None:
+        node = seat.node
+        self.tracker.add(tick, node.address, node.params, self.now, node.step, seat.account.sent_bytes)
+
+    def _ended(self, seat: Seat) -> None:
+        seat.done = True
+        seat.waiting = None
+        self._hand_in(FINAL, seat)
+        seat.account.close(self.now, seat.node.params)
+
+
+async def _life(strategy: Strategy, me: Worker) -> None:
+    await strategy.worker(me)
+    await strategy.finish(me)

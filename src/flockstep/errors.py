@@ -1,0 +1,82 @@
+"""The error tree: what a caller can decide on.
+
+FlockstepError
+├── ConfigurationError      the input is wrong; nothing was started (exit code 2)
+│   ├── UnknownName         no such strategy, codec, argument, …; names the nearest right one
+│   ├── CompositionError    two parts that do not compose; names a legal combination
+│   ├── SchemaMismatch      two nodes hold models of different shape
+│   └── MissingDependency   an optional package is not installed; names the command that installs it
+└── RunError                the run itself failed; what was computed is kept (exit code 1)
+    ├── PeerLost            a node died or stopped responding while another needed it
+    ├── ProtocolError       a message broke the wire format or its sequence
+    ├── Diverged            a loss or a gradient is not finite
+    └── Interrupted         the user, or the system, asked the run to stop
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlockstepError(Exception):
+    """Base of every error that flockstep raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigurationError(FlockstepError, ValueError):
+    """The input is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class UnknownName(ConfigurationError):
+    """A name that nothing is registered under."""
+
+    @classmethod
+    def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
+        """The error for `name`, with the nearest of `known` as the way out."""
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+        return cls(f"no {kind} is called {name!r}; {hint}")
+
+
+class CompositionError(ConfigurationError):
+    """Two parts that do not compose."""
+
+
+class SchemaMismatch(ConfigurationError):
+    """Two nodes hold models of different shape."""
+
+
+class MissingDependency(ConfigurationError):
+    """An optional package is not installed."""
+
+    @classmethod
+    def of(cls, package: str, extra: str, purpose: str) -> MissingDependency:
+        """The error for a missing `package` that `extra` would install."""
+        return cls(
+            f"{purpose} needs {package}, which is not installed; install it with: pip install 'flockstep[{extra}]'"
+        )
+
+
+class RunError(FlockstepError):
+    """The run itself failed; what was computed is kept."""
+
+
+class PeerLost(RunError):
+    """A node died or stopped responding while another needed it."""
+
+
+class ProtocolError(RunError):
+    """A message broke the wire format or its sequence."""
+
+
+class Diverged(RunError):
+    """A loss or a gradient is not finite."""
+
+
+class Interrupted(RunError):
+    """The user, or the system, asked the run to stop."""

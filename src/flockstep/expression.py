@@ -1,0 +1,299 @@
+"""Components as values: `ps(consistency=ssp(3), shards=2)` in text, in Python and in TOML.
+
+A component is a frozen dataclass whose fields are its hyper-parameters. Its class says which noun it
+implements; the registry says under which name. Text and data convert to objects and back without loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from abc import ABC
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union
+
+from flockstep import registry
+from flockstep.errors import ConfigurationError, UnknownName
+
+C = TypeVar("C", bound="Component")
+Resolve = Callable[[Any, Any, str], Any]
+
+_WORDS = {"inf": math.inf, "true": True, "false": False, "none": None}
+_INFINITIES = {"inf": math.inf, "-inf": -math.inf}
+
+
+SHOWN = {"shown": True}
+"""Metadata of a field that belongs in the text even at its default: without it the text would not say what is meant."""
+
+
+class Component(ABC):
+    """A named, printable, comparable part; subclasses are frozen dataclasses.
+
+    Fields may be bool, int, float, str, a `Literal`, another component's base class, a tuple of one of
+    these, or `X | None`. Checks on values belong into `__post_init__` and raise `ConfigurationError`.
+    """
+
+    noun: ClassVar[str]
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    @classmethod
+    def parse(cls, value: str | Self) -> Self:
+        """The object that `value` says, where `value` may already be that object."""
+        return value if isinstance(value, cls) else parse(str(value), cls)
+
+
+def parse(text: str, base: type[C]) -> C:
+    """The component of `base`'s noun that `text` describes.
+
+    Raises:
+        ConfigurationError: `text` is no expression, or a value has the wrong type.
+        UnknownName: a name or an argument that does not exist, with the nearest that does.
+    """
+    alias = registry.alias(base.noun, text.strip())
+    if alias:
+        return parse(alias, base)
+    try:
+        component = _from_tree(_read(text), base, base.noun)
+    except (SyntaxError, RecursionError):
+        if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a short name that is no identifier, such as 1gbit, misspelt
+            known = [*registry.names(base.noun), *registry.aliases(base.noun)]
+            raise UnknownName.among(base.noun, text.strip(), known) from None
+        shown = repr(text if len(text) <= 80 else text[:80] + "…")
+        raise ConfigurationError(f"cannot read {shown} as a {base.noun}; write it like {_example(base)}") from None
+    return typing.cast(C, component)
+
+
+def to_text(component: Component) -> str:
+    """The expression that parses to an equal component: what differs from its default, and what is marked `SHOWN`."""
+    arguments = ", ".join(f"{name}={_value_text(value)}" for name, value in _settings(component))
+    name = registry.name_of(type(component))
+    return f"{name}({arguments})" if arguments else name
+
+
+def to_data(component: Component) -> dict[str, Any]:
+    """A JSON and TOML friendly mapping of the component, every hyper-parameter spelled out."""
+    data: dict[str, Any] = {"name": registry.name_of(type(component))}
+    for field in _hyper_parameters(type(component)):
+        value = getattr(component, field.name)
+        if value is not None:
+            data[field.name] = _value_data(value)
+        elif field.default is not None:
+            data[field.name] = {}  # TOML has no null, and leaving the field out would bring its default back
+    return data
+
+
+def from_data(data: Mapping[str, Any], base: type[C]) -> C:
+    """The component that `to_data` made `data` of."""
+    arguments = dict(data)
+    if "name" not in arguments:
+        raise ConfigurationError(f"a {base.noun} needs a name, got {dict(data)!r}; add name = …")
+    kind = _class(str(arguments.pop("name")), base)
+    return typing.cast(C, _build(kind, arguments, _from_plain))
+
+
+@functools.cache
+def fields_of(kind: type[Component]) -> dict[str, Any]:
+    """Name → resolved type of every hyper-parameter of `kind`, in order."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in _hyper_parameters(kind)}
+
+
+def _read(text: str) -> ast.expr:
+    """The syntax tree of `text`; SyntaxError whatever Python's parser dislikes about it."""
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (ValueError, MemoryError) as error:  # null characters and surrogates; deep nesting
+        raise SyntaxError(str(error)) from None
+
+
+def _class(name: str, base: type[Component]) -> type[Component]:
+    kind = registry.load(base.noun, name)
+    legal = isinstance(kind, type) and issubclass(kind, base) and dataclasses.is_dataclass(kind)
+    if not legal:
+        raise ConfigurationError(
+            f"{name!r} is registered as a {base.noun} but is none; make it a dataclass and a {base.__name__}"
+        )
+    return typing.cast(type[Component], kind)
+
+
+def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return parse(node.value, base)
+    if isinstance(node, ast.Name):
+        alias = registry.alias(base.noun, node.id)
+        return parse(alias, base) if alias else _build(_class(node.id, base), {}, _from_node)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise ConfigurationError(f"{where} must be a {base.noun}, got {_code(node)}; write it like {_example(base)}")
+    kind = _class(node.func.id, base)
+    return _build(kind, _call_arguments(node, kind), _from_node)
+
+
+def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:
+    name, names = registry.name_of(kind), list(fields_of(kind))
+    if len(node.args) > len(names):
+        raise ConfigurationError(
+            f"{name} takes at most {len(names)} arguments ({', '.join(names) or 'none'}), got {len(node.args)}"
+        )
+    arguments: dict[str, Any] = dict(zip(names, node.args, strict=False))
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ConfigurationError(f"{name} takes named arguments, got **{_code(keyword.value)}")
+        if keyword.arg in arguments:
+            raise ConfigurationError(f"{name} got {keyword.arg!r} twice; give it once")
+        arguments[keyword.arg] = keyword.value
+    return arguments
+
+
+def _build(kind: type[Component], arguments: Mapping[str, Any], resolve: Resolve) -> Component:
+    hints, name = fields_of(kind), registry.name_of(kind)
+    values = {}
+    for key, raw in arguments.items():
+        if key not in hints:
+            raise UnknownName.among(f"argument of {name}", key, hints)
+        values[key] = resolve(raw, hints[key], f"{key} of {name}")
+    required = [field.name for field in _hyper_parameters(kind) if _default(field) is dataclasses.MISSING]
+    missing = [field for field in required if field not in values]
+    if missing:
+        raise ConfigurationError(f"{name} needs {', '.join(missing)}; write {_example_of(kind)}")
+    return kind(**values)
+
+
+def _from_node(node: Any, hint: Any, where: str) -> Any:
+    """The value of a syntax-tree node, checked against its type."""
+    base = _component_base(hint)
+    if base is not None and not (isinstance(node, ast.Constant) and node.value is None):
+        return _from_tree(node, base, where)
+    if isinstance(node, ast.Name):
+        return _checked(_WORDS.get(node.id, node.id), hint, where)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and ast.unparse(node.operand) == "inf":
+        return _checked(-math.inf, hint, where)
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return _checked(tuple(_from_node(n, _item(hint), where) for n in node.elts), hint, where)
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise ConfigurationError(f"{where} must be {_words(hint)}, got {_code(node)}") from None
+    return _checked(value, hint, where)
+
+
+def _from_plain(value: Any, hint: Any, where: str) -> Any:
+    """The value of a JSON or TOML item, checked against its type."""
+    if isinstance(value, Mapping) and not value:
+        return _checked(None, hint, where)
+    base = _component_base(hint)
+    if base is not None and value is not None:
+        return from_data(value, base) if isinstance(value, Mapping) else base.parse(value)
+    if isinstance(value, (list, tuple)):
+        return _checked(tuple(_from_plain(v, _item(hint), where) for v in value), hint, where)
+    return _checked(value, hint, where)
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    if type(value) is int and value.bit_length() > 63:
+        raise ConfigurationError(
+            f"{where} must fit in 64 bits, got a number of {value.bit_length()} bits; write it like 1e30"
+        )
+    if isinstance(value, str) and float in _options(hint):
+        value = _INFINITIES.get(value, value)
+    for option in _options(hint):
+        if typing.get_origin(option) is Literal:
+            if value in typing.get_args(option):
+                return value
+        elif typing.get_origin(option) is tuple:
+            if isinstance(value, tuple):
+                return value
+        elif option is float:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return float(value)
+        elif option is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        elif isinstance(option, type) and isinstance(value, option):
+            return value
+    if isinstance(value, str) and typing.get_origin(hint) is Literal:
+        raise UnknownName.among(where, value, typing.get_args(hint))
+    raise ConfigurationError(f"{where} must be {_words(hint)}, got {value!r}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(hint) in (Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _item(hint: Any) -> Any:
+    for option in _options(hint):
+        if typing.get_origin(option) is tuple:
+            return typing.get_args(option)[0]
+    return hint
+
+
+def _component_base(hint: Any) -> type[Component] | None:
+    for option in _options(hint):
+        if isinstance(option, type) and issubclass(option, Component):
+            return option
+    return None
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return " or ".join(names.get(o, getattr(o, "noun", getattr(o, "__name__", str(o)))) for o in _options(hint))
+
+
+def _settings(component: Component) -> list[tuple[str, Any]]:
+    changed = []
+    for field in _hyper_parameters(type(component)):
+        value = getattr(component, field.name)
+        if value != _default(field) or field.metadata == SHOWN:
+            changed.append((field.name, value))
+    return changed
+
+
+def _hyper_parameters(kind: type[Component]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(typing.cast(Any, kind)) if field.init]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, Component):
+        return to_text(value)
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_value_text, value)) + ("," if len(value) == 1 else "") + ")"
+    return repr(value)
+
+
+def _value_data(value: Any) -> Any:
+    if isinstance(value, Component):
+        return to_data(value)
+    if isinstance(value, float) and math.isinf(value):
+        return repr(value)  # as text, for JSON has no infinity
+    return [_value_data(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _code(node: ast.expr) -> str:
+    """The source of `node`, for a message."""
+    try:
+        text = ast.unparse(node)
+    except ValueError:  # a whole number with more digits than Python prints
+        return "a number too large to print"
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
+def _example(base: type[Component]) -> str:
+    names = registry.names(base.noun)
+    return _example_of(_class(names[0], base)) if names else base.noun
+
+
+def _example_of(kind: type[Component]) -> str:
+    return f"{registry.name_of(kind)}({', '.join(f'{n}=…' for n in fields_of(kind))})"

@@ -1,0 +1,1 @@
+"""What a sender keeps of what its codec dropped."""

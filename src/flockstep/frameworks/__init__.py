@@ -1,0 +1,1 @@
+"""Gradients and evaluations of a model, whoever wrote it."""

@@ -1,0 +1,126 @@
+"""From a user's file to a job, and from a job to the engine that computes it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency
+from flockstep.frameworks.base import Engine, Job
+from flockstep.frameworks.numpy import Model, NumpyEngine
+
+
+def make_engine(job: Job, seed: int) -> Engine:
+    """The engine for the kind of model that the job builds (which is built once more to find out).
+
+    Raises:
+        MissingDependency: the model needs torch, which is not installed.
+        ConfigurationError: the model cannot be built, or is of a kind without an engine.
+    """
+    model = _model(job)
+    if isinstance(model, Model):
+        return NumpyEngine(job, seed, model)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from flockstep.frameworks.torch import TorchEngine
+
+        return TorchEngine(job, seed)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise ConfigurationError(
+        f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got {kind}; "
+        f"let model() return one of these"
+    )
+
+
+def load_job_file(path: str | Path) -> Job:
+    """The job that the function `job()` of a Python file returns.
+
+    The file's folder is added at the end of Python's search path, so that the file can import its neighbours.
+
+    Raises:
+        MissingDependency: the file needs torch, which is not installed.
+        ConfigurationError: there is no such file, it has no `job()`, or that raises or returns something else.
+    """
+    file = Path(path)
+    if file.suffix != ".py":
+        raise ConfigurationError(f"a job file must be a Python file, got {str(path)!r}; give it the ending .py")
+    if not file.is_file():
+        raise ConfigurationError(f"there is no job file {str(path)!r}; check the path")
+    where = f"job file {str(path)!r}"
+    module = _imported(file.resolve(), where)
+    function = getattr(module, "job", None)
+    if not callable(function):
+        raise ConfigurationError(f"{where} has no function job(); add one that returns a flockstep.Job")
+    try:
+        job = function()
+    except (Exception, SystemExit) as error:
+        raise _failure(error, where, file, "job()") from error
+    if not isinstance(job, Job):
+        raise ConfigurationError(f"job() of {where} must return a flockstep.Job, got {type(job).__name__}")
+    return job
+
+
+def import_components(files: Iterable[str]) -> None:
+    """Run Python files that register strategies, codecs or other components of one's own; each once a process.
+
+    Raises:
+        ConfigurationError: there is no such file, or it raises.
+    """
+    for text in files:
+        file = Path(text)
+        if file.suffix != ".py" or not file.is_file():
+            raise ConfigurationError(f"there is no Python file {text!r} to import; check the path")
+        if f"flockstep_job_{file.stem}" not in sys.modules:
+            _imported(file.resolve(), f"file {text!r}")
+
+
+def _imported(file: Path, where: str) -> ModuleType:
+    name = f"flockstep_job_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    sys.modules[name] = module  # as an import does: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _failure(error, where, file, "importing it") from error
+    return module
+
+
+def _model(job: Job) -> Any:
+    try:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return job.model()
+        with torch.random.fork_rng(devices=[]):
+            return job.model()
+    except FlockstepError:
+        raise
+    except Exception as error:
+        raise _failure(error, f"the job {job.name!r}", None, "model()") from error
+
+
+def _failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
+    """The one sentence for what a user's code raised, with the last line of `file` that it came through."""
+    if isinstance(error, FlockstepError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return MissingDependency.of("torch", "torch", where)
+    lines = str(error).strip().splitlines()
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    place = ""
+    if isinstance(error, SyntaxError):
+        place = f" at line {error.lineno}"
+    elif file is not None:
+        inside = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file.resolve()]
+        place = f" at line {inside[-1]}" if inside else ""
+    return ConfigurationError(f"{where} failed: {what} raised {said}{place}; fix the file")

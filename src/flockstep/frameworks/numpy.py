@@ -1,0 +1,262 @@
+"""Problems in plain numpy: a contract for models with an exact gradient, two of them, and their engine.
+
+Every product is a matmul over stacked matrices, one per replica, and every sum runs inside a replica: a replica's
+gradient has the same bits whichever other replicas are computed in the same call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
+from flockstep.optimizers.base import Optimizer
+
+Views = Mapping[str, FlatArray]
+"""Name → array; where several replicas are meant, the first axis runs over them."""
+
+
+class Model(ABC):
+    """A model whose gradient is written out by hand."""
+
+    dtype: str = "float32"
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name → shape of every parameter, in the order of the flat array."""
+
+    @abstractmethod
+    def initial(self, random: np.random.Generator) -> Views:
+        """Name → value that every replica starts from."""
+
+    @abstractmethod
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """Write the mean gradient of R batches into `out`; return the R mean losses.
+
+        params and out: (R, *shape) each; x: (R, batch, …); y: (R, batch, …).
+        """
+
+    @abstractmethod
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """What one model says of the samples x, first axis over samples."""
+
+    @abstractmethod
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """The mean loss of one model over the samples that it said `outputs` of."""
+
+
+class Quadratic(Model):
+    """The bowl ½ (w - x)ᵀ H (w - x), whose minimum over the data is the mean of the samples x.
+
+    `hessian` is (d, d) and symmetric, or (d,) for a diagonal one. The samples, (N, d), scatter around the optimum:
+    their scatter is the noise of the gradients; without noise they are all the optimum itself. Targets are not used.
+    """
+
+    def __init__(
+        self,
+        hessian: npt.ArrayLike,
+        start: npt.ArrayLike | None = None,
+        dtype: str = "float32",
+    ):
+        """Start at `start`, (d,); None: at a draw from the standard normal distribution."""
+        self.dtype = dtype
+        self.hessian: FlatArray = np.array(hessian, dtype)
+        size = self.hessian.shape[0] if self.hessian.ndim else 0
+        if self.hessian.shape not in ((size,), (size, size)) or size == 0:
+            raise ConfigurationError(
+                f"hessian must be (d,) or (d, d), got {self.hessian.shape}; pass one row per dimension"
+            )
+        if self.hessian.ndim == 2 and not np.array_equal(self.hessian, self.hessian.T):
+            raise ConfigurationError("hessian must be symmetric, got one that is not; use (H + H.T) / 2")
+        self.start = None if start is None else np.array(start, dtype)
+        if self.start is not None and self.start.shape != (size,):
+            raise ConfigurationError(f"start must have shape ({size},) as the hessian has, got {self.start.shape}")
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """One vector."""
+        return {"w": (len(self.hessian),)}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """The start, or a random point."""
+        return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """H (w - mean x), and the mean of ½ (w - x)ᵀ H (w - x)."""
+        apart = params["w"][:, None, :] - x
+        slopes = self._times_hessian(apart)
+        np.mean(slopes, axis=1, out=out["w"])
+        losses: FlatArray = np.sum(apart * slopes, axis=2).mean(axis=1) / 2
+        return losses
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """w - x for every sample, (N, d)."""
+        difference: FlatArray = params["w"] - x
+        return difference
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """The mean of ½ (w - x)ᵀ H (w - x)."""
+        return float(np.sum(outputs * self._times_hessian(outputs[None])[0], axis=1).mean(dtype=np.float64) / 2)
+
+    def _times_hessian(self, rows: FlatArray) -> FlatArray:
+        product: FlatArray = rows * self.hessian if self.hessian.ndim == 1 else rows @ self.hessian
+        return product
+
+
+class SoftmaxRegression(Model):
+    """Linear classification with cross-entropy: logits x W + b, loss -log softmax(logits)[y] + ½ l2 ||W||²."""
+
+    def __init__(self, features: int, classes: int, l2: float = 0.0, dtype: str = "float32"):
+        if features < 1 or classes < 2:
+            raise ConfigurationError(
+                f"softmax regression needs features >= 1 and classes >= 2, got {features} and {classes}"
+            )
+        if not l2 >= 0:
+            raise ConfigurationError(f"l2 must be >= 0, got {l2}; use 0 for none")
+        self.features, self.classes, self.l2, self.dtype = features, classes, l2, dtype
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """W and b."""
+        return {"weight": (self.features, self.classes), "bias": (self.classes,)}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """Zeros: the loss is convex."""
+        return {name: np.zeros(shape) for name, shape in self.shapes.items()}
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """xᵀ (softmax - onehot) / batch + l2 W, and the mean loss."""
+        scalar = x.dtype.type
+        weight = params["weight"]
+        logits = x @ weight + params["bias"][:, None, :]
+        log_p = _log_softmax(logits)
+        chosen = np.take_along_axis(log_p, y[..., None], axis=2)
+        error = np.exp(log_p)
+        np.put_along_axis(error, y[..., None], np.exp(chosen) - scalar(1), axis=2)
+        error /= scalar(x.shape[1])
+        np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
+        np.sum(error, axis=1, out=out["bias"])
+        losses: FlatArray = -chosen[:, :, 0].mean(axis=1)
+        if self.l2:
+            out["weight"][...] += scalar(self.l2) * weight
+            losses = losses + scalar(self.l2 / 2) * np.sum((weight * weight).reshape(len(weight), -1), axis=1)
+        return losses
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The logits, (N, classes)."""
+        logits: FlatArray = x @ params["weight"] + params["bias"]
+        return logits
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """The mean cross-entropy, and the penalty."""
+        chosen = np.take_along_axis(_log_softmax(outputs), y[:, None], axis=1)
+        penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2)
+        return float(penalty - chosen.mean(dtype=np.float64))
+
+
+class NumpyEngine(Engine):
+    """Gradients and evaluations of a job whose model is a `Model`; nothing in it is random, and it has no buffers."""
+
+    def __init__(self, job: Job, seed: int, model: Model | None = None):
+        """Build the job's model (unless it is given) and load its data; `seed` is for the initial parameters.
+
+        Raises:
+            ConfigurationError: the job asks for something that a numpy model does not have.
+        """
+        built = job.model() if model is None else model
+        if not isinstance(built, Model):
+            raise ConfigurationError(
+                f"a numpy engine needs a flockstep.frameworks.numpy.Model, got {type(built).__name__}"
+            )
+        if job.loss is not None:
+            raise ConfigurationError(
+                f"{type(built).__name__} has a loss of its own, got another; leave out the job's loss"
+            )
+        if not isinstance(job.optimizer, (Optimizer, str)):
+            raise ConfigurationError(
+                f'the optimizer of a numpy job must be an expression such as "sgd(lr=0.1)", got {job.optimizer!r}'
+            )
+        self.model = built
+        self.schema = Schema.of(built.shapes, built.dtype)
+        self.optimizer = Optimizer.parse(job.optimizer)
+        self.batching = "batched"
+        self._data = _converted(job.data(), built.dtype)
+        self.train_size = len(self._data.train_x)
+        whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1
+        self.labels = self._data.train_y if whole else None
+        self._metric = _metric(job, self._data)
+        self._start = np.empty(self.schema.size, built.dtype)
+        values = built.initial(np.random.default_rng(seed))
+        for name, view in self.schema.views(self._start).items():
+            view[...] = values[name]
+
+    def initial(self) -> FlatArray:
+        """A copy of the parameters that every replica starts from."""
+        return self._start.copy()
+
+    def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
+        """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss."""
+        return float(self.gradients(params[None], indices[None], out[None], (replica,), (step,))[0])
+
+    def gradients(
+        self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
+    ) -> npt.NDArray[np.float64]:
+        """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
+        x, y = self._data.train_x[indices], self._data.train_y[indices]
+        losses = self.model.gradients(self._rows(params), x, y, self._rows(out))
+        return np.asarray(losses, np.float64)
+
+    def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
+        """Loss and metric of the model `params` on the test set."""
+        views = self.schema.views(params)
+        outputs = self.model.outputs(views, self._data.test_x)
+        loss = self.model.loss(views, outputs, self._data.test_y)
+        return Evaluation(loss, float(self._metric(outputs, self._data.test_y)))
+
+    def _rows(self, matrix: FlatArray) -> dict[str, FlatArray]:
+        """Name → view (R, *shape) of an (R, K) matrix."""
+        return {
+            e.name: matrix[:, e.offset : e.offset + e.size].reshape(len(matrix), *e.shape) for e in self.schema.entries
+        }
+
+
+def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
+    """Share of the samples whose largest output (last axis) is the target's."""
+    return float(np.mean(outputs.argmax(axis=-1) == targets))
+
+
+def _metric(job: Job, data: Data) -> Callable[[FlatArray, FlatArray], float]:
+    if not isinstance(job.metric, str):
+        return job.metric
+    if job.metric != "accuracy":
+        raise ConfigurationError(
+            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
+        )
+    if data.test_y.dtype != np.int64:
+        raise ConfigurationError(
+            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
+            f"(outputs, targets) → float"
+        )
+    return accuracy
+
+
+def _log_softmax(logits: FlatArray) -> FlatArray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def _converted(data: Data, dtype: str) -> Data:
+    """The data with whole numbers as int64 and everything else in the model's dtype."""
+
+    def convert(values: npt.ArrayLike) -> FlatArray:
+        array = np.asarray(values)
+        return np.ascontiguousarray(array, np.int64 if array.dtype.kind in "iu" else dtype)
+
+    return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))

@@ -1,0 +1,388 @@
+"""Gradients of a torch module: one replica at a time, or many in one call."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
+from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_optimizers import from_torch
+from flockstep.optimizers.base import Optimizer
+
+__all__ = ["TorchEngine", "accuracy", "from_torch"]
+
+LARGEST_CHUNK = 64
+"""Replicas in one batched call: more would not be faster, and need more memory."""
+CHUNK_BYTES = 128 << 20
+"""Memory that the gradients and saved activations of one batched call should not exceed."""
+EVALUATED_AT_ONCE = 512
+"""Test samples in one forward pass."""
+TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
+"""Largest relative distance between a batched gradient and a plain one that is put down to rounding."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TorchEngine(Engine):
+    """Gradients and evaluations of a job whose model is a torch module on the CPU.
+
+    Gradients are taken in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
+    under `torch.func.vmap` and one backward pass; a replica's gradient has the same bits whichever others are computed
+    in the same call of `gradients` (`gradient` agrees up to rounding). Replicas are computed one by one, and
+    `batching` says why, where the model draws random numbers in training (each gradient has its own stream, made from
+    seed, replica and step), where its buffers change in training (each replica has its own), or where batching fails
+    or gives another gradient in a trial with two replicas. `params` and `grads` are the module's own flat arrays: a
+    gradient at `params` needs no copy.
+    """
+
+    def __init__(self, job: Job, seed: int):
+        """Build the model with torch's random numbers seeded (and restored afterwards), and load the data.
+
+        Raises:
+            ConfigurationError: model, loss, data, optimiser and metric do not fit together.
+        """
+        self._seed = seed
+        with _seeded(seed):
+            self.module: torch.nn.Module = job.model()
+            data = job.data()
+        if not isinstance(self.module, torch.nn.Module):
+            raise ConfigurationError(f"a torch engine needs a torch.nn.Module, got {type(self.module).__name__}")
+        if job.loss is None:
+            raise ConfigurationError(
+                f"the job {job.name!r} needs a loss for its torch model; pass loss=a function (outputs, targets) → "
+                f"scalar"
+            )
+        self._loss = job.loss
+        self.flat = FlatModule(self.module.train())
+        self.schema = self.flat.schema
+        self.params, self.grads = self.flat.params, self.flat.grads
+        self._start = self.params.copy()
+        self.optimizer = _optimizer(job, self.flat)
+        self._data = _tensors(data, self.flat.parameters[0].dtype)
+        self.train_size = len(self._data.train_x)
+        y = self._data.train_y
+        self.labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
+        self._metric = _metric(job, self._data)
+        self._random = False
+        self._buffers: dict[int, Tensors] = {}
+        self._initial_buffers: Tensors = {}
+        self._present = 0
+        self._chunk = LARGEST_CHUNK
+        self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._forward: Callable[..., torch.Tensor] = vmap(self._loss_at, randomness="error")
+        self.batching = self._try(job)
+
+    def initial(self) -> FlatArray:
+        """A copy of the parameters that every replica starts from."""
+        return self._start.copy()
+
+    def home(self) -> FlatArray:
+        """The module's own parameters."""
+        return self.params
+
+    def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
+        """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
+
+        `params` that are not the module's own are copied into it.
+        """
+        if params is not self.params:
+            np.copyto(self.params, params)
+        self._bring(replica)
+        index = _tensor(indices)
+        x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
+        with self._stream(replica, step):
+            loss: torch.Tensor = self._loss(self.module(x), y)
+        slopes = torch.autograd.grad(loss, self.flat.parameters, allow_unused=True, materialize_grads=True)
+        torch.cat([slope.reshape(-1) for slope in slopes], out=torch.from_numpy(out))
+        return loss.item()
+
+    def gradients(
+        self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
+    ) -> npt.NDArray[np.float64]:
+        """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
+        count = len(params)
+        losses = np.empty(count, np.float64)
+        if self.batching != "batched":
+            for r in range(count):
+                losses[r] = self.gradient(params[r], indices[r], out[r], replicas[r], steps[r])
+            return losses
+        for part in slices(count, -(-count // self._chunk)):
+            losses[part] = self._batch(params[part], indices[part], out[part])
+        return losses
+
+    def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
+        """Loss and metric of the model `params` on the test set, with the mean of the replicas' buffers."""
+        state = dict(zip(self._names, self.flat.views(_tensor(params)), strict=True)) | self._mean_buffers(replicas)
+        data, size = self._data, len(self._data.test_x)
+        loss = metric = 0.0
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                for part in slices(size, -(-size // EVALUATED_AT_ONCE)):
+                    x, y = data.test_x[part], data.test_y[part]
+                    outputs = functional_call(self.module, state, (x,))
+                    loss += float(self._loss(outputs, y)) * len(x)
+                    metric += float(self._metric(outputs, y)) * len(x)
+        finally:
+            self.module.train()
+        return Evaluation(loss / size, metric / size)
+
+    @property
+    def _names(self) -> list[str]:
+        return [entry.name for entry in self.schema.entries]
+
+    def _loss_at(self, params: Tensors, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self._loss(functional_call(self.module, params, (x,)), y)
+
+    def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
+        """One batched call. A lone replica goes through it twice: some kernels differ for a batch of one."""
+        count = len(params)
+        matrix, index = _tensor(params), _tensor(indices)
+        if count == 1:
+            matrix, index = matrix.repeat(2, 1), index.repeat(2, 1)
+        leaves = [view.requires_grad_() for view in self.flat.views(matrix)]
+        x, y = (t.index_select(0, index.reshape(-1)) for t in (self._data.train_x, self._data.train_y))
+        x, y = (t.view(*index.shape, *t.shape[1:]) for t in (x, y))
+        with self._kernels():
+            losses = self._forward(dict(zip(self._names, leaves, strict=True)), x, y)
+        slopes = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
+        for target, slope in zip(self.flat.views(torch.from_numpy(out)), slopes, strict=True):
+            target.copy_(slope[:count])
+        result: FlatArray = losses.detach()[:count].numpy()
+        return result
+
+    def buffers(self, replica: int) -> FlatArray:
+        """A replica's buffers that change in training, one after the other in float64."""
+        values = [buffer.reshape(-1).to(torch.float64) for buffer in self._buffers_of(replica).values()]
+        flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
+        return flat
+
+    def restore_buffers(self, replica: int, values: FlatArray) -> None:
+        """Set a replica's buffers to what `buffers` said."""
+        start, restored = 0, {}
+        for name, buffer in self._buffers_of(replica).items():
+            part = torch.from_numpy(np.array(values[start : start + buffer.numel()]))
+            restored[name] = part.reshape(buffer.shape).to(buffer.dtype)
+            start += buffer.numel()
+        if replica == self._present:
+            self._load(restored)
+        else:
+            self._buffers[replica] = restored
+
+    def _stream(self, replica: int, step: int) -> contextlib.AbstractContextManager[None]:
+        """torch's random numbers for one gradient, whoever computes it and when."""
+        if not self._random:
+            return contextlib.nullcontext()
+        words = np.random.SeedSequence([self._seed % 2**64, replica, step]).generate_state(1, np.uint64)
+        return _seeded(int(words[0]))
+
+    def _bring(self, replica: int) -> None:
+        """Exchange the changing buffers in the module for the replica's own."""
+        if replica == self._present or not self._initial_buffers:
+            return
+        self._buffers[self._present] = self._buffers_of(self._present)
+        self._load(self._buffers.pop(replica, self._initial_buffers))
+        self._present = replica
+
+    def _buffers_of(self, replica: int) -> Tensors:
+        if replica == self._present:
+            return {name: self.module.get_buffer(name).clone() for name in self._initial_buffers}
+        return self._buffers.get(replica, self._initial_buffers)
+
+    def _load(self, buffers: Tensors) -> None:
+        with torch.no_grad():
+            for name, value in buffers.items():
+                self.module.get_buffer(name).copy_(value)
+
+    def _mean_buffers(self, replicas: Sequence[int]) -> Tensors:
+        if not self._initial_buffers:
+            return {}
+        every = [self._buffers_of(replica) for replica in replicas]
+        return {
+            name: torch.stack([buffers[name] for buffers in every]).mean(0) if first.is_floating_point() else first
+            for name, first in every[0].items()
+        }
+
+    def _try(self, job: Job) -> str:
+        """Compute two gradients, plainly and batched; what `batching` says."""
+        indices = (np.arange(2 * job.batch) % self.train_size).reshape(2, job.batch)
+        params = np.stack([self._start, self._start])
+        noise = np.random.default_rng(0).standard_normal(self.schema.size)
+        params[1] += (0.01 * np.abs(params[1]) + 0.001) * noise
+        plain, batched = np.empty_like(params), np.empty_like(params)
+        before = {name: buffer.clone() for name, buffer in self.flat.buffers().items()}
+        with _seeded(0):
+            state = torch.get_rng_state()
+            try:
+                with _saved_bytes() as saved:
+                    self._check_loss(indices[0])
+                for r in range(2):
+                    self.gradient(params[r], indices[r], plain[r])
+            except ConfigurationError:
+                raise
+            except Exception as error:
+                raise ConfigurationError(
+                    f"the job {job.name!r} must work on its first batch, got {_first_line(error)}; fix its model, loss "
+                    f"or data"
+                ) from error
+            finally:
+                np.copyto(self.params, self._start)
+            self._random = not torch.equal(state, torch.get_rng_state())
+        self._initial_buffers = {n: b for n, b in before.items() if not torch.equal(b, self.module.get_buffer(n))}
+        self._load(self._initial_buffers)
+        self._chunk = max(2, min(LARGEST_CHUNK, CHUNK_BYTES // (2 * self.schema.nbytes + sum(saved))))
+        reason = self._hindrance() or self._failure(params, indices, plain, batched)
+        if reason and not self._hindrance():
+            # The fused attention kernel has no batching rule on the CPU; choosing takes time, so only where it helps.
+            self._kernels = plain_attention
+            reason = self._failure(params, indices, plain, batched)
+        return f"one by one: {reason}" if reason else "batched"
+
+    def _check_loss(self, indices: Indices) -> None:
+        index = _tensor(indices)
+        loss: Any = self._loss(self.module(self._data.train_x[index]), self._data.train_y[index])
+        if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigurationError(
+                f"the loss must be a scalar tensor, the mean over a batch, got {what}; use .mean()"
+            )
+
+    def _hindrance(self) -> str:
+        """Why batching is not even tried."""
+        if self._initial_buffers:
+            return f"buffer {next(iter(self._initial_buffers))!r} changes in training"
+        if not self._random:
+            return ""
+        for name, module in self.module.named_modules():
+            share = getattr(module, "p", 0)
+            if "Dropout" in type(module).__name__ and isinstance(share, (int, float)) and share > 0:
+                return f"{type(module).__name__} {name!r} draws random numbers (p={share})"
+        return "the model draws random numbers in training"
+
+    def _failure(self, params: FlatArray, indices: Indices, plain: FlatArray, batched: FlatArray) -> str:
+        """Why batching does not work, found out by trying."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._batch(params, indices, batched)
+            except Exception as error:  # noqa: BLE001  whatever a user's model raises is the reason
+                return _first_line(error)
+        for warning in caught:
+            if "batching rule" in str(warning.message):
+                return str(warning.message).split(". ")[0]
+        distance, size = np.linalg.norm((batched - plain).astype("float64")), np.linalg.norm(plain.astype("float64"))
+        if distance <= TOLERANCE[self.schema.dtype] * size:
+            return ""
+        return (
+            f"the batched gradient differs from the plain one by {distance / size if size else distance:.1g} (relative)"
+        )
+
+
+def plain_attention() -> contextlib.AbstractContextManager[None]:
+    """Attention by plain operations."""
+    context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+    return context
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """Share of the targets, (batch, …), whose class has the largest output; classes on the last axis, or on the second.
+
+    Raises:
+        ConfigurationError: the shapes do not fit.
+    """
+    if outputs.shape[:-1] == targets.shape:
+        guesses = outputs.argmax(-1)
+    elif outputs.shape[:1] + outputs.shape[2:] == targets.shape:
+        guesses = outputs.argmax(1)
+    else:
+        raise ConfigurationError(
+            f"accuracy needs outputs (batch, …, classes) for targets (batch, …), got {tuple(outputs.shape)} for "
+            f"{tuple(targets.shape)}; pass metric=a function (outputs, targets) → float"
+        )
+    return float((guesses == targets).double().mean())
+
+
+def _metric(job: Job, data: Data) -> Callable[[Any, Any], float]:
+    if not isinstance(job.metric, str):
+        return job.metric
+    if job.metric != "accuracy":
+        raise ConfigurationError(
+            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
+        )
+    if data.test_y.dtype != torch.int64:
+        raise ConfigurationError(
+            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
+            f"(outputs, targets) → float"
+        )
+    return accuracy
+
+
+def _optimizer(job: Job, flat: FlatModule) -> Optimizer:
+    """The job's optimiser as ours, after a check that a torch one updates every trainable parameter."""
+    if isinstance(job.optimizer, (Optimizer, str)):
+        return Optimizer.parse(job.optimizer)
+    theirs = job.optimizer(list(flat.parameters))
+    optimizer = from_torch(theirs)
+    updated = {id(p) for group in theirs.param_groups for p in group["params"]}
+    for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
+        if id(parameter) not in updated:
+            raise ConfigurationError(
+                f"{type(theirs).__name__} must update every trainable parameter, leaves out {entry.name!r}; freeze it "
+                f"with requires_grad_(False)"
+            )
+    return optimizer
+
+
+def _tensors(data: Data, dtype: torch.dtype) -> Data:
+    """The data as tensors: floating point in the model's dtype, whole numbers as int64."""
+
+    def convert(values: Any) -> torch.Tensor:
+        tensor = _tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.int64)
+
+    return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
+
+
+def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor that shares the array's memory; a copy where that is read-only."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """torch's random numbers on the CPU start from `seed` inside, and go on as before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed % 2**64)
+        yield
+
+
+@contextlib.contextmanager
+def _saved_bytes() -> Iterator[list[int]]:
+    """Collect the size of every tensor that is saved for a backward pass."""
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes

@@ -1,0 +1,1 @@
+"""Starting a script or a job on many workers."""

@@ -1,0 +1,30 @@
+"""Becomes a user's script that ends when its launcher does: python -I -S begin.py LAUNCHER SCRIPT [ARGUMENT …].
+
+Run as a file, with the standard library alone, since it stands between a launch and the script's first line.
+"""
+
+import json
+import os
+import signal
+import sys
+
+TICKET = "FLOCKSTEP_TICKET"
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def main(launcher: int, command: list[str]) -> None:
+    """Replace this process, whose parent is `launcher`, by Python with `command`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which ends the run in order
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        sys.exit("the process that launched this script is gone")
+    ticket = json.loads(os.environ[TICKET])
+    os.environ[TICKET] = json.dumps({**ticket, "process": os.getpid()})
+    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - no shell is wanted
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

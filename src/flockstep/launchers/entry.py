@@ -1,0 +1,45 @@
+"""What the processes of a declared job run. Imported before they are forked, heavy parts included."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.member import Ticket, die_with
+from flockstep.drivers.process import run_server, run_worker
+from flockstep.drivers.setup import prepare
+from flockstep.frameworks.job import import_components
+from flockstep.records.folder import RunFolder
+
+with contextlib.suppress(ImportError):
+    importlib.import_module("flockstep.frameworks.torch")
+
+
+def worker_main(ticket: Ticket, threads: int) -> None:
+    """A worker process: rebuilds the job from the run's configuration."""
+    die_with(ticket.supervisor)
+    limit_threads(threads)
+
+    def make():  # type: ignore[no-untyped-def]
+        engine, plan, _ = prepare(RunFolder(ticket.record).read_config())
+        return engine, plan
+
+    sys.exit(run_worker(ticket, make))
+
+
+def server_main(
+    ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
+) -> None:
+    """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
+    die_with(ticket.supervisor)
+    import_components(imports)
+    sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))
+
+
+def limit_threads(threads: int) -> None:
+    """Let numerical libraries use that many threads in this process: more only fight over the cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)

@@ -1,0 +1,67 @@
+"""The supervisor's line to one process of a run."""
+
+from __future__ import annotations
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.member import Hello
+from flockstep.errors import ProtocolError
+from flockstep.messages import Message, Note, node_name
+from flockstep.transports.wire import Identity, decode, encode
+from flockstep.transports.zeromq import LAUNCHER, harden, routing_id
+
+
+class Link:
+    """A socket to a node's own; notices when the node stops answering heartbeats."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hello: Hello, heartbeat: float):
+        self.hello = hello
+        self.address = hello.address
+        self._me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
+        self.socket = context.socket(zmq.DEALER)
+        harden(self.socket, hello.largest, heartbeat)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(hello.endpoint)
+
+    def tell(self, tag: str, note: Note | None = None, array: FlatArray | None = None) -> None:
+        """Queue a message for the node; never waits for it."""
+        message = Message(LAUNCHER, tag, array, note or {})
+        frames: list[bytes | memoryview] = [encode(message, self.address, self._me)]
+        if array is not None:
+            frames.append(array.data.cast("B"))
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return  # The node is gone or takes nothing; its process is watched separately.
+
+    def receive(self) -> Message | None:
+        """The next message of the node that is here by now.
+
+        Raises:
+            ProtocolError: it is not as agreed.
+        """
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        if len(frames) > 2:
+            raise ProtocolError(f"{node_name(self.address)} sent more than one payload with a header")
+        payload = frames[1].buffer if len(frames) > 1 else None
+        return decode(frames[0].bytes, payload, self.address, self._me)
+
+    def disconnected(self) -> bool:
+        """Whether the connection broke since the last call."""
+        broke = False
+        while self.monitor.poll(0):
+            recv_monitor_message(self.monitor)
+            broke = True
+        return broke
+
+    def close(self) -> None:
+        """Close; what was not delivered yet never will be."""
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(0)

@@ -1,0 +1,94 @@
+"""Runs a user's own script, unchanged, on several workers of this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.loop import TICKET, ticket_to_text
+from flockstep.drivers.member import Hello, Ticket
+from flockstep.drivers.tracker import FINAL, Tick
+from flockstep.errors import ConfigurationError
+from flockstep.expression import from_data
+from flockstep.frameworks.job import import_components
+from flockstep.launchers import begin
+from flockstep.launchers.children import Child, Script, fork
+from flockstep.launchers.entry import server_main
+from flockstep.launchers.supervisor import Outcome, Standing, Supervisor
+from flockstep.launchers.train import HEARTBEAT, finished
+from flockstep.messages import Address
+from flockstep.optimizers.base import Optimizer
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.summary import Summary
+from flockstep.transports.base import Transport
+
+Show = Callable[[dict[Address, Standing]], None]
+
+
+def launch(
+    script: Path, arguments: Sequence[str], config: RunConfig, folder: Path, show: Show = lambda standings: None
+) -> Summary:
+    """Run `script` on `config.workers` processes; return the summary of the record in `folder`.
+
+    Raises:
+        ConfigurationError: there is no such script, or the workers do not agree on model and strategy.
+        RunError: the run failed; the record is complete up to then.
+    """
+    if not script.is_file():
+        raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
+    import_components(config.imports)
+    record = RunFolder(folder)
+    record.create(config)
+
+    def start_worker(ticket: Ticket) -> Child:
+        command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
+        # A script cannot be told otherwise; without this, every process would use every core.
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.threads or 1))
+        return Script(command, {**os.environ, **threads, TICKET: ticket_to_text(ticket)})
+
+    def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
+        optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
+        return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
+
+    supervisor = Supervisor(
+        config.workers,
+        Transport.parse(config.transport or "ipc"),
+        config.heartbeat or HEARTBEAT,
+        record.path.resolve(),
+        start_worker,
+        start_server,
+        show,
+        patience=None,
+    )
+    outcome = supervisor.run(result_of)
+    if outcome.strategy is not None:
+        config = dataclasses.replace(config, strategy=str(outcome.strategy))
+        record.write_config(config)
+    with EventWriter(record.node_events_file(None)) as events:
+        for lost in outcome.lost.values():
+            events.write(lost)
+    result = result_of(outcome)
+    if result is not None and outcome.schema is not None:
+        record.write_result(result, outcome.schema)
+    with finished(record, config):
+        if outcome.error is not None:
+            raise outcome.error
+    return record.read_summary()
+
+
+def result_of(outcome: Outcome) -> FlatArray | None:
+    """The model that the strategy's default policy chooses among the final parameters."""
+    if outcome.strategy is None:
+        return None
+    final = Tick(set())
+    for item in sorted(outcome.handed_in, key=lambda item: item.address):
+        if item.tick == FINAL:
+            final.kept[item.address] = item.params
+            if item.address >= 0:
+                final.add_worker(item.params, item.step, item.sent)
+    return final.model(outcome.strategy.traits.results[0], outcome.strategy.servers) if final.workers else None

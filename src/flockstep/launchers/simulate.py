@@ -1,0 +1,42 @@
+"""A run in virtual time, with its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from flockstep.drivers.setup import prepare
+from flockstep.drivers.virtual import Simulation
+from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.train import finished
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.summary import Summary
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+
+
+def simulate(
+    config: RunConfig, folder: Path, progress: Callable[[int, int, float], None] = lambda done, all_steps, t: None
+) -> Summary:
+    """Simulate a run; return the summary of the record in `folder`. `progress` gets steps done, all steps, seconds.
+
+    Raises:
+        ConfigurationError: before anything starts, for input that no run could work with.
+        RunError: the run failed; the record is complete up to then, its summary says why.
+    """
+    limit_threads(config.threads or 1)
+    engine, plan, config = prepare(config)
+    network = Network.parse(config.network or "1gbit")
+    compute = ComputeModel.parse(config.compute or "constant(0.01)")
+    config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})
+    record = RunFolder(folder)
+    record.create(config)
+    every_step = plan.steps * plan.cluster.workers
+    with finished(record, config), EventWriter(record.node_events_file(None), flush_every=4096) as events:
+        run = Simulation(engine, plan, compute, network, events.write, lambda done, t: progress(done, every_step, t))
+        run.run()
+        if run.tracker.result is not None:
+            record.write_result(run.tracker.result, engine.schema)
+    return record.read_summary()

@@ -1,0 +1,387 @@
+"""Brings the processes of a run together, watches them, and collects what they hand in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import zmq
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
+from flockstep.launchers.health import Health, last_step
+from flockstep.launchers.link import Link
+from flockstep.messages import Address, Message, node_name, server
+from flockstep.records.events import Lost
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.base import Strategy
+from flockstep.transports.base import Transport
+from flockstep.transports.wire import PROTOCOL
+from flockstep.transports.zeromq import bind, harden
+
+GRACE = 3.0
+"""Seconds that processes get to end by themselves after a failure, before they are killed."""
+POLL = 0.05
+"""Seconds between two looks at the processes."""
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """A node's parameters at a tick of progress."""
+
+    tick: float
+    address: Address
+    params: FlatArray
+    t: float
+    step: int
+    sent: int
+    buffers: FlatArray | None = None
+
+
+@dataclass
+class Standing:
+    """What is known of one node, for the display."""
+
+    state: str = "starting"
+    step: int = 0
+    loss: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What a supervised run left."""
+
+    schema: Schema | None = None
+    strategy: Strategy | None = None
+    handed_in: list[HandedIn] = field(default_factory=list)
+    lost: dict[Address, Lost] = field(default_factory=dict)
+    error: FlockstepError | None = None
+
+
+class Supervisor:
+    """One run of `workers` processes, and the servers that their strategy asks for."""
+
+    def __init__(
+        self,
+        workers: int,
+        transport: Transport,
+        heartbeat: float,
+        record: Path,
+        start_worker: Callable[[Ticket], Child],
+        start_server: Callable[[Ticket, int, Hello], Child],
+        show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
+        patience: float | None = GRACE,
+    ):
+        """`patience` is how many seconds processes may live on after a run that went well.
+
+        None is for users' scripts: as long as they like, and they have to exit with code 0.
+        """
+        self.outcome = Outcome()
+        self.standings: dict[Address, Standing] = {rank: Standing() for rank in range(workers)}
+        self.children: dict[Address, Child] = {}
+        self._workers = workers
+        self._transport = transport
+        self._heartbeat = heartbeat
+        self._record = record
+        self._start_worker = start_worker
+        self._start_server = start_server
+        self._show = show
+        self._patience = patience
+        self._run = secrets.token_hex(8)
+        self._directory = Path()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._control = self._context.socket(zmq.ROUTER)
+        self._control_address = ""
+        self._links: dict[Address, Link] = {}
+        self._health = Health(self.children, self._links, heartbeat)
+        self._went: float | None = None
+        self._buffers: dict[Address, FlatArray] = {}
+        self._initial: FlatArray | None = None
+        self._ready: set[Address] = set()
+        self._done: set[Address] = set()
+        self._gone: set[Address] = set()
+
+    def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
+        """Start everything, wait for the end, dismiss everyone; `result` is the model to hand back to them.
+
+        Never raises for what happens inside the run: `outcome.error` says it.
+        """
+        try:
+            self._start()
+            self._watch()
+            self._dismiss(result(self.outcome))
+        except FlockstepError as error:
+            self.outcome.error = error
+        except KeyboardInterrupt:
+            self.outcome.error = Interrupted("interrupted; what was computed is in the record")
+        try:
+            self._end_all()
+        except KeyboardInterrupt:  # asked a second time: now
+            kill_all(list(self.children.values()))
+            self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
+        self._clean_up()
+        return self.outcome
+
+    def _start(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="flockstep-"))
+        harden(self._control, CONTROL_BYTES, self._heartbeat)
+        self._control_address = bind(self._control, self._transport.listen(self._directory, "control"))
+        for rank in range(self._workers):
+            self.children[rank] = self._start_worker(self._ticket(rank))
+
+    def _ticket(self, address: Address) -> Ticket:
+        return Ticket(
+            self._run,
+            address,
+            self._control_address,
+            str(self._directory),
+            str(self._transport),
+            self._heartbeat,
+            str(self._record),
+            self._workers,
+            os.getpid(),
+        )
+
+    def _watch(self) -> None:
+        """Handle what comes in until every node that is left has handed in its final parameters.
+
+        Raises:
+            RunError: a node failed, or was lost where the others cannot do without it.
+        """
+        shown = 0.0
+        while not self._finished():
+            self._poll()
+            if time.monotonic() - shown > 0.25:
+                shown = time.monotonic()
+                self._show(self.standings)
+        self._show(self.standings)
+        assert self.outcome.strategy is not None
+        for address in self._gone - self._done:  # the others may have been done too when it went
+            if address < 0 or not self.outcome.strategy.traits.survives:
+                raise PeerLost(self.outcome.lost[address].reason)
+
+    def _finished(self) -> bool:
+        expected = set(self.children) - self._gone
+        if not any(address >= 0 for address in expected):
+            raise RunError("every worker was lost: " + "; ".join(one.reason for one in self.outcome.lost.values()))
+        return bool(self._ready) and expected <= self._done
+
+    def _poll(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        for link in self._links.values():
+            poller.register(link.socket, zmq.POLLIN)
+        if poller.poll(int(POLL * 1000)):
+            while self._control.poll(0):
+                self._knock(self._control.recv_multipart()[-1])
+            for link in list(self._links.values()):
+                self._hear(link)
+        self._look_after_children()
+
+    def _hear(self, link: Link) -> None:
+        try:
+            while (message := link.receive()) is not None:
+                self._handle(message)
+        except ProtocolError as error:
+            if link.address not in self._gone:
+                self._lose(link.address, f"{node_name(link.address)} broke the protocol: {error}")
+
+    def _knock(self, data: bytes) -> None:
+        try:
+            words = msgspec.msgpack.decode(data, type=Hello | Failure)
+        except ValueError:
+            return  # A stranger on the control socket; it is not let in.
+        if words.run != self._run or words.address not in self.children:
+            return
+        if isinstance(words, Failure):
+            self._fail(words.address, words.kind, words.reason, words.trace)
+        self._hello(words)
+
+    def _hello(self, hello: Hello) -> None:
+        if hello.address in self._links:
+            return
+        if hello.protocol != PROTOCOL:
+            raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
+        self._check_hello(hello)
+        link = self._links[hello.address] = Link(self._context, hello, self._heartbeat)
+        link.tell("linked")
+        self._start_servers()
+        self._welcome()
+
+    def _check_hello(self, hello: Hello) -> None:
+        """Every node must hold the same model and follow the same strategy as the first that said hello."""
+        if self.outcome.schema is None or self.outcome.strategy is None:
+            self.outcome.schema, self.outcome.strategy = hello.schema, Strategy.parse(hello.strategy)
+            self.outcome.strategy.check(self._workers)
+            return
+        self.outcome.schema.require(hello.schema, node_name(hello.address))
+        if Strategy.parse(hello.strategy) != self.outcome.strategy:
+            raise ConfigurationError(
+                f"{node_name(hello.address)} asks for {hello.strategy} where others ask for {self.outcome.strategy}; "
+                "give every worker the same strategy"
+            )
+
+    def _start_servers(self) -> None:
+        strategy = self.outcome.strategy
+        if strategy is None or len([a for a in self._links if a >= 0]) < self._workers:
+            return
+        for index in range(strategy.servers):
+            if server(index) not in self.children:
+                self.standings[server(index)] = Standing()
+                hello = self._links[0].hello
+                self.children[server(index)] = self._start_server(self._ticket(server(index)), index, hello)
+
+    def _welcome(self) -> None:
+        """Once everyone is linked and the initial parameters are known, let everyone in."""
+        strategy = self.outcome.strategy
+        if strategy is None or self._initial is None or len(self._links) < self._workers + strategy.servers:
+            return
+        peers = {address: link.hello.endpoint for address, link in self._links.items()}
+        note: dict[str, int | float | str] = {
+            "workers": self._workers,
+            "servers": strategy.servers,
+            "peers": msgspec.json.encode(peers).decode(),
+        }
+        for link in self._links.values():
+            link.tell("welcome", note, self._initial)
+
+    def _handle(self, message: Message) -> None:
+        address, note = message.source, message.note
+        match message.tag:
+            case "initial":
+                self._initial = message.array
+                self._welcome()
+            case "ready":
+                self._ready.add(address)
+                if len(self._ready) == len(self._links):
+                    self._went = time.monotonic()
+                    shutil.rmtree(self._directory)  # all are connected; so even a killed supervisor leaves no sockets
+                    for link in self._links.values():
+                        link.tell("go")
+                        self.standings[link.address].state = "running"
+            case "buffers":
+                self._buffers[address] = message.payload
+            case "progress":
+                standing = self.standings[address]
+                standing.step = int(note["step"])
+                standing.loss = float(note["loss"]) if "loss" in note else None
+            case "snapshot" | "done":
+                self._keep(message)
+            case "failed":
+                self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
+
+    def _keep(self, message: Message) -> None:
+        address, note = message.source, message.note
+        assert message.array is not None
+        self.outcome.handed_in.append(
+            HandedIn(
+                float(note["tick"]),
+                address,
+                message.array,
+                float(note["t"]),
+                int(note["step"]),
+                int(note["sent"]),
+                self._buffers.pop(address, None),
+            )
+        )
+        if message.tag == "done":
+            self._done.add(address)
+            self.standings[address].state = "done"
+            self.standings[address].step = int(note["step"])
+            self._tell_others("left", address, {"step": int(note["step"])})
+
+    def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
+        kinds = {sub.__name__: sub for sub in _tree(FlockstepError)}
+        error = kinds.get(kind, RunError)(reason)
+        if trace:
+            error.add_note(f"In {node_name(address)}:\n{trace}")
+        self.standings[address].state = "failed"
+        raise error
+
+    def _look_after_children(self) -> None:
+        for address in list(self.children):
+            how = None if address in self._gone else self._health.gone(address)
+            link = self._links.get(address)
+            if how is not None and link is not None:
+                self._hear(link)  # its last words
+            if how is not None and address not in self._gone:
+                step = last_step(RunFolder(self._record).node_events_file(address))
+                self._lose(address, f"{how} at step {step}" if step else how)
+
+    def _lose(self, address: Address, reason: str) -> None:
+        self._gone.add(address)
+        self.children[address].kill()  # a stopped one may wake up again; what it would say then belongs to no run
+        since = time.monotonic() - self._went if self._went is not None else 0.0
+        self.outcome.lost[address] = Lost(since, address, reason)
+        self.standings[address].state = "lost"
+        if self._went is None:
+            raise PeerLost(f"{reason} before the run started")
+        self._tell_others("lost", address, {"reason": reason})
+
+    def _tell_others(self, tag: str, address: Address, note: dict[str, int | float | str]) -> None:
+        for other, link in self._links.items():
+            if other != address and other not in self._gone:
+                link.tell(tag, {"address": address, **note})
+
+    def _dismiss(self, result: FlatArray | None) -> None:
+        for address, link in self._links.items():
+            if address not in self._gone:
+                link.tell("end", None, result)
+
+    def _end_all(self) -> None:
+        """Ask everyone to end, after a failure; wait until they have, or kill them."""
+        error = self.outcome.error
+        if error is not None:
+            self._stop_all(error)
+        reap(list(self.children.values()), self._patience if error is None else GRACE)
+        if error is None and self._patience is None:
+            self._check_exits()
+
+    def _stop_all(self, error: FlockstepError) -> None:
+        """Ask those that can hear it to end, and keep what they have handed in."""
+        refused = int(isinstance(error, ConfigurationError))
+        for address, child in self.children.items():
+            link = self._links.get(address)
+            if link is None:
+                child.kill()
+            elif address not in self._gone:
+                self._collect(link)
+                link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
+
+    def _collect(self, link: Link) -> None:
+        with contextlib.suppress(ProtocolError):
+            while (message := link.receive()) is not None:
+                if message.tag == "buffers":
+                    self._buffers[message.source] = message.payload
+                elif message.tag in ("snapshot", "done"):
+                    self._keep(message)
+
+    def _clean_up(self) -> None:
+        reap(list(self.children.values()), GRACE)
+        for link in self._links.values():
+            link.close()
+        self._control.close(linger=0)
+        self._context.term()
+        if self._directory != Path():
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _check_exits(self) -> None:
+        for address, child in self.children.items():
+            code = child.exit_code()
+            if code and address not in self._gone:
+                self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")
+
+
+def _tree(kind: type[FlockstepError]) -> list[type[FlockstepError]]:
+    return [kind, *(found for sub in kind.__subclasses__() for found in _tree(sub))]

@@ -1,0 +1,111 @@
+"""Real training of a declared job on processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.drivers.member import Hello, Ticket, in_short
+from flockstep.drivers.plan import Plan
+from flockstep.drivers.setup import prepare
+from flockstep.drivers.tracker import Tracker
+from flockstep.errors import FlockstepError, Interrupted, RunError
+from flockstep.expression import from_data
+from flockstep.frameworks.base import Engine
+from flockstep.launchers.children import Child, fork
+from flockstep.launchers.entry import server_main, worker_main
+from flockstep.launchers.supervisor import Outcome, Standing, Supervisor
+from flockstep.messages import Address
+from flockstep.optimizers.base import Optimizer
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.summary import Status, Summary, summarise
+from flockstep.transports.base import Transport
+
+HEARTBEAT = 5.0
+"""Seconds of silence after which a stopped process counts as lost, unless told otherwise."""
+
+Show = Callable[[dict[Address, Standing]], None]
+
+
+def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) -> Summary:
+    """Train on `config.workers` processes; return the summary of the record in `folder`.
+
+    Raises:
+        ConfigurationError: before anything starts, for input that no run could work with.
+        RunError: the run failed; the record is complete up to then, its summary says why.
+    """
+    engine, plan, config = prepare(config)
+    record = RunFolder(folder)
+    record.create(config)
+    every = plan.evaluate_every
+
+    def start_worker(ticket: Ticket) -> Child:
+        return fork(worker_main, (ticket, config.threads or 1))
+
+    def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
+        optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
+        return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, every, config.imports))
+
+    supervisor = Supervisor(
+        config.workers,
+        Transport.parse(config.transport or "ipc"),
+        config.heartbeat or HEARTBEAT,
+        record.path.resolve(),
+        start_worker,
+        start_server,
+        show,
+    )
+    with finished(record, config):
+        outcome = supervisor.run()
+        with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
+            settle(record, engine, plan, outcome)
+        if outcome.error is not None:
+            raise outcome.error
+    return record.read_summary()
+
+
+def settle(record: RunFolder, engine: Engine, plan: Plan, outcome: Outcome) -> None:
+    """Evaluate what was handed in and complete the record.
+
+    Raises:
+        RunError: the evaluation itself failed.
+    """
+    with EventWriter(record.node_events_file(None)) as events:
+        tracker = Tracker(engine, plan.result, plan.cluster, plan.batch, events.write)
+        try:
+            for item in sorted(outcome.handed_in, key=lambda item: item.tick):
+                if item.buffers is not None:
+                    engine.restore_buffers(item.address, item.buffers)
+                tracker.add(item.tick, item.address, item.params, item.t, item.step, item.sent)
+            for lost in outcome.lost.values():
+                events.write(lost)
+                tracker.lose(lost.node)
+            tracker.close()
+        except FlockstepError:
+            raise
+        except Exception as error:  # of the job's loss or metric
+            raise outcome.error or RunError(f"the evaluation raised {in_short(error)}") from error
+    if tracker.result is not None:
+        record.write_result(tracker.result, engine.schema)
+
+
+@contextlib.contextmanager
+def finished(record: RunFolder, config: RunConfig) -> Iterator[None]:
+    """Around a run: whatever happens, its record gets a summary that says so."""
+    status: Status = "failed"
+    text = None
+    try:
+        yield
+        status = "finished"
+    except (KeyboardInterrupt, Interrupted) as error:
+        status, text = "interrupted", str(error) or "interrupted"
+        raise
+    except Exception as error:
+        text = str(error)
+        raise
+    finally:
+        record.write_summary(summarise(config, record.merge_events(), status, text))

@@ -1,0 +1,131 @@
+"""What travels between two nodes, and where it waits until a program asks for it.
+
+Nodes are numbered: workers 0..n-1 by rank, servers -1, -2, … by index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.errors import ProtocolError
+
+Address = int
+Array = npt.NDArray[Any]
+Note = Mapping[str, int | float | str]
+
+HEADER_BYTES = 64
+"""Bytes that the virtual network charges for each message's header; counted apart from the payload."""
+
+BYE = "bye"
+"""Tag of the last message of a node that will send nothing more."""
+
+
+def server(index: int) -> Address:
+    """The address of the index-th server."""
+    return -1 - index
+
+
+MASTER: Address = server(0)
+
+
+def node_name(address: Address) -> str:
+    """'worker 3' or 'server 0', for people."""
+    return f"worker {address}" if address >= 0 else f"server {-1 - address}"
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One message. `array` is read-only on arrival; `note` holds the few scalars a strategy adds."""
+
+    source: Address
+    tag: str
+    array: Array | None = None
+    note: Note = field(default_factory=dict)
+    step: int = 0
+    """Local steps that the sender had completed."""
+    number: int = 0
+    """Counts the messages from this sender to this receiver, from 1."""
+    reply_to: int = 0
+    """`number` of the request that this answers, or 0."""
+
+    @property
+    def payload(self) -> Array:
+        """The array of a message that must have one.
+
+        Raises:
+            ProtocolError: it has none.
+        """
+        if self.array is None:
+            raise ProtocolError(f"{node_name(self.source)} sent {self.tag!r} without an array")
+        return self.array
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the array on the wire."""
+        return 0 if self.array is None else self.array.nbytes
+
+
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """Which message a program waits for; None means any."""
+
+    tag: str | None = None
+    source: Address | None = None
+    reply_to: int | None = None
+
+    def matches(self, message: Message) -> bool:
+        """Whether `message` is one of those. Replies go only to who waits for that reply."""
+        if self.reply_to is not None:
+            return message.reply_to == self.reply_to and message.source == self.source
+        return (
+            message.reply_to == 0
+            and (self.tag is None or message.tag == self.tag)
+            and (self.source is None or message.source == self.source)
+        )
+
+    def __str__(self) -> str:
+        what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
+        return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
+
+
+class Mailbox:
+    """Messages that arrived and were not asked for yet, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Message] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, message: Message) -> None:
+        """Add an arrival."""
+        self._waiting.append(message)
+
+    def take(self, wanted: Wanted) -> Message | None:
+        """Remove and return the first match, or None."""
+        waiting = self._waiting
+        if waiting and wanted.matches(waiting[0]):
+            return waiting.popleft()
+        for index, message in enumerate(waiting):
+            if wanted.matches(message):
+                del waiting[index]
+                return message
+        return None
+
+    def take_all(self, wanted: Wanted) -> Iterator[Message]:
+        """Remove and yield every match that is here now."""
+        while (message := self.take(wanted)) is not None:
+            yield message
+
+
+def frozen(array: Array) -> Array:
+    """A read-only copy of `array` as it is now: what a message carries."""
+    copy = np.array(array, order="C", copy=True)
+    copy.flags.writeable = False
+    return copy

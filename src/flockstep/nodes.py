@@ -1,0 +1,286 @@
+"""What a strategy's programs see of the node they run on: the same in every driver.
+
+A program is a coroutine. It is suspended where time passes (a gradient is computed, a message is awaited) and
+resumed by a driver, which alone knows whether that time is real. Everything else happens at once.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flockstep.arrays.schema import slices
+from flockstep.errors import PeerLost
+from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
+from flockstep.optimizers.base import Optimizer, OptimizerState
+
+
+class NeedGradient:
+    """What a suspended worker waits for when it asked for a gradient."""
+
+
+GRADIENT = NeedGradient()
+Effect = NeedGradient | Wanted
+Program = Coroutine[Effect, Any, None]
+
+
+@types.coroutine
+def _suspend(effect: Effect) -> Generator[Effect, Any, Any]:
+    return (yield effect)
+
+
+class Port(Protocol):
+    """A driver's side of a node: moves its messages and keeps its record."""
+
+    def send(self, to: Address, message: Message) -> None:
+        """Take `message`, whose array will not change any more; does not wait."""
+
+    def collect(self) -> None:
+        """Put what has arrived by now into the mailbox; does not wait."""
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        """Note that updates took effect here (source None: from every other worker)."""
+
+
+class Stepper(Protocol):
+    """A worker's own optimiser, whoever wrote it."""
+
+    lr: float
+
+    def step(self, params: Array, gradient: Array) -> None:
+        """Update `params` in place."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How many workers and servers take part in a run."""
+
+    workers: int
+    servers: int = 0
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Every node: workers by rank, then servers by index."""
+        return [*range(self.workers), *map(server, range(self.servers))]
+
+
+class Node:
+    """One participant. `params` is the live flat array: the whole model, or a server's slice of it."""
+
+    def __init__(self, address: Address, cluster: Cluster, params: Array, port: Port, random: np.random.Generator):
+        self.address = address
+        self.cluster = cluster
+        self.params = params
+        self.random = random
+        self.state: Any = None
+        self.step = 0
+        self.mailbox = Mailbox()
+        self.lost: set[Address] = set()
+        self.departed: set[Address] = set()
+        self._port = port
+        self._sent: dict[Address, int] = {}
+
+    def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
+        """Send a message; the array is copied, so it may change afterwards."""
+        self._post(to, tag, None if array is None else frozen(array), note)
+
+    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Note | None = None) -> None:
+        """Send the same message to several nodes; the array is copied once."""
+        copy = None if array is None else frozen(array)
+        for address in to:
+            self._post(address, tag, copy, note)
+
+    def reply(self, message: Message, array: Array | None = None, note: Note | None = None) -> None:
+        """Answer a request."""
+        copy = None if array is None else frozen(array)
+        self._post(message.source, message.tag, copy, note, reply_to=message.number)
+
+    def reply_all(self, requests: Iterable[Message], array: Array, note: Note | None = None) -> None:
+        """Answer several requests with the same array, which is copied once."""
+        copy = frozen(array)
+        for message in requests:
+            self._post(message.source, message.tag, copy, note, reply_to=message.number)
+
+    async def receive(self, tag: str | None = None, source: Address | None = None) -> Message:
+        """The next message with that tag from that node (None: any); waits for it.
+
+        Raises:
+            PeerLost: the node has left or was lost, and no such message can come any more.
+        """
+        return await self._await(Wanted(tag, source))
+
+    async def ask(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> Message:
+        """Send a request and wait for its reply."""
+        return (await self.ask_all(tag, [(to, array, note or {})]))[0]
+
+    async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Note]]) -> list[Message]:
+        """Send several requests at once and wait for all replies, in the order of the requests."""
+        numbers = [(to, self._post(to, tag, None if a is None else frozen(a), note)) for to, a, note in requests]
+        return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
+
+    async def request(self, to: Address, tag: str, array: Array | None = None) -> Array:
+        """Send a request and wait for the array in its reply (read-only)."""
+        return (await self.ask(to, tag, array)).payload
+
+    def arrived(self, tag: str) -> Iterator[Message]:
+        """The messages with that tag that are here by now; does not wait."""
+        self._port.collect()
+        return self.mailbox.take_all(Wanted(tag))
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Every message in order of arrival, until all other workers have left.
+
+        A worker's leaving is itself a message, with tag `BYE`; its note says `lost=1` where the worker died.
+        """
+        others = {rank for rank in range(self.cluster.workers) if rank != self.address}
+        while others:
+            message = await self._await(Wanted())
+            if message.tag == BYE:
+                others.discard(message.source)
+            yield message
+
+    def deliver(self, message: Message) -> None:
+        """Called by the driver: `message` has arrived."""
+        if message.tag == BYE:
+            self.departed.add(message.source)
+        self.mailbox.put(message)
+
+    def lose(self, address: Address) -> None:
+        """Called by the driver: that node is dead; programs see it leave."""
+        self.lost.add(address)
+        if address not in self.departed:
+            self.deliver(Message(address, BYE, note={"lost": 1}))
+
+    def record_update(self, source: Address, staleness: int | None = None, count: int = 1) -> None:
+        """Tell the record that `count` updates of `source` took effect here, `staleness` versions late."""
+        self._port.updates(source, count, staleness)
+
+    def _post(self, to: Address, tag: str, array: Array | None, note: Note | None, reply_to: int = 0) -> int:
+        number = self._sent[to] = self._sent.get(to, 0) + 1
+        message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
+        if to == self.address:
+            self.deliver(message)  # nothing travels
+        else:
+            self._port.send(to, message)
+        return number
+
+    async def _await(self, wanted: Wanted) -> Message:
+        message = self.mailbox.take(wanted)
+        if message is not None:
+            return message
+        if wanted.source is not None and wanted.source in self.departed:
+            raise self.missed(wanted)
+        arrived: Message = await _suspend(wanted)
+        return arrived
+
+    def missed(self, wanted: Wanted) -> PeerLost:
+        """The error for a wait that can never end."""
+        assert wanted.source is not None
+        how = "was lost" if wanted.source in self.lost else "has left"
+        return PeerLost(
+            f"{node_name(wanted.source)} {how} while {node_name(self.address)} waited for {wanted} at step {self.step}"
+        )
+
+
+class Worker(Node):
+    """A node that computes gradients. `step` counts those it has used."""
+
+    def __init__(
+        self,
+        rank: int,
+        cluster: Cluster,
+        params: Array,
+        port: Port,
+        random: np.random.Generator,
+        stepper: Stepper,
+        steps: int | None,
+    ):
+        super().__init__(rank, cluster, params, port, random)
+        self.steps = steps
+        self._stepper = stepper
+        self._peers: list[int] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self.address
+
+    @property
+    def workers(self) -> int:
+        """Number of workers in the run (n in the literature)."""
+        return self.cluster.workers
+
+    @property
+    def peers(self) -> list[int]:
+        """The other workers that are not lost, in ascending order."""
+        if self._peers is None or len(self._peers) + len(self.lost) + 1 != self.cluster.workers:
+            here = range(self.cluster.workers)
+            self._peers = [rank for rank in here if rank != self.address and rank not in self.lost]
+        return self._peers
+
+    @property
+    def training(self) -> bool:
+        """Whether there is another gradient to compute."""
+        return self.steps is None or self.step < self.steps
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return self._stepper.lr
+
+    def gradient(self) -> Awaitable[Array]:
+        """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
+        return self._gradient()
+
+    @types.coroutine
+    def _gradient(self) -> Generator[Effect, Array, Array]:
+        gradient = yield GRADIENT
+        self.step += 1
+        return gradient
+
+    def optimizer_step(self, gradient: Array) -> None:
+        """Let this worker's own optimiser update `params` in place."""
+        self._stepper.step(self.params, gradient)
+
+    def record_round(self, count: int = 1) -> None:
+        """Tell the record that `count` updates of every other worker took effect here, none of them late."""
+        self._port.updates(None, count, 0)
+
+    def leave(self, peers: bool = False) -> None:
+        """Say that this worker sends nothing more: to the servers, and to its peers if they wait for it."""
+        self.send_all(map(server, range(self.cluster.servers)), BYE)
+        if peers:
+            self.send_all(self.peers, BYE)
+
+
+class Server(Node):
+    """A node that holds the shared parameters, or the index-th slice of them."""
+
+    def __init__(
+        self,
+        index: int,
+        cluster: Cluster,
+        params: Array,
+        port: Port,
+        random: np.random.Generator,
+        optimizer: Optimizer,
+    ):
+        super().__init__(server(index), cluster, params, port, random)
+        self.optimizer = optimizer
+        self.optimizer_state: OptimizerState = optimizer.init(params)
+        self.version = 0
+
+    def update(self, gradient: Array, lr: float | None = None) -> None:
+        """Apply one optimiser step to the shared parameters; the version grows by one."""
+        self.optimizer.step(self.params, gradient, self.optimizer_state, self.optimizer.lr if lr is None else lr)
+        self.version += 1
+
+
+def part(params: Array, cluster: Cluster, index: int) -> Array:
+    """The slice of the flat array that the index-th server holds."""
+    view: Array = params[slices(len(params), cluster.servers)[index]]
+    return view

@@ -1,0 +1,5 @@
+"""Elementwise optimisers on flat arrays: the same arithmetic on a worker, on a server and on a shard."""
+
+from flockstep.optimizers.base import Optimizer, OptimizerState
+
+__all__ = ["Optimizer", "OptimizerState"]

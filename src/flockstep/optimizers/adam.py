@@ -1,0 +1,94 @@
+"""Adam, and Adam with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require, require_visible
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
+
+    With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'²,
+    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). Slots: `mean` (m) and `square` (v).
+    """
+
+    decoupled: ClassVar[bool] = False
+    """Weight decay shrinks the parameters directly and does not enter the gradient."""
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__.lower()
+        require(0 <= self.lr < math.inf, f"lr of {who}", ">= 0 and finite", self.lr, "use for example 0.001")
+        require(0 <= self.beta1 < 1, f"beta1 of {who}", "in [0, 1)", self.beta1, "use for example 0.9")
+        require(0 <= self.beta2 < 1, f"beta2 of {who}", "in [0, 1)", self.beta2, "use for example 0.999")
+        require(0 < self.eps < math.inf, f"eps of {who}", "> 0 and finite", self.eps, "use for example 1e-8")
+        decays = 0 <= self.weight_decay < math.inf
+        require(decays, f"weight_decay of {who}", ">= 0 and finite", self.weight_decay, "use 0 for none")
+
+    def init(self, params: FlatArray) -> OptimizerState:
+        """A fresh state for `params`.
+
+        Raises:
+            ConfigurationError: eps is zero in the dtype of `params`.
+        """
+        require_visible(self.eps, params)
+        return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
+
+    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+        """Update `params` and `state` in place; `gradient` is left as it is."""
+        scalar = params.dtype.type
+        state.steps += 1
+        rate = scalar(lr / (1 - self.beta1**state.steps))
+        root = scalar(math.sqrt(1 - self.beta2**state.steps))
+        decay = scalar(1 - lr * self.weight_decay) if self.decoupled else scalar(self.weight_decay)
+        scratch = np.empty((2, min(len(params), BLOCK)), params.dtype)
+        for part in blocks(len(params)):
+            w, g = params[part], gradient[part]
+            first, second = scratch[:, : len(w)]
+            if self.weight_decay and self.decoupled:
+                np.multiply(w, decay, out=w)
+            elif self.weight_decay:
+                np.multiply(w, decay, out=first)
+                np.add(first, g, out=first)
+                g = first
+            m, v = state.slots["mean"][part], state.slots["square"][part]
+            self._average(m, v, g, second)
+            np.sqrt(v, out=second)
+            np.divide(second, root, out=second)
+            np.add(second, scalar(self.eps), out=second)
+            np.divide(m, second, out=second)
+            np.multiply(second, rate, out=second)
+            np.subtract(w, second, out=w)
+
+    def _average(self, m: FlatArray, v: FlatArray, g: FlatArray, scratch: FlatArray) -> None:
+        """Move both running means towards `g` and its square."""
+        scalar = m.dtype.type
+        np.subtract(g, m, out=scratch)
+        np.multiply(scratch, scalar(1 - self.beta1), out=scratch)
+        np.add(m, scratch, out=m)
+        np.multiply(v, scalar(self.beta2), out=v)
+        np.multiply(g, g, out=scratch)
+        np.multiply(scratch, scalar(1 - self.beta2), out=scratch)
+        np.add(v, scratch, out=v)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019): w ← (1 - lr weight_decay) w, then Adam's step."""
+
+    decoupled: ClassVar[bool] = True
+
+    weight_decay: float = 0.01

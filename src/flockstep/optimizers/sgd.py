@@ -1,0 +1,90 @@
+"""Stochastic gradient descent, with momentum."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent (Robbins & Monro 1951), heavy ball (Polyak 1964), Nesterov momentum (Nesterov 1983).
+
+    With g' = g + weight_decay w: v ← momentum v + (1 - dampening) g' (v ← g' at the first step), and w ← w - lr v;
+    Nesterov's form uses g' + momentum v in place of v. Without momentum w ← w - lr g', every product and every
+    difference rounded to the parameters' dtype. Slots: `momentum` (v), only where momentum is not 0.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 <= self.lr < math.inf, "lr of sgd", ">= 0 and finite", self.lr, "use for example 0.1")
+        require(0 <= self.momentum < math.inf, "momentum of sgd", ">= 0 and finite", self.momentum, "use 0 for none")
+        require(math.isfinite(self.dampening), "dampening of sgd", "finite", self.dampening, "use 0 for none")
+        decays = 0 <= self.weight_decay < math.inf
+        require(decays, "weight_decay of sgd", ">= 0 and finite", self.weight_decay, "use 0 for none")
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ConfigurationError(
+                f"nesterov of sgd needs momentum > 0 and dampening 0, got momentum={self.momentum} and "
+                f"dampening={self.dampening}; use for example momentum=0.9"
+            )
+
+    def init(self, params: FlatArray) -> OptimizerState:
+        """A fresh state for `params`."""
+        return OptimizerState(slots={"momentum": np.zeros_like(params)} if self.momentum else {})
+
+    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+        """Update `params` and `state` in place; `gradient` is left as it is."""
+        rate = params.dtype.type(lr)
+        state.steps += 1
+        if len(params) <= BLOCK and not self.weight_decay and not self.momentum:
+            params -= rate * gradient
+            return
+        rows = 2 if self.momentum else 1
+        scratch = np.empty((rows, min(len(params), BLOCK)), params.dtype)
+        for part in blocks(len(params)):
+            w, g = params[part], gradient[part]
+            change = scratch[0, : len(w)]
+            if self.weight_decay or self.momentum:
+                g = self._direction(w, g, state, part, scratch[:, : len(w)])
+            np.multiply(g, rate, out=change)
+            np.subtract(w, change, out=w)
+
+    def _direction(
+        self, w: FlatArray, g: FlatArray, state: OptimizerState, part: slice, scratch: FlatArray
+    ) -> FlatArray:
+        """What to step along, which may lie in a row of `scratch`; the velocity is updated."""
+        if self.weight_decay:
+            np.multiply(w, w.dtype.type(self.weight_decay), out=scratch[0])
+            g = np.add(scratch[0], g, out=scratch[0])
+        if not self.momentum:
+            return g
+        return self._move(state.slots["momentum"][part], g, scratch[1], state.steps == 1)
+
+    def _move(self, v: FlatArray, g: FlatArray, scratch: FlatArray, first_step: bool) -> FlatArray:
+        """Update the velocity `v` by `g`; what to step along, which may be `scratch`."""
+        momentum = v.dtype.type(self.momentum)
+        if first_step:
+            v[:] = g
+        else:
+            np.multiply(v, momentum, out=v)
+            if self.dampening:
+                np.multiply(g, v.dtype.type(1 - self.dampening), out=scratch)
+                np.add(v, scratch, out=v)
+            else:
+                np.add(v, g, out=v)
+        if not self.nesterov:
+            return v
+        np.multiply(v, momentum, out=scratch)
+        np.add(scratch, g, out=scratch)
+        return scratch

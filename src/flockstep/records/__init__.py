@@ -1,0 +1,7 @@
+"""The record of a run: what was configured, what happened, and the figures computed from it."""
+
+from flockstep.records.config import RunConfig, same_run
+from flockstep.records.folder import EventWriter, Record, RunFolder
+from flockstep.records.summary import Summary, WorkerTotals, summarise
+
+__all__ = ["EventWriter", "Record", "RunConfig", "RunFolder", "Summary", "WorkerTotals", "same_run", "summarise"]

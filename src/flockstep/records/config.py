@@ -1,0 +1,140 @@
+"""The resolved configuration of a run: everything that it takes to run it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import tomllib
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import msgspec
+import tomli_w
+
+from flockstep.errors import ConfigurationError, UnknownName
+
+Kind = Literal["train", "simulate", "launch"]
+Clock = Literal["real", "virtual"]
+
+_OPTIONS = (
+    "workers",
+    "seed",
+    "transport",
+    "result",
+    "steps",
+    "epochs",
+    "batch",
+    "lr",
+    "split",
+    "network",
+    "compute",
+    "evaluate_every",
+    "target",
+    "threads",
+    "heartbeat",
+)
+_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat")
+"""A launched script says the rest itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What was run. Components are kept as text (`ps(consistency=ssp(3))`); None means the job's own value."""
+
+    kind: Kind
+    """train: real processes, real seconds; launch: the same for a user's script; simulate: virtual seconds."""
+    job: str
+    """A workload's expression, or the path of a Python file with a `job()` function."""
+    strategy: str
+    workers: int
+    seed: int = 0
+    transport: str | None = None
+    result: str | None = None
+    """The policy that picks the resulting model."""
+    steps: int | None = None
+    """Local steps per worker; takes precedence over epochs."""
+    epochs: float | None = None
+    batch: int | None = None
+    """Samples per worker and step."""
+    lr: float | None = None
+    """Overrides the learning rate of the job's optimiser."""
+    split: str = "iid"
+    network: str | None = None
+    compute: str | None = None
+    evaluate_every: float | None = None
+    metric: str = "accuracy"
+    """Name of the job's metric, for people."""
+    higher_is_better: bool = True
+    target: float | None = None
+    """The metric that time-to-target refers to."""
+    threads: int | None = None
+    """Threads of the numerical libraries in each process."""
+    heartbeat: float | None = None
+    """Seconds of silence after which a node counts as lost."""
+    imports: tuple[str, ...] = ()
+    """Python files that register components of one's own, run before anything else."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Package → version that this was run with; `same_run` does not compare them."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What must be the same when the run is repeated, for example a hash of the data."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigurationError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}; choose one")
+        if self.workers < 1:
+            raise ConfigurationError(f"workers must be >= 1, got {self.workers}; use 1 for plain training")
+
+    @property
+    def clock(self) -> Clock:
+        """Whether the record's seconds were measured or modelled."""
+        return "virtual" if self.kind == "simulate" else "real"
+
+    @property
+    def command(self) -> str:
+        """The shell command that repeats this run."""
+        options = []
+        for name in _LAUNCH_OPTIONS if self.kind == "launch" else _OPTIONS:
+            value = getattr(self, name)
+            if value is not None:
+                options += [f"--{name.replace('_', '-')}", _word(value)]
+        for file in self.imports:
+            options += ["--import", file]
+        if self.kind == "launch":
+            return shlex.join(["flockstep", "launch", *options, self.job])
+        return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.strategy, *options])
+
+    def to_toml(self) -> str:
+        """This configuration as a TOML document; what is None is left out."""
+        data = {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
+        return tomli_w.dumps(data)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "config.toml") -> RunConfig:
+        """The configuration that `to_toml` wrote; `where` names the document in errors.
+
+        Raises:
+            ConfigurationError: no TOML, a value is missing or has the wrong type.
+            UnknownName: a setting that does not exist, with the nearest that does.
+        """
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigurationError(f"{where} is no TOML document: {error}; run again to write it anew") from None
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in data:
+            if key not in known:
+                raise UnknownName.among(f"setting in {where}", key, known)
+        try:
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigurationError(f"{where} does not describe a run: {error}; correct that value") from None
+
+
+def same_run(a: RunConfig, b: RunConfig) -> bool:
+    """Whether both describe the same run: equal in everything but versions."""
+    return dataclasses.replace(a, versions={}) == dataclasses.replace(b, versions={})
+
+
+def _word(value: str | float) -> str:
+    """One command-line word; a whole float without its fraction, so that integer options take it too."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

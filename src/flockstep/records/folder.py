@@ -1,0 +1,294 @@
+"""A run's folder: config.toml, events.jsonl, summary.json, result.npy and schema.json.
+
+While a real run is going every node writes events of its own (events/worker-0.jsonl, events/server-0.jsonl,
+events/launcher.jsonl); `merge_events` joins them into events.jsonl, sorted by time. Readers cope with both, with
+files that are missing, and with the half-written last line of a killed process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import ConfigurationError, SchemaMismatch
+from flockstep.messages import Address, node_name
+from flockstep.records.config import RunConfig, same_run
+from flockstep.records.events import Event, Snapshot, Span, Step, Update
+from flockstep.records.summary import Summary, summarise, time_of
+
+_HALF = ".half"
+_HELD_BACK = (Step, Update, Span)
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that a run left: what tables, figures and tests read."""
+
+    config: RunConfig
+    summary: Summary
+    events: list[Event]
+
+
+class EventWriter:
+    """Appends events to a file, one JSON document a line.
+
+    Up to `flush_every` - 1 steps, updates and spans are held back; everything else is written at once. What was
+    written survives the death of the process. A half-written last line that an earlier writer left is removed.
+    """
+
+    def __init__(self, path: Path | str, flush_every: int = 8):
+        if flush_every < 1:
+            raise ConfigurationError(f"flush_every must be >= 1, got {flush_every}; use 1 to hold nothing back")
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray()
+        self._held = 0
+        self._flush_every = flush_every
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _remove_half_line(Path(path))
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def write(self, event: Event) -> None:
+        """Add one event."""
+        self._encoder.encode_into(event, self._buffer, -1)
+        self._buffer += b"\n"
+        self._held += 1
+        if self._held >= self._flush_every or not isinstance(event, _HELD_BACK):
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what is held back to the operating system."""
+        rest = memoryview(self._buffer)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        rest.release()
+        self._buffer = bytearray()
+        self._held = 0
+
+    def close(self) -> None:
+        """Flush and close; again is harmless."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The record of one run on disk; nothing is touched until a method is called."""
+
+    path: Path
+
+    def __init__(self, path: Path | str):
+        object.__setattr__(self, "path", Path(path))
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def events_file(self) -> Path:
+        """All events of a run that has ended, or of a simulation."""
+        return self.path / "events.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        """The run in figures."""
+        return self.path / "summary.json"
+
+    def create(self, config: RunConfig) -> None:
+        """Make the folder ready for `config`: what an earlier attempt left is removed.
+
+        Raises:
+            ConfigurationError: it holds a finished run of another configuration, or files that are no run.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
+        if self.config_file.exists():
+            if self._status() == "finished" and not same_run(self.read_config(), config):
+                raise ConfigurationError(
+                    f"{self.path} holds a finished run of another configuration; choose another folder or delete it"
+                )
+        elif self.path.exists() and any(file.suffix != _HALF for file in self.path.iterdir()):
+            raise ConfigurationError(f"{self.path} holds files but no run; choose an empty or a new folder")
+        self._clear()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write_config(config)
+
+    def holds_finished(self, config: RunConfig) -> bool:
+        """Whether this run is already here, finished: then there is nothing to do."""
+        return self.config_file.exists() and self._status() == "finished" and same_run(self.read_config(), config)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write config.toml."""
+        _replace(self.config_file, config.to_toml().encode())
+
+    def read_config(self) -> RunConfig:
+        """Read config.toml.
+
+        Raises:
+            ConfigurationError: there is none, or it does not describe a run.
+        """
+        if not self.config_file.exists():
+            raise ConfigurationError(f"{self.path} holds no run: config.toml is missing; name the folder of a run")
+        return RunConfig.from_toml(self.config_file.read_text(encoding="utf-8"), str(self.config_file))
+
+    def node_events_file(self, node: Address | None) -> Path:
+        """Where a node of a real run writes its events; None is the launcher."""
+        name = "launcher" if node is None else node_name(node).replace(" ", "-")
+        return self.path / "events" / f"{name}.jsonl"
+
+    def read_events(self) -> list[Event]:
+        """All events that are on disk by now, sorted by time; none where there is no file yet."""
+        if self.events_file.exists():
+            files: Iterable[Path] = [self.events_file]
+        else:
+            files = sorted((self.path / "events").glob("*.jsonl"))
+        return sorted((event for file in files for event in read_event_file(file)), key=time_of)
+
+    def merge_events(self) -> list[Event]:
+        """Join the nodes' files into events.jsonl and remove them; return all events, sorted by time."""
+        events = self.read_events()
+        encoder = msgspec.json.Encoder()
+        _replace(self.events_file, encoder.encode_lines(events))
+        for file in (self.path / "events").glob("*.jsonl"):
+            file.unlink()
+        if (self.path / "events").exists():
+            (self.path / "events").rmdir()
+        return events
+
+    def write_summary(self, summary: Summary) -> None:
+        """Write summary.json; from then on the run counts as ended."""
+        _replace(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+
+    def read_summary(self) -> Summary:
+        """Read summary.json; where there is none, the summary of the events so far, as an interrupted run's."""
+        if not self.summary_file.exists():
+            return summarise(self.read_config(), self.read_events(), "interrupted", "the run ended without a summary")
+        try:
+            return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ConfigurationError(
+                f"{self.summary_file} is not readable: {error}; delete it to have it computed anew"
+            ) from None
+
+    def read(self) -> Record:
+        """Configuration, summary and events."""
+        return Record(self.read_config(), self.read_summary(), self.read_events())
+
+    def write_result(self, params: FlatArray, schema: Schema) -> None:
+        """Write the resulting model: flat parameters (K,) and the table that says what lies where.
+
+        Raises:
+            SchemaMismatch: `params` does not have the table's size and dtype.
+        """
+        _require(params, schema, "the result")
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
+        half = self.path / f"result.npy{_HALF}"
+        with half.open("wb") as file:
+            np.save(file, params, allow_pickle=False)
+        half.replace(self.path / "result.npy")
+
+    def read_result(self) -> tuple[FlatArray, Schema]:
+        """The resulting model's flat parameters (K,) and their table.
+
+        Raises:
+            ConfigurationError: the run left no result.
+            SchemaMismatch: the two files do not belong together.
+        """
+        if not (self.path / "result.npy").exists() or not (self.path / "schema.json").exists():
+            raise ConfigurationError(f"{self.path} holds no result; the run did not end, repeat it")
+        schema = msgspec.json.decode((self.path / "schema.json").read_bytes(), type=Schema)
+        params: FlatArray = np.load(self.path / "result.npy", allow_pickle=False)
+        _require(params, schema, str(self.path / "result.npy"))
+        return params, schema
+
+    def _status(self) -> str | None:
+        """The status in summary.json; None where there is no readable one."""
+        try:
+            return str(msgspec.json.decode(self.summary_file.read_bytes())["status"])
+        except (OSError, msgspec.DecodeError, KeyError, TypeError):
+            return None
+
+    def _clear(self) -> None:
+        """Remove the files that a run writes, and no other; config.toml stays, so that this is still a run's folder."""
+        names = ("summary.json", "events.jsonl", "result.npy", "schema.json")
+        halves = self.path.glob(f"*{_HALF}")
+        for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
+            file.unlink(missing_ok=True)
+
+
+def read_event_file(path: Path) -> list[Event]:
+    """The events in one file, in the order in which they were written; a half-written last line is left out.
+
+    Raises:
+        ConfigurationError: a line before the last is broken.
+    """
+    data = path.read_bytes()
+    whole, _, rest = data.rpartition(b"\n")
+    try:
+        events: list[Event] = _decoder.decode_lines(whole)
+    except msgspec.MsgspecError:
+        events = [_decode(line, path, number) for number, line in enumerate(whole.split(b"\n"), 1)]
+    try:
+        return [*events, _decode(rest, path, len(events) + 1)] if rest else events
+    except ConfigurationError:
+        return events
+
+
+def _decode(line: bytes, path: Path, number: int) -> Event:
+    try:
+        event: Event = _decoder.decode(line)
+        return event
+    except msgspec.MsgspecError as error:
+        try:
+            return _not_finite(msgspec.json.decode(line))
+        except (msgspec.MsgspecError, AttributeError):
+            raise ConfigurationError(
+                f"line {number} of {path} is no event: {error}; delete that line to read the rest"
+            ) from None
+
+
+def _not_finite(data: dict[str, Any]) -> Event:
+    """A snapshot whose loss or metric was not finite: JSON has no such number, so it was written as null."""
+    if data.get("type") != "evaluation":
+        raise msgspec.ValidationError
+    return msgspec.convert({**data, **{k: float("nan") for k in ("loss", "metric") if data.get(k) is None}}, Snapshot)
+
+
+def _remove_half_line(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a whole file or leave the old one: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + _HALF)
+    half.write_bytes(data)
+    half.replace(path)
+
+
+def _require(params: FlatArray, schema: Schema, who: str) -> None:
+    if params.shape != (schema.size,) or params.dtype != np.dtype(schema.dtype):
+        raise SchemaMismatch(
+            f"{who} has shape {params.shape} and dtype {params.dtype} where the schema says ({schema.size},) and "
+            f"{schema.dtype}; write both of the same model"
+        )

@@ -1,0 +1,292 @@
+"""The figures of one run, computed from its events and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from flockstep.messages import Address, node_name
+from flockstep.records.config import Clock, RunConfig
+from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+
+Status = Literal["finished", "interrupted", "failed"]
+_IDENTITY = (
+    "job", "strategy", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better", "target"
+)  # fmt: skip
+
+
+class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker did: its Node event, or the sum of its Step events where it died before writing one."""
+
+    rank: int
+    steps: int
+    compute: float
+    wait: float
+    comm: float
+    sent: int
+    received: int
+    messages_sent: int
+    messages_received: int
+    header_bytes: int
+    completeness: float | None = None
+    """Updates of other workers that took effect here ÷ steps of the other workers; see `Summary.completeness`."""
+
+    @property
+    def seconds(self) -> float:
+        """All accounted time: computing, waiting and communicating."""
+        return self.compute + self.wait + self.comm
+
+    @property
+    def utilisation(self) -> float | None:
+        """Share of the accounted time spent computing; None where no time is accounted."""
+        return self.compute / self.seconds if self.seconds > 0 else None
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run in figures. Seconds are of `clock`; bytes are payload; "per worker" is the mean over all workers."""
+
+    job: str
+    strategy: str
+    workers: int
+    seed: int
+    network: str | None
+    compute: str | None
+    clock: Clock
+    """real: measured; virtual: modelled."""
+    metric: str
+    higher_is_better: bool
+    target: float | None
+    status: Status
+    error: str | None
+    """Why the run did not finish."""
+    seconds: float
+    """Time of the last event."""
+    time_to_target: float | None
+    """Time of the first evaluation whose metric reaches the target; None: never, or there is no target."""
+    samples_to_target: int | None
+    """Samples used by all workers together up to that evaluation."""
+    bytes_to_target: float | None
+    """Bytes sent per worker up to that evaluation."""
+    final_metric: float | None
+    """Metric of the last evaluation; None where there is none, or it is not finite."""
+    best_metric: float | None
+    """The best finite metric of all evaluations."""
+    final_loss: float | None
+    """Test loss of the last evaluation; None where there is none, or it is not finite."""
+    samples: int
+    """Samples used by all workers together up to the last evaluation."""
+    sent_per_worker: float
+    received_per_worker: float
+    messages_per_worker: float
+    """Messages sent and received."""
+    header_bytes_per_worker: float
+    """Bytes of message headers, which the payload does not count."""
+    staleness_mean: float | None
+    """Mean over all updates whose staleness is on the record; an event of `count` updates counts that often."""
+    staleness_max: int | None
+    staleness_counts: dict[int, int]
+    """Staleness → number of updates."""
+    utilisation: float | None
+    """Mean over workers of computing ÷ (computing + waiting + communicating)."""
+    divergence: float | None
+    """Root mean square distance of the replicas from their mean at the last evaluation; 0 where that is unknown but
+    all workers ended with equal parameters; otherwise None."""
+    completeness: float | None
+    """Communication completeness: the share of updates that took effect elsewhere.
+
+    Where servers record updates: updates applied by servers ÷ steps of all workers ÷ number of servers, the same for
+    each worker. Otherwise, where workers record them: updates of others that took effect ÷ steps of others, both
+    summed over the workers. None where no update is on the record, or nobody else made a step. Never clipped: more
+    than 1 is a mistake in a strategy's accounting.
+    """
+    replicas_agree: bool | None
+    """All workers ended with equal parameters; None where a worker left no hash."""
+    hashes: dict[str, str]
+    """Node ("worker 0", "server 0", …) → hash of its final parameters."""
+    per_worker: list[WorkerTotals]
+    """By rank."""
+    lost: list[Lost]
+    """The first report of each node that died or stopped responding."""
+
+    @property
+    def bytes_per_worker(self) -> float:
+        """Payload bytes sent and received per worker."""
+        return self.sent_per_worker + self.received_per_worker
+
+    @property
+    def steps(self) -> int:
+        """Local steps of all workers together."""
+        return sum(worker.steps for worker in self.per_worker)
+
+
+def time_of(event: Event) -> float:
+    """When the event was complete."""
+    return event.end if isinstance(event, Span) else event.t
+
+
+def summarise(config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None) -> Summary:
+    """The summary of a run that ended in `status`; `events` in any order."""
+    ordered = sorted(events, key=time_of)
+    updates = [event for event in ordered if isinstance(event, Update)]
+    quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])
+    nodes = {event.node: event for event in ordered if isinstance(event, Node)}
+    workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
+    agree = _replicas_agree(config.workers, nodes)
+    staleness = _staleness(config.workers, updates)
+    divergence = quality.divergence
+    return Summary(
+        **{name: getattr(config, name) for name in _IDENTITY},
+        status=status,
+        error=error,
+        seconds=time_of(ordered[-1]) if ordered else 0.0,
+        time_to_target=quality.hit.t if quality.hit else None,
+        samples_to_target=quality.hit.samples if quality.hit else None,
+        bytes_to_target=quality.hit.bytes if quality.hit else None,
+        final_metric=quality.metric,
+        best_metric=quality.best,
+        final_loss=quality.loss,
+        samples=quality.samples,
+        sent_per_worker=_mean(w.sent for w in workers) or 0.0,
+        received_per_worker=_mean(w.received for w in workers) or 0.0,
+        messages_per_worker=_mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
+        header_bytes_per_worker=_mean(w.header_bytes for w in workers) or 0.0,
+        staleness_mean=sum(k * n for k, n in staleness.items()) / staleness.total() if staleness else None,
+        staleness_max=max(staleness, default=None),
+        staleness_counts=dict(sorted(staleness.items())),
+        utilisation=_mean(w.utilisation for w in workers if w.utilisation is not None),
+        divergence=0.0 if divergence is None and agree else divergence,
+        completeness=completeness,
+        replicas_agree=agree,
+        hashes={node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))},
+        per_worker=workers,
+        lost=_first_reports(ordered),
+    )
+
+
+class _Quality(NamedTuple):
+    """What the evaluations say."""
+
+    hit: Snapshot | None = None
+    best: float | None = None
+    metric: float | None = None
+    loss: float | None = None
+    samples: int = 0
+    divergence: float | None = None
+
+
+def _quality(config: RunConfig, snapshots: Sequence[Snapshot]) -> _Quality:
+    if not snapshots:
+        return _Quality()
+    hit = next((s for s in snapshots if _reaches(config, s.metric)), None)
+    finite = [s.metric for s in snapshots if math.isfinite(s.metric)]
+    best = (max if config.higher_is_better else min)(finite, default=None)
+    last = snapshots[-1]
+    return _Quality(hit, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence)
+
+
+def _reaches(config: RunConfig, metric: float) -> bool:
+    if config.target is None:
+        return False
+    return metric >= config.target if config.higher_is_better else metric <= config.target
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def _totals(workers: int, nodes: dict[Address, Node], events: Sequence[Event]) -> list[WorkerTotals]:
+    steps: dict[int, list[Step]] = {rank: [] for rank in range(workers) if rank not in nodes}
+    for event in events:
+        if isinstance(event, Step) and event.rank in steps:
+            steps[event.rank].append(event)
+    return [_of_node(nodes[rank]) if rank in nodes else _of_steps(rank, steps[rank]) for rank in range(workers)]
+
+
+def _of_node(node: Node) -> WorkerTotals:
+    return WorkerTotals(
+        rank=node.node,
+        steps=node.steps,
+        compute=node.compute,
+        wait=node.wait,
+        comm=node.comm,
+        sent=node.sent,
+        received=node.received,
+        messages_sent=node.messages_sent,
+        messages_received=node.messages_received,
+        header_bytes=node.header_bytes,
+    )
+
+
+def _of_steps(rank: int, steps: Sequence[Step]) -> WorkerTotals:
+    return WorkerTotals(
+        rank=rank,
+        steps=max((step.step for step in steps), default=0),
+        compute=math.fsum(step.compute for step in steps),
+        wait=math.fsum(step.wait for step in steps),
+        comm=math.fsum(step.comm for step in steps),
+        sent=sum(step.sent for step in steps),
+        received=sum(step.received for step in steps),
+        messages_sent=sum(step.messages_sent for step in steps),
+        messages_received=sum(step.messages_received for step in steps),
+        header_bytes=0,
+    )
+
+
+def _completed(
+    workers: list[WorkerTotals], updates: Sequence[Update], nodes: dict[Address, Node]
+) -> tuple[list[WorkerTotals], float | None]:
+    """The workers with their completeness, and that of the run."""
+    total = sum(worker.steps for worker in workers)
+    if not updates:
+        return workers, None
+    at_servers = [update for update in updates if update.node < 0]
+    if at_servers:
+        servers = {update.node for update in at_servers} | {node for node in nodes if node < 0}
+        applied = sum(_weight(update, len(workers) + 1) for update in at_servers)
+        share = applied / (len(servers) * total) if total else None
+        return [msgspec.structs.replace(worker, completeness=share) for worker in workers], share
+    arrived: Counter[int] = Counter()
+    for update in updates:
+        if update.source != update.node:
+            arrived[update.node] += _weight(update, len(workers))
+    of_others = [total - worker.steps for worker in workers]
+    shares = [arrived[w.rank] / others if others else None for w, others in zip(workers, of_others, strict=True)]
+    complete = [msgspec.structs.replace(w, completeness=s) for w, s in zip(workers, shares, strict=True)]
+    return complete, arrived.total() / sum(of_others) if sum(of_others) else None
+
+
+def _weight(update: Update, nodes: int) -> int:
+    """How many updates the event stands for: without a source, `count` of each of the other workers."""
+    return update.count * (nodes - 1) if update.source is None else update.count
+
+
+def _staleness(workers: int, updates: Sequence[Update]) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for update in updates:
+        weight = _weight(update, workers if update.node >= 0 else workers + 1)
+        if update.staleness is not None and weight > 0:
+            counts[update.staleness] += weight
+    return counts
+
+
+def _replicas_agree(workers: int, nodes: dict[Address, Node]) -> bool | None:
+    if any(rank not in nodes for rank in range(workers)):
+        return None
+    return len({nodes[rank].hash for rank in range(workers)}) == 1
+
+
+def _first_reports(events: Sequence[Event]) -> list[Lost]:
+    first: dict[Address, Lost] = {}
+    for event in events:
+        if isinstance(event, Lost):
+            first.setdefault(event.node, event)
+    return list(first.values())

@@ -1,0 +1,7 @@
+"""From records to tables and pictures: the ranking, the terminal table, and one self-contained HTML page."""
+
+from flockstep.report.html import render, write_report
+from flockstep.report.ranking import labels, rank
+from flockstep.report.table import rows, table
+
+__all__ = ["labels", "rank", "render", "rows", "table", "write_report"]

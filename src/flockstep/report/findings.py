@@ -1,0 +1,195 @@
+"""What the figures show, in sentences: who was first, why, and what the record does not settle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flockstep.records.events import Snapshot
+from flockstep.records.summary import Summary
+from flockstep.report import words
+from flockstep.report.style import Series
+
+
+@dataclass(frozen=True)
+class _Hit:
+    """A run that reached the target."""
+
+    one: Series
+    time: float
+    samples: int
+    sent: float
+    before: float
+    """Time of the evaluation before: the target was reached somewhere between the two."""
+
+    @property
+    def label(self) -> str:
+        return self.one.label
+
+    @property
+    def summary(self) -> Summary:
+        return self.one.record.summary
+
+
+def findings(series: Sequence[Series]) -> list[str]:
+    """Plain sentences, not escaped, the most important first; `series` in order of rank."""
+    usable = [one for one in series if one.record.summary.status != "failed"]
+    if not usable:
+        return ["No run ended without an error, so there is nothing to compare."]
+    hits = _hits(usable)
+    found = _first(usable, hits)
+    if len(hits) > 1:
+        found += [_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
+        found += _fewest_bytes(hits)
+    found += _quality(usable)
+    return [*found, *_caveats(usable)]
+
+
+def _hits(series: Sequence[Series]) -> list[_Hit]:
+    hits = []
+    for one in series:
+        s = one.record.summary
+        if s.time_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
+            continue
+        times = [e.t for e in one.record.events if isinstance(e, Snapshot) and e.t < s.time_to_target]
+        hits.append(_Hit(one, s.time_to_target, s.samples_to_target, s.bytes_to_target, max(times, default=0.0)))
+    return sorted(hits, key=lambda hit: hit.time)
+
+
+def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
+    best = series[0].record.summary
+    if best.target is None:
+        return [
+            (
+                f"There is no target, so runs are ranked by their final {best.metric}: {series[0].label} ended with "
+                f"{words.metric(best.final_metric)}."
+            )
+        ]
+    goal = f"{best.metric} {best.target:g}"
+    missed = [one for one in series if one.record.summary.time_to_target is None]
+    if not hits:
+        return [
+            (
+                f"No run reached {goal}. {series[0].label} came nearest in the ranking with a final {best.metric} of "
+                f"{words.metric(best.final_metric)}."
+            )
+        ]
+    text = f"{hits[0].label} reached {goal} first, after {_clock(hits[0])}."
+    if len(hits) > 1:
+        second = hits[1]
+        if second.before < hits[0].time:
+            text += (
+                f" {second.label} followed after {_clock(second)}; the evaluations are too far apart to tell the two "
+                "for certain."
+            )
+        else:
+            ratio = words.times(_ratio(second.time, hits[0].time))
+            text += f" {second.label} followed after {_clock(second)} ({ratio} the time)."
+    if missed:
+        who = _and([f"{one.label} (best {words.metric(one.record.summary.best_metric)})" for one in missed])
+        text += f" Never reached by {who}."
+    return [text]
+
+
+def _why(fast: _Hit, slow: _Hit) -> str:
+    """Time to target is samples to target ÷ samples per second: say which of the two made the difference."""
+    samples = _ratio(fast.samples, slow.samples)
+    speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
+    took = words.share(_ratio(fast.time, slow.time))
+    head = f"The slowest that got there, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
+    pace = f"it went through {words.times(speed)} as many samples a second"
+    if samples > 1.03:
+        return f"{head}it needed {words.times(samples)} the samples, but {pace}."
+    if samples < 0.97:
+        return f"{head}it needed only {words.times(samples)} the samples, and {pace}."
+    return f"{head}both needed about as many samples, and {pace}."
+
+
+def _costs(fast: _Hit, slow: _Hit) -> str:
+    return f"A local step of a worker: {_step(fast)}; {_step(slow)}."
+
+
+def _step(hit: _Hit) -> str:
+    summary = hit.summary
+    kinds: list[tuple[str, Callable[[Summary], float]]] = [
+        ("computing", lambda s: sum(w.compute for w in s.per_worker)),
+        ("communicating", lambda s: sum(w.comm for w in s.per_worker)),
+        ("waiting", lambda s: sum(w.wait for w in s.per_worker)),
+    ]
+    total = sum(of(summary) for _, of in kinds)
+    if not total or not summary.steps:
+        return f"{hit.label} has no times on the record"
+    parts = _and([f"{words.share(of(summary) / total)} {name}" for name, of in kinds])
+    sent = summary.sent_per_worker * summary.workers / summary.steps
+    return f"{hit.label} {words.seconds(total / summary.steps)}, {parts}, with {words.size(sent)} sent"
+
+
+def _fewest_bytes(hits: Sequence[_Hit]) -> list[str]:
+    least = min(hits, key=lambda hit: (hit.sent, hit.time))
+    most = max(hits, key=lambda hit: hit.sent)
+    if most.sent <= 0 or least.sent >= 0.98 * most.sent:
+        return []
+    text = f"Fewest bytes to the target: {least.label}, {words.size(least.sent)} sent per worker"
+    if least.sent > 0:
+        text += f"; {most.label} sent {words.times(most.sent / least.sent)} as much, {words.size(most.sent)}"
+    return [f"{text}."]
+
+
+def _quality(series: Sequence[Series]) -> list[str]:
+    found = []
+    late = [(s.staleness_mean, one) for one in series if (s := one.record.summary).staleness_mean]
+    if late:
+        mean, one = max(late, key=lambda pair: pair[0])
+        found.append(
+            f"Updates were latest in {one.label}: {words.number(mean, 2)} versions in the mean, at most "
+            f"{one.record.summary.staleness_max}."
+        )
+    apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]
+    if apart:
+        distance, one = max(apart, key=lambda pair: pair[0])
+        found.append(
+            f"Replicas were furthest apart at the end in {one.label}: root mean square distance from their mean "
+            f"{words.number(distance)}."
+        )
+    partial = [
+        f"{one.label} {words.share(share)}"
+        for one in series
+        if (share := one.record.summary.completeness) is not None and share < 1
+    ]
+    if partial:
+        found.append(f"Not every update took effect everywhere: communication completeness was {_and(partial)}.")
+    lost = [one.label for one in series if one.record.summary.lost]
+    if lost:
+        found.append(f"Nodes were lost during {_and(lost)}; see below.")
+    return found
+
+
+def _caveats(series: Sequence[Series]) -> list[str]:
+    seeds = {one.record.summary.seed for one in series}
+    found = []
+    if len(seeds) == 1:
+        found.append(
+            f"All runs used one seed ({min(seeds)}): small differences can be chance; repeat with other seeds."
+        )
+    if series[0].record.summary.clock == "virtual":
+        found.append(
+            "Seconds are virtual: gradients, losses and bytes are real, but time follows the compute and network "
+            "model above and was not measured."
+        )
+    return found
+
+
+def _clock(hit: _Hit) -> str:
+    return (
+        words.seconds(hit.time).replace(" ", " virtual ", 1)
+        if hit.summary.clock == "virtual"
+        else words.seconds(hit.time)
+    )
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 1.0
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,186 @@
+"""One self-contained page: everything inlined, nothing loaded, readable without a network."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+
+from flockstep.errors import ConfigurationError
+from flockstep.messages import node_name
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import Record
+from flockstep.report import activity, figures, words
+from flockstep.report.findings import findings
+from flockstep.report.ranking import labels, order, require_comparable
+from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
+from flockstep.report.table import cells, headings
+
+_FACTS = (
+    ("workers", "workers"),
+    ("network", "network"),
+    ("compute", "compute time"),
+    ("seed", "seed"),
+    ("target", "target"),
+    ("batch", "batch per worker"),
+    ("steps", "steps per worker"),
+    ("epochs", "epochs"),
+    ("lr", "learning rate"),
+    ("split", "data split"),
+    ("transport", "transport"),
+    ("threads", "threads per process"),
+)
+_PROGRESS = (
+    "The same runs at equal time, equal bytes and equal samples. A ring marks the first evaluation at the target. "
+    "Click a name to hide or show a run in all six plots; drag to zoom, double-click to reset."
+)
+_PER_STEP = (
+    "Accounted time of all workers divided by their steps. Communicating is time in transfers the worker stood still "
+    "for; waiting is for others."
+)
+_PER_WORKER = "One bar per worker. Unequal bars within a panel are stragglers, or workers that wait for them."
+_STALENESS = (
+    "Staleness: how many updates had been applied between reading the parameters and applying the gradient computed "
+    "from them."
+)
+_TIMELINE = (
+    "All runs on one time axis, the first few workers and servers of each; in gaps nothing was recorded. "
+    "Drag to zoom, double-click to reset."
+)
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A figure on the page."""
+
+    id: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def write_report(records: Sequence[Record], path: Path | str, title: str | None = None) -> Path:
+    """Write the page to `path` and return it; the folder is made if need be."""
+    path = Path(path)
+    text = render(records, title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def render(records: Sequence[Record], title: str | None = None) -> str:
+    """The page as text; `records` in any order.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared, or there are none.
+    """
+    if not records:
+        raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")
+    summaries = [record.summary for record in records]
+    require_comparable(summaries)
+    ranked = [records[index] for index in order(summaries)]
+    series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
+    configs = [record.config for record in ranked]
+    template = _environment().get_template("report.html.j2")
+    return template.render(
+        title=title or _title(series),
+        clock=ranked[0].summary.clock,
+        facts=_facts(configs),
+        findings=findings(series),
+        headings=[full for full, _ in headings(ranked[0].summary)],
+        rows=[(one, cells(one.place + 1, one.label, one.record.summary)) for one in series],
+        troubles=_troubles(series),
+        activities=list(ACTIVITIES.values()),
+        drawings=_drawings(series),
+        near_target=figures.near_target(series),
+        runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
+        json=_script_safe,
+        plotly=_plotly_source(),
+    )
+
+
+def _title(series: Sequence[Series]) -> str:
+    counts = sorted({one.record.summary.workers for one in series})
+    workers = " and ".join(map(str, counts)) + (" worker" if counts == [1] else " workers")
+    runs = "1 run" if len(series) == 1 else f"{len(series)} runs"
+    return f"{series[0].record.summary.job} on {workers}: {runs} compared"
+
+
+def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
+    """What was run, one value each where all runs agree."""
+    found = []
+    for name, text in _FACTS:
+        values = list(dict.fromkeys(getattr(config, name) for config in configs))
+        if values and values != [None]:
+            shown = [f"{v:g}" if isinstance(v, float) else "the job's own" if v is None else str(v) for v in values]
+            found.append((text, shown[0] if len(shown) == 1 else "differs: " + "; ".join(shown)))
+    versions = {f"{name} {version}" for config in configs for name, version in config.versions.items()}
+    return [*found, *([("versions", ", ".join(sorted(versions)))] if versions else [])]
+
+
+def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
+    """Runs that did not finish or lost nodes: the series, what happened, and details."""
+    found = []
+    for one in series:
+        summary = one.record.summary
+        lost = [f"{node_name(e.node)} lost after {words.seconds(e.t)}: {e.reason}" for e in summary.lost]
+        if summary.status != "finished":
+            found.append(
+                (
+                    one,
+                    f"{summary.status} after {words.seconds(summary.seconds)}",
+                    [*filter(None, [summary.error]), *lost],
+                )
+            )
+        elif lost:
+            found.append((one, "finished, but lost nodes", lost))
+    return found
+
+
+def _drawings(series: Sequence[Series]) -> list[_Drawing]:
+    drawn = []
+    if any(one.record.summary.best_metric is not None for one in series):
+        metric = series[0].record.summary.metric
+        title = f"{metric[:1].upper()}{metric[1:]} and loss against seconds, bytes and samples"
+        drawn.append(_Drawing("progress", title, _PROGRESS, figures.progress(series)))
+    if any(one.record.summary.steps for one in series):
+        drawn.append(_Drawing("per-step", "What a local step costs", _PER_STEP, activity.per_step(series)))
+        bars = activity.per_worker(series)
+        drawn.append(_Drawing("per-worker", "Where each worker's time went", _PER_WORKER, bars))
+    late = figures.staleness(series)
+    if late:
+        without = [one.label for one in series if not one.record.summary.staleness_counts]
+        note = f" No staleness on the record of: {', '.join(without)}." if without else ""
+        drawn.append(_Drawing("staleness", "How late updates were", _STALENESS + note, late))
+    first = activity.timeline(series)
+    if first:
+        drawn.append(_Drawing("timeline", "Timeline of the first steps", _TIMELINE, first))
+    return drawn
+
+
+@functools.cache
+def _plotly_source() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that cannot end the script element it stands in; what is not finite becomes null."""
+    text = msgspec.json.encode(value).decode()
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

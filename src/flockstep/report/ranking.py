@@ -1,0 +1,65 @@
+"""Which run is better, and what to call it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.summary import Summary
+
+_MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": "targets"}
+
+
+def rank(summaries: Sequence[Summary]) -> list[Summary]:
+    """The best first: time to target (reached before not reached), then final metric, then bytes per worker.
+
+    Failed runs come last, whatever they reached: their final model is not to be relied on.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared: real and virtual clocks, several jobs, metrics or targets.
+    """
+    require_comparable(summaries)
+    return [summaries[index] for index in order(summaries)]
+
+
+def order(summaries: Sequence[Summary]) -> list[int]:
+    """Positions in `summaries`, the best run's first."""
+    return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
+
+
+def require_comparable(summaries: Sequence[Summary]) -> None:
+    """Raise `ConfigurationError` unless times and metrics of these runs mean the same thing."""
+    for name, plural in _MUST_AGREE.items():
+        found = {str(getattr(summary, name)) for summary in summaries}
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"runs with different {plural} do not compare, got {' and '.join(sorted(found))}; rank each on its own"
+            )
+
+
+def labels(summaries: Sequence[Summary]) -> list[str]:
+    """A short name for each run, all different: its strategy, and what else it takes to tell it from the others."""
+    names = [summary.strategy for summary in summaries]
+    for setting in ("workers", "network", "compute", "seed"):
+        values = [getattr(summary, setting) for summary in summaries]
+        twice = {name for name, count in Counter(names).items() if count > 1}
+        differing = {name for name in twice if len({v for n, v in zip(names, values, strict=True) if n == name}) > 1}
+        names = [
+            f"{name} · {setting} {value}" if name in differing else name
+            for name, value in zip(names, values, strict=True)
+        ]
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        seen[name] += 1
+        numbered.append(f"{name} · #{seen[name]}" if seen[name] > 1 else name)
+    return numbered
+
+
+def _key(summary: Summary) -> tuple[bool, float, float, float, str, int]:
+    metric = summary.final_metric
+    badness = math.inf if metric is None else -metric if summary.higher_is_better else metric
+    time = math.inf if summary.time_to_target is None else summary.time_to_target
+    return (summary.status == "failed", time, badness, summary.bytes_per_worker, summary.strategy, summary.seed)

@@ -1,0 +1,120 @@
+"""The ranked table for the terminal, and the same as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from flockstep.records.summary import Summary
+from flockstep.report import words
+from flockstep.report.ranking import labels, rank
+
+_STYLES = {"finished": "green", "interrupted": "yellow", "failed": "red"}
+
+
+def rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
+    """One JSON-friendly row per run, the best first; a failed run has no rank.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared.
+    """
+    ranked = rank(summaries)
+    return [
+        {
+            "rank": None if summary.status == "failed" else place,
+            "label": label,
+            "strategy": summary.strategy,
+            "clock": summary.clock,
+            "time_to_target": summary.time_to_target,
+            "final_metric": summary.final_metric,
+            "seconds": summary.seconds,
+            "mb_sent_per_worker": summary.sent_per_worker / 1e6,
+            "mb_received_per_worker": summary.received_per_worker / 1e6,
+            "staleness_mean": summary.staleness_mean,
+            "staleness_max": summary.staleness_max,
+            "utilisation": summary.utilisation,
+            "divergence": summary.divergence,
+            "completeness": summary.completeness,
+            "replicas_agree": summary.replicas_agree,
+            "status": summary.status,
+            "error": summary.error,
+        }
+        for place, (label, summary) in enumerate(zip(labels(ranked), ranked, strict=True), 1)
+    ]
+
+
+def headings(summary: Summary) -> list[tuple[str, str]]:
+    """The columns' titles, in full and narrow; all rows share the clock and the metric of `summary`."""
+    unit = "s" if summary.clock == "real" else "virtual s"
+    narrow = "target" if summary.target is None else f"{summary.target:g}"
+    full = narrow if summary.target is None else f"{summary.metric} {narrow}"
+    return [
+        ("#", "#"),
+        ("strategy", "strategy"),
+        (f"{unit} to {full}", f"s to\n{narrow}"),
+        (f"final {summary.metric}", f"final\n{summary.metric}"),
+        ("MB per worker sent / received", "MB sent/\nreceived"),
+        ("staleness mean / max", "late\nmean/max"),
+        ("utilisation", "utili-\nsation"),
+        ("divergence", "diver-\ngence"),
+        ("complete", "com-\nplete"),
+        ("status", "status"),
+    ]
+
+
+def cells(place: int, label: str, summary: Summary) -> list[str]:
+    """One row as text, in the order of `headings`."""
+    reached = words.number(summary.time_to_target) if summary.time_to_target is not None else "never"
+    return [
+        words.NONE if summary.status == "failed" else str(place),
+        label,
+        reached if summary.target is not None else words.NONE,
+        words.metric(summary.final_metric),
+        f"{words.number(summary.sent_per_worker / 1e6)}/{words.number(summary.received_per_worker / 1e6)}",
+        words.staleness(summary),
+        words.share(summary.utilisation),
+        words.number(summary.divergence),
+        words.share(summary.completeness),
+        summary.status,
+    ]
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """The ranked table for the terminal; empty where there are no runs.
+
+    Raises:
+        ConfigurationError: the runs cannot be compared.
+    """
+    ranked = rank(summaries)
+    if not ranked:
+        return Table(title="no runs", box=box.SIMPLE_HEAD)
+    first = ranked[0]
+    clock = "real seconds" if first.clock == "real" else "VIRTUAL seconds: time is modelled"
+    counts = " and ".join(str(n) for n in sorted({summary.workers for summary in ranked}))
+    title = f"{escape(first.job)} on {counts} workers, {clock}"
+    made = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+    )
+    for index, (_, heading) in enumerate(headings(first)):
+        is_text = index in (1, 9)
+        made.add_column(
+            escape(heading),
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=index != 1,
+            min_width=12 if index == 1 else None,
+        )
+    for place, (label, summary) in enumerate(zip(labels(ranked), ranked, strict=True), 1):
+        texts = [escape(text) for text in cells(place, label, summary)]
+        texts[-1] = f"[{_STYLES[summary.status]}]{texts[-1]}[/]"
+        made.add_row(*texts, style="bold" if place == 1 and summary.status != "failed" else None)
+    return made

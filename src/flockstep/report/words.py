@@ -1,0 +1,70 @@
+"""Figures as text, the same everywhere: "12.3 s", "4.1 MB", "83 %", and a dash for what is not known."""
+
+from __future__ import annotations
+
+import math
+
+from flockstep.records.summary import Summary
+
+NONE = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, without an exponent for everyday sizes."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 1e6 or size < 1e-3:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(size)))
+    return f"{value:,.{decimals}f}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in s, ms or µs."""
+    if value is None:
+        return NONE
+    if value == 0 or value >= 1:
+        return f"{number(value)} s"
+    return f"{number(value * 1e3)} ms" if value >= 1e-3 else f"{number(value * 1e6)} µs"
+
+
+def size(value: float | None) -> str:
+    """Bytes in B, kB, MB or GB (powers of 1000)."""
+    if value is None:
+        return NONE
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{number(value / scale)} {unit}"
+    return f"{number(value)} B"
+
+
+def share(value: float | None) -> str:
+    """A share in percent; never rounded to 0 % or 100 % when it is not."""
+    if value is None:
+        return NONE
+    percent = value * 100
+    if percent in (0, 100) or 1 <= percent <= 99:
+        return f"{percent:.0f} %"
+    if percent >= 100:
+        return f"{percent:.1f} %"
+    return f"{min(percent, 99.9):.1f} %" if percent >= 0.1 else "< 0.1 %"
+
+
+def metric(value: float | None) -> str:
+    """An accuracy or the like."""
+    return NONE if value is None else f"{value:.4f}" if abs(value) < 10 else number(value)
+
+
+def times(value: float) -> str:
+    """A ratio: "3.2 times"."""
+    return f"{number(value, 2)} times"
+
+
+def staleness(summary: Summary) -> str:
+    """Mean and largest."""
+    if summary.staleness_mean is None:
+        return NONE
+    return f"{number(summary.staleness_mean, 2)}/{summary.staleness_max}"

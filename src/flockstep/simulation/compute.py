@@ -1,0 +1,307 @@
+"""How long gradients take in virtual time. All durations are seconds.
+
+Each worker draws from a stream of its own: the k-th duration of worker r depends on (seed, r, k) alone, never on the
+number of workers, on what the others do, or on the strategy. Strategies are thus compared on the same draws
+(common random numbers).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.expression import Component
+
+_TAG = int.from_bytes(b"time", "big")  # keeps these streams apart from others of the same seed
+_BLOCK = 256
+_BASE, _SPELLS = 0, 1
+
+Draws = npt.NDArray[np.float64]
+
+
+class Clock(ABC):
+    """Says when gradients are done, for all workers of one run."""
+
+    @abstractmethod
+    def finish(self, rank: int, t: float) -> float:
+        """The time at which the gradient that worker `rank` starts at `t` is done.
+
+        Call it once a gradient, in order of time.
+        """
+
+
+class ComputeModel(Component):
+    """How long the gradients of each worker take."""
+
+    noun: ClassVar[str] = "compute"
+
+    @abstractmethod
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of one worker's gradients, without end."""
+
+    @property
+    def sharing(self) -> int | None:
+        """Number of cores that the workers share; None if each has its own."""
+        return None
+
+    @property
+    def spells(self) -> int:
+        """Number of `SlowSpells` in this model, each of which draws from a stream of its own."""
+        return 0
+
+    def start(self, workers: int, seed: int) -> Clock:
+        """The clock of a run.
+
+        Raises:
+            ConfigurationError: no worker, or a negative seed.
+        """
+        if workers < 1:
+            raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a run without exchange")
+        if seed < 0:
+            raise ConfigurationError(f"seed must be >= 0, got {seed}; use any whole number from 0")
+        streams = [self.stream(seed, rank) for rank in range(workers)]
+        return _OwnCores(streams) if self.sharing is None else _SharedCores(streams, self.sharing)
+
+
+class _OwnCores(Clock):
+    def __init__(self, streams: list[Iterator[float]]) -> None:
+        self._next = [stream.__next__ for stream in streams]
+
+    def finish(self, rank: int, t: float) -> float:
+        return t + self._next[rank]()
+
+
+class _SharedCores(Clock):
+    def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
+        self._next = [stream.__next__ for stream in streams]
+        self._free = [0.0] * cores
+
+    def finish(self, rank: int, t: float) -> float:
+        core = rank % len(self._free)
+        self._free[core] = done = max(t, self._free[core]) + self._next[rank]()
+        return done
+
+
+def _generator(seed: int, stream: int, rank: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence((seed, _TAG, stream, rank)))
+
+
+def _above(value: float, least: float, what: str, way_out: str) -> None:
+    if not least < value < math.inf:
+        raise ConfigurationError(f"{what} must be > {least:g} and finite, got {value:g}; {way_out}")
+
+
+@dataclass(frozen=True)
+class Constant(ComputeModel):
+    """Every gradient takes `mean` seconds; 0 makes computing free."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mean < math.inf:
+            raise ConfigurationError(
+                f"mean duration must be >= 0 and finite, got {self.mean:g}; use 0 for gradients that take no time"
+            )
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """`mean`, again and again."""
+        return itertools.repeat(float(self.mean))
+
+
+@dataclass(frozen=True)
+class _Random(ComputeModel):
+    """Independent draws from one distribution."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        _above(self.mean, 0, "mean duration", "use constant(0) for gradients that take no time")
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The draws of one worker, in order."""
+        random = _generator(seed, _BASE, rank)
+        while True:  # blocks hide the cost of calling numpy
+            yield from self._draw(random).tolist()
+
+    @abstractmethod
+    def _draw(self, random: np.random.Generator) -> Draws:
+        """The next few durations; cutting the sequence elsewhere must not change it."""
+
+
+@dataclass(frozen=True)
+class Normal(_Random):
+    """Normal durations with a standard deviation of `std` seconds, or of `cv` times the mean.
+
+    A draw that is not above zero is drawn again (truncation from below). That lifts the true mean above `mean`: by less
+    than 1e-3 of it for cv <= 0.3, by 29 % for cv = 1.
+    """
+
+    std: float | None = None
+    cv: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.std is None) == (self.cv is None):
+            raise ConfigurationError(
+                f"normal needs either std or cv, got {self.std} and {self.cv}; write normal({self.mean:g}, cv=0.1)"
+            )
+        if not 0 <= self.deviation < math.inf:
+            raise ConfigurationError(
+                f"standard deviation must be >= 0 and finite, got {self.deviation:g}; use 0 for no variation"
+            )
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation before truncation, in seconds."""
+        return self.std if self.std is not None else (self.cv or 0.0) * self.mean
+
+    def _draw(self, random: np.random.Generator) -> Draws:
+        draws = random.normal(self.mean, self.deviation, _BLOCK)
+        return draws[draws > 0]
+
+
+@dataclass(frozen=True)
+class Exponential(_Random):
+    """Exponential durations: memoryless, standard deviation equal to the mean."""
+
+    def _draw(self, random: np.random.Generator) -> Draws:
+        return random.exponential(self.mean, _BLOCK)
+
+
+@dataclass(frozen=True)
+class Lognormal(_Random):
+    """Durations whose logarithm is normal with standard deviation `sigma`; `mean` is the true mean, not the median."""
+
+    sigma: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _above(self.sigma, 0, "sigma", f"use constant({self.mean:g}) for no variation")
+
+    def _draw(self, random: np.random.Generator) -> Draws:
+        return random.lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, _BLOCK)
+
+
+@dataclass(frozen=True)
+class Pareto(_Random):
+    """Pareto durations: P(duration > x) = (least / x)^shape with least = mean (shape - 1) / shape.
+
+    The smaller the shape, the heavier the tail; at 2 and below the variance is infinite.
+    """
+
+    shape: float = 2.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _above(self.shape, 1, "shape", "the mean is infinite at 1; use 1.1 for a very heavy tail")
+
+    def _draw(self, random: np.random.Generator) -> Draws:
+        least = self.mean * (self.shape - 1) / self.shape
+        draws: Draws = least * (1 + random.pareto(self.shape, _BLOCK))
+        return draws
+
+
+@dataclass(frozen=True)
+class _Wrapper(ComputeModel):
+    """Changes what another model says; the draws of that model stay the same."""
+
+    base: ComputeModel
+
+    @property
+    def sharing(self) -> int | None:
+        """As in the wrapped model."""
+        return self.base.sharing
+
+    @property
+    def spells(self) -> int:
+        """As in the wrapped model."""
+        return self.base.spells
+
+
+@dataclass(frozen=True)
+class Speeds(_Wrapper):
+    """Worker r takes `factors[r mod len]` times as long as `base` says."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.factors:
+            raise ConfigurationError(
+                "factors must hold at least one number, got (); use (1, 2) for every other worker slow"
+            )
+        for factor in self.factors:
+            _above(factor, 0, "a speed's factor", "2 means twice as slow")
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of `base`, times the factor of this rank."""
+        return map(float(self.factors[rank % len(self.factors)]).__mul__, self.base.stream(seed, rank))
+
+
+@dataclass(frozen=True)
+class SlowSpells(_Wrapper):
+    """Now and then a worker is slow for a while.
+
+    Outside a spell each step begins one with `probability`; its `length` steps take `factor` times as long. The share
+    of slow steps is p L / (p L + 1 - p).
+    """
+
+    probability: float
+    factor: float
+    length: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ConfigurationError(
+                f"probability must be in [0, 1], got {self.probability:g}; use 0.01 for 1 step in 100"
+            )
+        _above(self.factor, 0, "a spell's factor", "10 means ten times as slow")
+        if self.length < 1:
+            raise ConfigurationError(f"length must be >= 1 step, got {self.length}; use 1 for single slow steps")
+
+    @property
+    def spells(self) -> int:
+        """One more than in the wrapped model."""
+        return self.base.spells + 1
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of `base`, slow spells among them."""
+        random = _generator(seed, _SPELLS + self.base.spells, rank)
+        durations, left = self.base.stream(seed, rank), 0
+        while True:
+            for begins in (random.random(_BLOCK) < self.probability).tolist():
+                left = left - 1 if left else 0
+                if begins and not left:
+                    left = self.length
+                yield next(durations) * self.factor if left else next(durations)
+
+
+@dataclass(frozen=True)
+class SharedCores(_Wrapper):
+    """Worker r computes on core r mod `cores`; a core serves one gradient at a time, first come first served."""
+
+    cores: int
+
+    def __post_init__(self) -> None:
+        if self.cores < 1:
+            raise ConfigurationError(
+                f"cores must be >= 1, got {self.cores}; leave shared_cores out for a core per worker"
+            )
+        if self.base.sharing is not None:
+            raise CompositionError(f"the workers of {self.base} share cores already; give shared_cores once")
+
+    @property
+    def sharing(self) -> int | None:
+        """`cores`."""
+        return self.cores
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of `base`, without the time spent waiting for the core."""
+        return self.base.stream(seed, rank)

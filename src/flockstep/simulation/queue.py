@@ -1,0 +1,53 @@
+"""The event queue of virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Generic, TypeVar
+
+from flockstep.errors import RunError
+
+E = TypeVar("E")
+_NEVER = float("inf")
+
+
+class EventQueue(Generic[E]):
+    """Events in order of time; those of equal time in the order in which they were scheduled.
+
+    `now` is the time of the last event taken, in virtual seconds; only `pop` moves it. Events themselves are never
+    compared, so they may be anything.
+    """
+
+    __slots__ = ("_count", "_heap", "now")
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.now = start
+        self._heap: list[tuple[float, int, E]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def schedule(self, time: float, event: E) -> None:
+        """Let `event` happen at `time`, which may be now.
+
+        Raises:
+            RunError: `time` lies in the past, is infinite or is no number.
+        """
+        if not self.now <= time < _NEVER:
+            raise RunError(f"an event's time must be finite and >= now ({self.now}), got {time}; schedule it at now")
+        self._count = count = self._count + 1
+        heapq.heappush(self._heap, (time, count, event))
+
+    def pop(self) -> tuple[float, E]:
+        """Remove the next event and return its time and the event; `now` becomes that time.
+
+        Raises:
+            IndexError: the queue is empty.
+        """
+        time, _, event = heapq.heappop(self._heap)
+        self.now = time
+        return time, event

@@ -1,0 +1,87 @@
+"""The contract of a strategy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from flockstep.errors import CompositionError
+from flockstep.expression import Component
+from flockstep.nodes import Server, Worker
+
+ResultPolicy = Literal["server", "mean", "rank0", "best"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a composed strategy promises."""
+
+    completeness: Literal[1, 2, 3, 4]
+    """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay,
+    3 complete with unbounded delay, 4 partial."""
+    survives: bool
+    """The others go on when a worker dies."""
+    results: tuple[ResultPolicy, ...]
+    """The policies for choosing the resulting model that make sense; the first is the default."""
+    server_optimizer: bool = False
+    """Gradients are applied by the servers, whose optimiser is rebuilt from the worker's."""
+
+
+class Strategy(Component):
+    """When to exchange, with whom, what, and how the result is applied: one coroutine per role.
+
+    A program that must remember something between steps keeps it in the state object it is handed
+    (`me.state`), never in a local: restarted with its state at a step boundary it continues bit for bit.
+    """
+
+    noun: ClassVar[str] = "strategy"
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What this strategy promises; checks and drivers read these, never a name."""
+
+    @property
+    def servers(self) -> int:
+        """Number of servers that run `master`; server i of k holds the i-th of k slices of the parameters."""
+        return 0
+
+    def check(self, workers: int) -> None:
+        """Raise `ConfigurationError` unless this strategy can run on that many workers."""
+
+    def worker_state(self, me: Worker) -> Any:
+        """The state object of a worker's program before its first step."""
+        return None
+
+    def master_state(self, me: Server) -> Any:
+        """The state object of a server's program before its first message."""
+        return None
+
+    @abstractmethod
+    async def worker(self, me: Worker) -> None:
+        """The program of a worker, up to its last gradient."""
+
+    async def finish(self, me: Worker) -> None:
+        """What a worker does after its last gradient: hand over what is still held back, then leave."""
+        me.leave()
+
+    async def master(self, me: Server) -> None:
+        """The program of a server, until every worker has left."""
+        raise CompositionError(f"{self} has no server")
+
+
+def choose_result(strategy: Strategy, wanted: ResultPolicy | None) -> ResultPolicy:
+    """The policy that picks the resulting model.
+
+    Raises:
+        CompositionError: `wanted` makes no sense for this strategy.
+    """
+    results = strategy.traits.results
+    if wanted is None:
+        return results[0]
+    if wanted not in results:
+        raise CompositionError(
+            f"result must be one of {', '.join(results)} for {strategy}, got {wanted}; leave it out for {results[0]}"
+        )
+    return wanted

@@ -1,0 +1,96 @@
+"""Every update to every peer, whenever it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.ledger import Ledger, on_grid
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.messages import Message
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Strategy, Traits
+
+
+@dataclass
+class BroadcastState:
+    """The exact sum of all updates so far; None where there is only one order to add them in (one worker)."""
+
+    ledger: Ledger | None
+
+
+@dataclass(frozen=True)
+class Broadcast(Strategy):
+    """Complete communication between peers (FAST, section 3 and figure 3; its Statement 1).
+
+    Worker i computes its optimiser's step u, adds scale · u to its own replica and sends the same array to every other
+    worker, which adds it when it arrives. Every update reaches everyone, so once the queues have drained all replicas
+    are equal, in every bit: updates lie on a grid on which addition is exact in any order. A round of everyone moves by
+    the sum of n updates; scale = 1/n makes it one large-batch step. Momentum belongs to the sender.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ConfigurationError(f"scale must be > 0, got {self.scale}; 1 sums the workers' updates")
+
+    @property
+    def traits(self) -> Traits:
+        """Complete, with unbounded delay; workers may die."""
+        return Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
+
+    def worker_state(self, me: Worker) -> BroadcastState:
+        """The ledger starts at the initial parameters."""
+        return BroadcastState(Ledger(me.params) if me.workers > 1 else None)
+
+    async def worker(self, me: Worker) -> None:
+        """Absorb what came, step, tell everyone."""
+        while me.training:
+            absorb_arrived(me, me.state)
+            update = own_update(me, me.state, await me.gradient(), self.scale)
+            me.send_all(me.peers, "update", update)
+
+    async def finish(self, me: Worker) -> None:
+        """Absorb what is still in flight."""
+        me.leave(peers=True)
+        await drain(me, me.state)
+
+
+def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: float) -> FlatArray:
+    """Take the optimiser's step; return the update as its receivers will add it."""
+    before = me.params.copy()
+    me.optimizer_step(gradient)
+    if state.ledger is None and scale == 1.0:
+        return me.params - before
+    update = on_grid(scale * (me.params - before))
+    if state.ledger is None:
+        me.params[:] = before + update
+    else:
+        state.ledger.add(update)
+        state.ledger.write(me.params)
+    return update
+
+
+def absorb_arrived(me: Worker, state: BroadcastState) -> None:
+    """Add every update that is here by now."""
+    messages = list(me.arrived("update"))
+    for message in messages:
+        _add(me, state, message)
+    if messages and state.ledger is not None:
+        state.ledger.write(me.params)
+
+
+async def drain(me: Worker, state: BroadcastState) -> None:
+    """Add every update that still comes, until all others have left."""
+    async for message in me.messages():
+        if message.tag == "update":
+            _add(me, state, message)
+    if state.ledger is not None:
+        state.ledger.write(me.params)
+
+
+def _add(me: Worker, state: BroadcastState, message: Message) -> None:
+    if state.ledger is not None:
+        state.ledger.add(message.payload)
+    me.record_update(message.source, max(0, me.step - message.step), int(message.note.get("count", 1)))

@@ -1,0 +1,57 @@
+"""Averaging with the neighbours on a graph, overlapped with the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.topologies.base import Topology, require_doubly_stochastic
+from flockstep.topologies.ring import RingGraph
+
+
+@dataclass(frozen=True)
+class NeighbourAveraging(Strategy):
+    """D-PSGD (Lian et al. 2017, algorithm 1).
+
+    w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is doubly stochastic. The model is sent first, the gradient computed while
+    it travels, and the neighbours' models awaited last: an iteration takes the longer of computing and communicating.
+    The mean of the replicas moves as in synchronous SGD; they agree only in the limit.
+    """
+
+    topology: Topology = field(default_factory=RingGraph)
+
+    @property
+    def traits(self) -> Traits:
+        """Updates diffuse over the graph; a dead neighbour stops everyone."""
+        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+
+    def check(self, workers: int) -> None:
+        """The mixing matrix must keep the mean."""
+        require_doubly_stochastic(mixing(self.topology, workers), f"dpsgd on {self.topology}")
+
+    async def worker(self, me: Worker) -> None:
+        """Send, compute, await, mix, step."""
+        weights = mixing(self.topology, me.workers)[me.rank].astype(me.params.dtype)
+        heard = [int(j) for j in np.flatnonzero(weights)]
+        neighbours = [j for j in heard if j != me.rank]
+        while me.training:
+            me.send_all(neighbours, "model", me.params)
+            gradient = await me.gradient()
+            mixed = np.full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
+            for j in heard:  # by rank, so that the sum does not depend on who was first
+                mixed += weights[j] * (me.params if j == me.rank else (await me.receive("model", j)).payload)
+            me.params[:] = mixed
+            me.optimizer_step(gradient)
+            for j in neighbours:
+                me.record_update(j, 0)
+
+
+@lru_cache(maxsize=32)
+def mixing(topology: Topology, workers: int) -> npt.NDArray[np.float64]:
+    """The topology's mixing matrix, made once for all workers of a process."""
+    return topology.weights(workers)

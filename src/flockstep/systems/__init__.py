@@ -1,0 +1,1 @@
+"""The published systems, as data: a citation and a composition."""

@@ -1,0 +1,1 @@
+"""The conformance checks: for flockstep's own components and for yours."""

@@ -1,0 +1,379 @@
+"""What every strategy promises, checked in virtual time on a small problem in plain numpy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.virtual import Saved, Simulation
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.frameworks.base import Data, Engine, Indices, Job
+from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
+from flockstep.messages import BYE, Address, Message, Wanted, node_name
+from flockstep.nodes import Cluster, Node
+from flockstep.optimizers.base import Optimizer
+from flockstep.records.events import Event, Step, Update
+from flockstep.records.events import Node as Totals
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import ResultPolicy, Strategy, choose_result
+from flockstep.testing.expressions import check_component
+from flockstep.workloads.sampler import Sampler
+
+STEPS = 20
+OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
+"""What the checks train with: an optimiser with a state, which must survive a restart and fit the place it is in."""
+COMPUTE = "exponential(0.05)"
+NETWORK = "1gbit"
+E = TypeVar("E", bound=Event)
+
+
+def check_strategy(
+    strategy: Strategy, workers: Sequence[int] = (1, 2, 4), steps: int = STEPS, alone_is_plain: bool = True
+) -> None:
+    """Run every check of this module that the strategy's traits call for, with each number of `workers`.
+
+    A number that the strategy refuses with `ConfigurationError` is left out, but it may not refuse all of them.
+    `steps` must be even, and a number after which the strategy holds nothing back (local SGD: a multiple of its
+    period); restarted runs stop at half of it. `alone_is_plain=False` is for a strategy that documents that it differs
+    from its optimiser without exchange where there is one worker, as elastic averaging and lossy codecs do.
+
+    Raises:
+        AssertionError: a promise is broken; the message names it.
+    """
+    check_traits(strategy)
+    accepted = [n for n in workers if accepts(strategy, n)]
+    assert accepted, f"{strategy} refuses every number of workers in {tuple(workers)}"
+    for n in accepted:
+        check_ends(strategy, n, steps)
+        check_repeatable(strategy, n, steps)
+        check_deliveries(strategy, n, steps)
+        if strategy.traits.completeness == 1:
+            check_replicas_agree(strategy, n, steps)
+        if strategy.traits.completeness == 1 or n == 1:
+            check_restart(strategy, n, steps)
+    if alone_is_plain and 1 in accepted:
+        check_alone(strategy, steps)
+    check_component(strategy)
+
+
+def accepts(strategy: Strategy, workers: int) -> bool:
+    """Whether the strategy takes that many workers; anything but a `ConfigurationError` goes through."""
+    try:
+        strategy.check(workers)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def check_traits(strategy: Strategy) -> None:
+    """The traits are possible: a class of completeness that exists, and only results that some node holds."""
+    traits = strategy.traits
+    assert traits.completeness in (1, 2, 3, 4), f"{strategy} is of class {traits.completeness}; there are 1, 2, 3 and 4"
+    assert traits.results, f"{strategy} names no policy for its result"
+    held = strategy.servers > 0
+    assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
+    assert held or not traits.server_optimizer, f"{strategy} lets servers apply gradients, but has none"
+
+
+def check_ends(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """Every program ends, each worker has taken exactly its steps, and the parameters are finite."""
+    run = run_or_fail(strategy, workers, steps)
+    taken = Counter(event.rank for event in run.of(Step))
+    wrong = {rank: taken[rank] for rank in range(workers) if taken[rank] != steps}
+    assert not wrong, f"{strategy} on {workers} workers takes {wrong} steps (by rank) instead of {steps}"
+    for address, params in run.params.items():
+        assert np.isfinite(params).all(), f"{strategy} on {workers} workers leaves {node_name(address)} not finite"
+
+
+def check_repeatable(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """The same seed gives the same parameters on every node, and the same events at the same times, in every bit."""
+    first, second = (run_or_fail(strategy, workers, steps) for _ in range(2))
+    differ = _differences(first, second)
+    assert not differ, f"{strategy} on {workers} workers: two runs of one seed differ on {differ}"
+    assert first.events == second.events, f"{strategy} on {workers} workers: two runs of one seed have other events"
+
+
+def check_replicas_agree(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """All workers end with the same parameters, in every bit: what class 1 of completeness promises."""
+    replicas = run_or_fail(strategy, workers, steps).replicas
+    apart = [rank for rank in range(1, workers) if not equal_bits(replicas[0], replicas[rank])]
+    assert not apart, f"{strategy} is declared synchronous, but workers {apart} of {workers} differ from worker 0"
+
+
+def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """No update takes effect twice; in the classes 1 to 3 each takes effect everywhere, and no message goes unread.
+
+    An update takes effect on every server where servers record updates, otherwise on every other worker where workers
+    record them; what a strategy does not record is not checked.
+    """
+    run = run_or_fail(strategy, workers, steps)
+    who = f"{strategy} on {workers} workers"
+    for (node, source), count in run.deliveries().items():
+        where = f"of worker {source} take effect on {node_name(node)}"
+        assert count <= steps, f"{who}: {count} updates {where}, which made only {steps}"
+        missing = steps - count if strategy.traits.completeness <= 3 else 0
+        assert not missing, f"{who} is declared complete, but {count} of {steps} updates {where}"
+    if strategy.traits.completeness <= 3:
+        unread = {node_name(a): tags for a, node in run.nodes.items() if (tags := _unread(node))}
+        assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
+
+
+def check_restart(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+    """Stopped half-way and restarted from what was saved, it ends as if nothing had happened, in every bit.
+
+    For synchronous strategies and single workers: what others do depends on times, which a restart changes.
+    """
+    whole = run_or_fail(strategy, workers, steps)
+    half = run_or_fail(strategy, workers, steps // 2)
+    resumed = run_or_fail(strategy, workers, steps, half.simulation.save())
+    differ = _differences(whole, resumed)
+    assert not differ, (
+        f"{strategy} on {workers} workers: restarted after {steps // 2} of {steps} steps it ends differently on "
+        f"{differ}; what it remembers between steps belongs into me.state"
+    )
+
+
+def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
+    """With one worker the result equals that of the optimiser without any strategy, in every bit."""
+    bench = Bench(job=small_job(OPTIMIZER))
+    params = bench.start()
+    stepper = bench.stepper(params)
+    for _ in range(steps):
+        stepper.step(params, bench.gradient(0, params))
+    result = run_or_fail(strategy, 1, steps).result
+    assert equal_bits(result, params), f"{strategy} with one worker differs from training without a strategy"
+
+
+def small_job(optimizer: Optimizer | str = "sgd(lr=0.1)", dtype: str = "float32") -> Job:
+    """Softmax regression with 5 features and 3 classes: 18 parameters, batches of 8 out of 240 noisy samples."""
+
+    def data() -> Data:
+        random = np.random.default_rng(7)
+        y = random.integers(0, 3, 300)
+        x = random.normal(size=(3, 5))[y] + random.normal(size=(300, 5))
+        return Data(x[:240], y[:240], x[240:], y[240:])
+
+    return Job(lambda: SoftmaxRegression(5, 3, dtype=dtype), data, optimizer, batch=8)
+
+
+def bowl_job(
+    optimizer: Optimizer | str = "sgd(lr=0.1)",
+    dimension: int = 8,
+    noise: float = 1.0,
+    start: float = 0.0,
+    dtype: str = "float64",
+) -> Job:
+    """A quadratic bowl around 1, with curvatures from 1 down to 0.1, batches of 4 out of 240 noisy samples."""
+
+    def data() -> Data:
+        random = np.random.default_rng(7)
+        x = 1 + noise * random.normal(size=(240, dimension))
+        return Data(x, np.zeros(240), x.mean(0, keepdims=True), np.zeros(1))
+
+    return Job(
+        lambda: Quadratic(np.geomspace(1, 0.1, dimension), np.full(dimension, start), dtype),
+        data,
+        optimizer,
+        metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
+        higher_is_better=False,
+        batch=4,
+    )
+
+
+class Bench:
+    """The start and the gradients that `run_strategy` gives its workers, for programs written without any strategy."""
+
+    def __init__(self, workers: int = 1, job: Job | None = None, seed: int = 0):
+        job = job or small_job()
+        self.engine = NumpyEngine(job, seed)
+        self.parts: list[Indices] = np.array_split(np.arange(self.engine.train_size), workers)
+        self._samplers = [Sampler(part, job.batch, seed, rank) for rank, part in enumerate(self.parts)]
+
+    def start(self) -> FlatArray:
+        """The parameters, (K,), that every replica starts from."""
+        return self.engine.initial()
+
+    def gradient(self, rank: int, params: FlatArray) -> FlatArray:
+        """The mean gradient, (K,), of that worker's next batch at `params`."""
+        out = np.empty_like(params)
+        self.engine.gradient(params, self._samplers[rank].next(), out, rank)
+        return out
+
+    def stepper(self, params: FlatArray) -> LocalOptimizer:
+        """The job's optimiser, with a state of its own."""
+        return LocalOptimizer(self.engine.optimizer, params)
+
+
+class Sent(NamedTuple):
+    """A message as it was handed to the virtual network, at virtual second t."""
+
+    t: float
+    to: Address
+    message: Message
+
+
+class Watched(Simulation):
+    """A simulation that keeps everything that happened, messages sent and events, in one order."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        compute: ComputeModel,
+        network: Network,
+        resume: Mapping[Address, Saved] | None = None,
+    ):
+        super().__init__(engine, plan, compute, network, self.note, resume=resume)
+        self.log: list[Sent | Event] = []
+
+    def note(self, event: Event) -> None:
+        """Keep an event."""
+        self.log.append(event)
+
+    def send(self, to: Address, message: Message) -> None:
+        """Keep a message, and put it on the virtual network."""
+        self.log.append(Sent(self.now, to, message))
+        super().send(to, message)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished run: the simulation as it stands at its end."""
+
+    simulation: Watched
+
+    @property
+    def events(self) -> list[Event]:
+        """All events in order."""
+        return [entry for entry in self.simulation.log if not isinstance(entry, Sent)]
+
+    @property
+    def result(self) -> FlatArray:
+        """The parameters, (K,), that the result policy chose."""
+        result = self.simulation.tracker.result
+        assert result is not None, "the run was never evaluated"
+        return result
+
+    @property
+    def nodes(self) -> dict[Address, Node]:
+        """Every node, workers first."""
+        return {address: seat.node for address, seat in self.simulation.seats.items()}
+
+    @property
+    def params(self) -> dict[Address, FlatArray]:
+        """The final parameters of every node."""
+        return {address: node.params for address, node in self.nodes.items()}
+
+    @property
+    def replicas(self) -> FlatArray:
+        """The final parameters of the workers, (n, K)."""
+        return np.stack([params for address, params in self.params.items() if address >= 0])
+
+    @property
+    def server(self) -> FlatArray:
+        """The final parameters of the servers together, (K,)."""
+        return np.concatenate([params for address, params in self.params.items() if address < 0])
+
+    @property
+    def seconds(self) -> float:
+        """Virtual seconds from start to end."""
+        return self.simulation.now
+
+    def of(self, kind: type[E]) -> list[E]:
+        """The events of one kind, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def totals(self) -> dict[Address, Totals]:
+        """The books of every node, workers first, by rank."""
+        totals = {event.node: event for event in self.of(Totals)}
+        return {address: totals[address] for address in self.nodes}
+
+    def sent(self, tag: str, source: Address | None = None) -> list[Sent]:
+        """The messages with that tag from that node (None: any), in the order in which they were sent."""
+        sent = [entry for entry in self.simulation.log if isinstance(entry, Sent)]
+        return [s for s in sent if s.message.tag == tag and source in (None, s.message.source)]
+
+    def deliveries(self) -> Counter[tuple[Address, int]]:
+        """(node, rank) → updates of that worker that took effect there; empty where nothing is recorded."""
+        updates, workers = self.of(Update), range(self.simulation.plan.cluster.workers)
+        at_servers = any(update.node < 0 for update in updates)
+        nodes = [node for node in self.nodes if (node < 0) == at_servers]
+        counts = Counter({(node, rank): 0 for node in nodes for rank in workers if rank != node} if updates else {})
+        for update in updates:
+            for rank in workers if update.source is None else [update.source]:
+                if (update.node, rank) in counts:
+                    counts[update.node, rank] += update.count
+        return counts
+
+
+def run_strategy(
+    strategy: Strategy | str,
+    workers: int = 4,
+    steps: int = STEPS,
+    *,
+    job: Job | None = None,
+    compute: ComputeModel | str = COMPUTE,
+    network: Network | str = NETWORK,
+    seed: int = 0,
+    result: ResultPolicy | None = None,
+    evaluate_every: int | None = None,
+    replicas: FlatArray | None = None,
+    resume: Mapping[Address, Saved] | None = None,
+    simulation: type[Watched] = Watched,
+) -> Run:
+    """Run a strategy in virtual time, by default on `small_job`.
+
+    Args:
+        replicas: (n, K), where each worker starts instead; a state made from the common start is left as it is.
+        resume: what `Simulation.save` gave, to go on from there up to `steps`.
+        simulation: a subclass that looks at messages, or tampers with them.
+
+    Raises:
+        FlockstepError: the run failed, for example because its programs wait for each other for ever.
+    """
+    strategy = Strategy.parse(strategy)
+    strategy.check(workers)
+    job = job or small_job()
+    bench, cluster = Bench(workers, job, seed), Cluster(workers, strategy.servers)
+    policy, every = choose_result(strategy, result), evaluate_every or steps
+    plan = Plan(strategy, cluster, bench.engine.optimizer, bench.parts, job.batch, steps, seed, policy, every)
+    models = ComputeModel.parse(compute), Network.parse(network)
+    virtual = simulation(bench.engine, plan, *models, resume)
+    for rank, params in enumerate([] if replicas is None else replicas):
+        virtual.seats[rank].node.params[:] = params
+    virtual.run()
+    return Run(virtual)
+
+
+def run_or_fail(
+    strategy: Strategy, workers: int, steps: int = STEPS, resume: Mapping[Address, Saved] | None = None
+) -> Run:
+    """The run; one that ends in an error of flockstep's, a deadlock above all, is an `AssertionError`."""
+    try:
+        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), resume=resume)
+    except FlockstepError as error:
+        raise AssertionError(f"{strategy} on {workers} workers fails: {error}") from error
+
+
+def equal_bits(*arrays: FlatArray) -> bool:
+    """Whether all arrays are equal in dtype, shape and every bit."""
+    return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1
+
+
+def _differences(first: Run, second: Run) -> str:
+    """The nodes on which two runs ended differently, for a message."""
+    pairs = [(a, first.params[a], second.params[a]) for a in first.params]
+    return ", ".join(node_name(address) for address, one, other in pairs if not equal_bits(one, other))
+
+
+def _unread(node: Node) -> list[str]:
+    """The tags of the messages that a program left unread, except for farewells; empties the mailbox."""
+    return [message.tag for message in node.mailbox.take_all(Wanted()) if message.tag != BYE]

@@ -1,0 +1,119 @@
+"""What every topology promises, checked on several numbers of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology, spectral_gap
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 16)
+TOLERANCE = 1e-9
+
+
+def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stochastic: bool = True) -> None:
+    """Run every check of this module for each number of workers in `sizes`.
+
+    A size that the topology refuses with `ConfigurationError` is left out, but it may not refuse all above 2.
+    `doubly_stochastic=False` is for a topology that documents other weights, which D-PSGD then refuses.
+
+    Raises:
+        AssertionError: a promise is broken; the message names it.
+    """
+    check_refuses_nobody(topology)
+    sizes = list(sizes)
+    checked = [n for n in sizes if exists(topology, n)]
+    wide = [n for n in sizes if n > 2]
+    assert not wide or set(wide) & set(checked), f"{topology} refuses every number of workers in {wide}"
+    for n in checked:
+        check_graph(topology, n)
+        check_neighbours(topology, n)
+        check_weights(topology, n)
+        check_contracts(topology, n)
+        check_repeatable(topology, n)
+        if doubly_stochastic:
+            check_doubly_stochastic(topology, n)
+
+
+def exists(topology: Topology, n: int) -> bool:
+    """Whether the topology takes n workers; anything but a `ConfigurationError` goes through."""
+    refusal = None
+    try:
+        topology.graph(n)
+    except ConfigurationError as error:
+        refusal = str(error)
+    assert refusal != "", f"{topology} refuses {n} workers without a word"
+    return refusal is None
+
+
+def check_refuses_nobody(topology: Topology) -> None:
+    """No workers, or fewer, is a `ConfigurationError`, for the graph and for its weights."""
+    for n in (0, -1):
+        for method in (topology.graph, topology.weights):
+            try:
+                method(n)
+            except ConfigurationError:
+                continue
+            except Exception as error:
+                raise AssertionError(f"{topology} answers {n} workers with {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{topology} takes {n} workers")
+
+
+def check_graph(topology: Topology, n: int) -> None:
+    """Nodes 0..n-1, undirected, connected, without loops."""
+    graph = topology.graph(n)
+    assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
+    assert not graph.is_directed(), f"{topology} for n={n} is directed"
+    assert nx.is_connected(graph), f"{topology} for n={n} is not connected"
+    assert nx.number_of_selfloops(graph) == 0, f"{topology} for n={n} has loops"
+
+
+def check_neighbours(topology: Topology, n: int) -> None:
+    """Neighbours are those of the graph, ascending; if i hears j, then j hears i."""
+    graph = topology.graph(n)
+    heard = [topology.neighbours(n, rank) for rank in range(n)]
+    for rank, others in enumerate(heard):
+        assert others == sorted(graph.neighbors(rank)), f"{topology} for n={n}: neighbours of {rank} are {others}"
+        assert all(rank in heard[j] for j in others), f"{topology} for n={n}: not everyone that {rank} hears hears it"
+
+
+def check_weights(topology: Topology, n: int) -> None:
+    """W is n × n, float64, not negative, zero off the edges, and its rows sum to one."""
+    weights, graph = topology.weights(n), topology.graph(n)
+    assert weights.shape == (n, n), f"W of {topology} for n={n} has shape {weights.shape}"
+    assert weights.dtype == np.float64, f"W of {topology} for n={n} is {weights.dtype}"
+    assert weights.min() >= 0, f"W of {topology} for n={n} has the negative weight {weights.min()}"
+    off = weights.sum(axis=1) - 1
+    assert np.abs(off).max() <= TOLERANCE, f"rows of W of {topology} for n={n} miss one by {off}"
+    strangers = [(i, j) for i, j in np.argwhere(weights > 0).tolist() if i != j and not graph.has_edge(i, j)]
+    assert not strangers, f"{topology} for n={n} has weights between workers that share no edge: {strangers}"
+
+
+def check_doubly_stochastic(topology: Topology, n: int) -> None:
+    """W is symmetric and its columns sum to one: mixing keeps the mean of the replicas."""
+    weights = topology.weights(n)
+    assert np.abs(weights - weights.T).max() <= TOLERANCE, f"W of {topology} for n={n} is not symmetric"
+    off = weights.sum(axis=0) - 1
+    assert np.abs(off).max() <= TOLERANCE, f"columns of W of {topology} for n={n} miss one by {off}"
+
+
+def check_contracts(topology: Topology, n: int) -> None:
+    """Mixing again and again brings the replicas together: the spectral gap is above zero."""
+    gap = spectral_gap(topology.weights(n))
+    assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: spectral gap {gap}"
+
+
+def check_repeatable(topology: Topology, n: int) -> None:
+    """Asked twice it answers the same, and what a caller does to one answer does not show in the next."""
+    first, edges = topology.weights(n), set(map(frozenset, topology.graph(n).edges))
+    kept = first.copy()
+    if first.flags.writeable:
+        first += 1
+    topology.graph(n).add_node("visitor")
+    assert np.array_equal(topology.weights(n), kept), f"W of {topology} for n={n} differs when asked again"
+    again = topology.graph(n)
+    same = set(map(frozenset, again.edges)) == edges and "visitor" not in again
+    assert same, f"the graph of {topology} for n={n} differs when asked again"

@@ -1,0 +1,1 @@
+"""Who talks to whom: graphs on the workers, and their mixing matrices."""

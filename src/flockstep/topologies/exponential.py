@@ -1,0 +1,25 @@
+"""Exponential graph: neighbours at distances 1, 2, 4 and so on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from flockstep.topologies.base import Topology, require_workers
+
+
+@dataclass(frozen=True)
+class ExponentialGraph(Topology):
+    """Worker i exchanges with i ± 2ᵏ mod n for every 2ᵏ < n: static, undirected (after Ying et al. 2021).
+
+    About 2 log₂ n neighbours each, and a spectral gap that falls with log n where a ring's falls with n².
+    """
+
+    def graph(self, n: int) -> nx.Graph:
+        """Edges (i, i + 2ᵏ mod n); the minus sign is the same edge seen from the other end."""
+        require_workers(n)
+        graph = nx.empty_graph(n)
+        for k in range((n - 1).bit_length()):
+            graph.add_edges_from((i, (i + 2**k) % n) for i in range(n))
+        return graph

@@ -1,0 +1,22 @@
+"""Ring: every worker exchanges with the one before it and the one after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from flockstep.topologies.base import Topology, require_workers
+
+
+@dataclass(frozen=True)
+class RingGraph(Topology):
+    """Ring of n workers, weight 1/3 for oneself and for each neighbour (D-PSGD: Lian et al. 2017).
+
+    Two workers share one edge, with weights 1/2.
+    """
+
+    def graph(self, n: int) -> nx.Graph:
+        """Edges (i, i + 1 mod n)."""
+        require_workers(n)
+        return nx.cycle_graph(n) if n > 2 else nx.path_graph(n)

@@ -1,0 +1,49 @@
+"""Torus: a grid whose edges wrap around."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import networkx as nx
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology, require_workers
+
+
+@dataclass(frozen=True)
+class TorusGraph(Topology):
+    """Two-dimensional torus, as near to square as n allows: four neighbours each, fewer where a side is 2 or 1.
+
+    Worker r * columns + c sits in row r and column c.
+    """
+
+    def graph(self, n: int) -> nx.Graph:
+        """Edges to the right and down, modulo the sides.
+
+        Raises:
+            ConfigurationError: n is a prime above 3, which leaves one row only.
+        """
+        rows, columns = sides(n)
+        graph = nx.empty_graph(n)
+        for i in range(n):
+            row, column = divmod(i, columns)
+            right, down = row * columns + (column + 1) % columns, (row + 1) % rows * columns + column
+            graph.add_edges_from((i, j) for j in (right, down) if j != i)
+        return graph
+
+
+def sides(n: int) -> tuple[int, int]:
+    """Rows and columns, rows ≤ columns, of the torus of n workers.
+
+    Raises:
+        ConfigurationError: n < 1, or a prime above 3.
+    """
+    require_workers(n)
+    rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
+    if rows == 1 and n > 3:
+        raise ConfigurationError(
+            f"a torus needs a number of workers with two factors above 1, got {n}; "
+            f"use {n - 1} or {n + 1} workers, or ring"
+        )
+    return rows, n // rows

@@ -1,0 +1,146 @@
+"""The wire format: a versioned, typed header (MessagePack), then the array's raw little-endian bytes.
+
+Nothing is believed before it is checked: the header against its types, the run, the schema and the sequence; the
+payload's size against the header and the model's. No part of it can name code.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from flockstep.errors import ProtocolError
+from flockstep.messages import Address, Message, node_name
+
+PROTOCOL = 1
+MAX_HEADER = 1 << 16
+"""Bytes; a header is far below, whatever the strategy puts into its note."""
+DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+
+
+class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What stands before every payload."""
+
+    protocol: int
+    run: str
+    source: int
+    incarnation: int
+    epoch: int
+    sequence: int
+    schema: str
+    tag: str
+    step: int
+    number: int
+    reply_to: int
+    dtype: str
+    size: int
+    note: dict[str, int | float | str]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+@dataclass
+class Identity:
+    """Who sends, in which run, and for which model."""
+
+    run: str
+    address: Address
+    schema: str
+    model_bytes: int
+    incarnation: int = 0
+    epoch: int = 0
+    sent: dict[Address, int] = field(default_factory=dict)
+    heard: dict[Address, int] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int:
+        """The largest payload, in bytes, that anyone in this run may send: the whole model."""
+        return self.model_bytes
+
+
+def encode(message: Message, to: Address, me: Identity) -> bytes:
+    """The header for `message`; counts it in the sequence to that receiver."""
+    sequence = me.sent[to] = me.sent.get(to, 0) + 1
+    array = message.array
+    dtype, size = ("", 0) if array is None else (array.dtype.name, array.size)
+    return _encoder.encode(
+        Header(
+            PROTOCOL,
+            me.run,
+            message.source,
+            me.incarnation,
+            me.epoch,
+            sequence,
+            me.schema,
+            message.tag,
+            message.step,
+            message.number,
+            message.reply_to,
+            dtype,
+            size,
+            dict(message.note),
+        )
+    )
+
+
+def decode(header: bytes, payload: memoryview | None, sender: Address, me: Identity) -> Message:
+    """The message that `header` and `payload` say; its array is a read-only view of `payload`.
+
+    Raises:
+        ProtocolError: anything in it is not as agreed; names the sender, the value and the rule.
+    """
+    who = node_name(sender)
+    if len(header) > MAX_HEADER:
+        raise ProtocolError(f"{who} sent a header of {len(header)} bytes; at most {MAX_HEADER} are allowed")
+    try:
+        head = _decoder.decode(header)
+    except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
+        raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
+    _check(head, sender, me)
+    array = None
+    if head.dtype:
+        array = _array(head, payload, me, who)
+    elif payload is not None:
+        raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, whose header announces none")
+    me.heard[sender] = head.sequence
+    return Message(head.source, head.tag, array, head.note, head.step, head.number, head.reply_to)
+
+
+def _check(head: Header, sender: Address, me: Identity) -> None:
+    who = node_name(sender)
+    expected = me.heard.get(sender, 0) + 1
+    rules = (
+        (head.protocol == PROTOCOL, f"speaks protocol {head.protocol}, this is {PROTOCOL}; install the same version"),
+        (head.run == me.run, f"belongs to run {head.run}, this is {me.run}"),
+        (head.source == sender, f"claims to be {node_name(head.source)}"),
+        (head.schema == me.schema, f"holds a model with schema {head.schema}, this is {me.schema}"),
+        (head.epoch == me.epoch, f"is in epoch {head.epoch}, this is {me.epoch}"),
+        (head.sequence == expected, f"sent message {head.sequence} where {expected} was due: one was lost or repeated"),
+    )
+    for holds, what in rules:
+        if not holds:
+            raise ProtocolError(f"{who} {what}")
+
+
+def _array(
+    head: Header, payload: memoryview | None, me: Identity, who: str
+) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
+    if head.dtype not in DTYPES:
+        raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")
+    dtype = np.dtype(head.dtype).newbyteorder("<")
+    nbytes = head.size * dtype.itemsize
+    if head.size < 0 or nbytes > me.limit:
+        raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
+    if payload is None or payload.nbytes != nbytes:
+        got = 0 if payload is None else payload.nbytes
+        raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, whose header announces {nbytes}")
+    array = np.frombuffer(payload, dtype)
+    if sys.byteorder == "big":
+        array = array.astype(dtype.newbyteorder("="))
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,81 @@
+"""Handwritten digits, 8 × 8 pixels, from scikit-learn: the default demonstration."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.errors import MissingDependency
+from flockstep.frameworks.base import Data, Job
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.workloads.base import Workload, generator, require, require_at_least
+
+TRAIN = 1437
+"""Of 1797 samples; the rest is the test set."""
+
+
+@dataclass(frozen=True)
+class Digits(Workload):
+    """Classify 8 × 8 handwritten digits (Alpaydin & Kaynak 1998) with a small CNN: 1,437 to train, 360 to test.
+
+    With 240 hidden units the network has 38,170 parameters.
+    """
+
+    batch: int = 32
+    epochs: float = 22.0
+    optimizer: Optimizer = SGD(lr=0.125)
+    target: float = 0.95
+    hidden: int = 240
+    data_seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, hidden=self.hidden)
+        require_at_least(0, data_seed=self.data_seed)
+
+    def job(self, seed: int) -> Job:
+        """The job of the run `seed`; needs torch and scikit-learn."""
+        require("torch", "torch", "the workload digits")
+        table = table_file()
+        from flockstep.workloads import models
+
+        return Job(
+            model=lambda: models.image_cnn(seed, self.hidden),
+            data=lambda: self._data(table),
+            optimizer=self.optimizer,
+            loss=models.cross_entropy,
+            batch=self.batch,
+            epochs=self.epochs,
+            least_steps=240,
+            target=self.target,
+            name="digits",
+        )
+
+    def _data(self, table: Path) -> Data:
+        with gzip.open(table, "rt", encoding="ascii") as text:
+            rows = np.loadtxt(text, delimiter=",", dtype=np.int64)
+        rows = generator("digits", self.data_seed).permutation(rows)
+        x = (rows[:, :-1].reshape(-1, 1, 8, 8) / 16).astype(np.float32)
+        y = rows[:, -1].copy()
+        return Data(x[:TRAIN], y[:TRAIN], x[TRAIN:], y[TRAIN:])
+
+
+def table_file() -> Path:
+    """The file in scikit-learn that holds the digits; importing the package would take a second in every process.
+
+    Raises:
+        MissingDependency: scikit-learn is not installed, or has no such file.
+    """
+    try:
+        package = importlib.util.find_spec("sklearn")
+    except ValueError:
+        package = None
+    for folder in (package and package.submodule_search_locations) or ():
+        table = Path(folder, "datasets", "data", "digits.csv.gz")
+        if table.is_file():
+            return table
+    raise MissingDependency.of("scikit-learn", "workloads", "the workload digits")

@@ -1,0 +1,115 @@
+"""Which samples a worker computes its next gradient on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Indices
+
+_STREAM = 0x5A3B
+"""Keeps the samplers' random numbers apart from those that others draw under the same seed."""
+
+
+BLOCK = 1024
+"""Samples that are put in order at once: several permutations of a small shard, which saves starting a generator."""
+
+
+@dataclass(frozen=True)
+class SamplerState:
+    """Where a sampler stands: blocks of permutations used up, and samples used of the present one."""
+
+    block: int = 0
+    position: int = 0
+
+
+class Sampler:
+    """A worker's endless stream of batches: its shard in a new random order each epoch, cut into consecutive batches.
+
+    A batch that reaches the end of a permutation goes on with the next one, so every batch is full and every sample
+    is drawn equally often, also from a shard smaller than a batch. The order depends on seed and rank alone.
+    """
+
+    def __init__(self, indices: Indices, batch: int, seed: int, rank: int) -> None:
+        """Start at the first batch of the first epoch.
+
+        Args:
+            indices: the worker's shard (samples,).
+            batch: samples of a batch.
+            seed: the run's seed.
+            rank: the worker's number, which tells its stream from the others'.
+
+        Raises:
+            ConfigurationError: an empty shard, a batch below 1, or a negative seed or rank.
+        """
+        if len(indices) == 0:
+            raise ConfigurationError(f"the shard of worker {rank} must hold >= 1 samples, got 0; use fewer workers")
+        if batch < 1:
+            raise ConfigurationError(f"batch must be >= 1, got {batch}; use 1 for single samples")
+        if seed < 0 or rank < 0:
+            raise ConfigurationError(f"seed and rank must be >= 0, got {seed} and {rank}; use for example 0")
+        self._indices = np.asarray(indices, dtype=np.int64)
+        self._batch, self._seed, self._rank = batch, seed, rank
+        self._repeats = max(1, BLOCK // len(self._indices))
+        self._block, self._position, self._order = 0, 0, self._permutations(0)
+
+    def next(self) -> Indices:
+        """The next batch, int64 (batch,); not to be written to, for it may be a view of the order."""
+        start = self._position
+        end = start + self._batch
+        if end > len(self._order):
+            return self._wrapped()
+        self._position = end
+        return self._order[start:end]
+
+    def state(self) -> SamplerState:
+        """Where the stream stands."""
+        return SamplerState(self._block, self._position)
+
+    def restore(self, state: SamplerState) -> None:
+        """Go on from `state` as the sampler that it was taken from would have.
+
+        Raises:
+            ConfigurationError: `state` belongs to a larger shard.
+        """
+        if not (state.block >= 0 and 0 <= state.position <= len(self._order)):
+            raise ConfigurationError(
+                f"position must be in [0, {len(self._order)}] and block >= 0, got {state}; restore on the same shard"
+            )
+        self._block, self._position = state.block, state.position
+        self._order = self._permutations(state.block)
+
+    def _wrapped(self) -> Indices:
+        parts, missing = [], self._batch
+        while missing:
+            if self._position == len(self._order):
+                self._block, self._position = self._block + 1, 0
+                self._order = self._permutations(self._block)
+            part = self._order[self._position : self._position + missing]
+            parts.append(part)
+            self._position += len(part)
+            missing -= len(part)
+        return np.concatenate(parts)
+
+    def _permutations(self, block: int) -> Indices:
+        stream = np.random.SeedSequence(self._seed, spawn_key=(_STREAM, self._rank, block))
+        rows = np.tile(self._indices, (self._repeats, 1))
+        return np.random.default_rng(stream).permuted(rows, axis=1).reshape(-1)
+
+
+def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
+    """Steps of each worker until all together have seen the training set `epochs` times; at least 1.
+
+    Raises:
+        ConfigurationError: epochs that are not positive, or train_size, workers or batch below 1.
+    """
+    if not 0 < epochs < math.inf:
+        raise ConfigurationError(f"epochs must be > 0 and finite, got {epochs}; use for example 10")
+    for name, value in (("train_size", train_size), ("workers", workers), ("batch", batch)):
+        if value < 1:
+            raise ConfigurationError(f"{name} must be >= 1, got {value}; use for example 1")
+    # A product such as 0.1 × 30 that exceeds a whole number by rounding alone must not cost a step.
+    return max(1, math.ceil(epochs * train_size / (workers * batch) - 1e-9))

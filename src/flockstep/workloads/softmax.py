@@ -1,0 +1,63 @@
+"""Linear classification of a Gaussian mixture in plain numpy: what can be tried without any other package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.frameworks import numpy as numpy_framework
+from flockstep.frameworks.base import Data, Job
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.workloads.base import Workload, generator, require_at_least
+
+
+@dataclass(frozen=True)
+class Softmax(Workload):
+    """Softmax regression on overlapping Gaussian clouds, one a class; needs numpy alone.
+
+    Centres lie `spread` standard deviations from the origin. Features are scaled by factors from 1 / condition to 1,
+    evenly spaced in the logarithm, which leaves the best accuracy as it is and slows every gradient method down.
+    """
+
+    batch: int = 16
+    epochs: float = 6.0
+    optimizer: Optimizer = SGD(lr=1.0)
+    target: float = 0.9
+    features: int = 20
+    classes: int = 10
+    spread: float = 3.75
+    condition: float = 8.0
+    train: int = 4096
+    test: int = 1024
+    l2: float = 0.0
+    data_seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, features=self.features, train=self.train, test=self.test)
+        require_at_least(1, condition=self.condition)
+        require_at_least(2, classes=self.classes)
+        require_at_least(0, spread=self.spread, l2=self.l2, data_seed=self.data_seed)
+
+    def job(self, seed: int) -> Job:
+        """The job; every replica starts at zero, whatever the seed."""
+        return Job(
+            model=lambda: numpy_framework.SoftmaxRegression(self.features, self.classes, self.l2),
+            data=self._data,
+            optimizer=self.optimizer,
+            batch=self.batch,
+            epochs=self.epochs,
+            least_steps=380,
+            target=self.target,
+            name="softmax",
+        )
+
+    def _data(self) -> Data:
+        rng, count = generator("softmax", self.data_seed), self.train + self.test
+        centres = rng.standard_normal((self.classes, self.features))
+        centres *= self.spread / np.linalg.norm(centres, axis=1, keepdims=True)
+        labels = rng.permutation(np.arange(count) % self.classes).astype(np.int64)
+        x = centres[labels] + rng.standard_normal((count, self.features))
+        x = (x * np.geomspace(1 / self.condition, 1, self.features)).astype(np.float32)
+        return Data(x[: self.train], labels[: self.train], x[self.train :], labels[self.train :])

@@ -1,0 +1,159 @@
+"""How the training samples are dealt out to the workers."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.expression import Component
+from flockstep.frameworks.base import Indices
+from flockstep.workloads.base import generator
+
+Labels = npt.NDArray[np.int64]
+
+
+class Split(Component):
+    """Assigns every training sample to exactly one worker, and at least one sample to every worker."""
+
+    noun: ClassVar[str] = "split"
+
+    @abstractmethod
+    def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
+        """Each worker's sample indices, out of range(size); the same for the same arguments.
+
+        Args:
+            labels: the class of every sample (size,), or None where there are no classes.
+            size: number of samples.
+            workers: number of shards to make.
+            seed: the run's seed.
+
+        Raises:
+            ConfigurationError: fewer samples than workers, or `labels` of another length than `size`.
+            CompositionError: the split goes by class and there are no classes.
+        """
+
+
+@dataclass(frozen=True)
+class Iid(Split):
+    """A random permutation, cut into equal parts: every worker sees the same distribution."""
+
+    def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
+        """Equal parts of a random permutation; their sizes differ by at most one."""
+        _check(labels, size, workers)
+        return np.array_split(generator("split", seed).permutation(size), workers)
+
+
+@dataclass(frozen=True)
+class ByLabel(Split):
+    """Samples sorted by class and cut into equal parts: every worker sees few classes (McMahan et al. 2017).
+
+    With `classes_per_worker` each worker gets samples of exactly that many classes, drawn at random but each class
+    equally often as far as the numbers allow; the workers that share a class share its samples equally.
+    """
+
+    classes_per_worker: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.classes_per_worker is not None and self.classes_per_worker < 1:
+            raise ConfigurationError(
+                f"classes_per_worker must be >= 1, got {self.classes_per_worker}; leave it out for an equal cut"
+            )
+
+    def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
+        """Few classes for each; without `classes_per_worker` the sizes differ by at most one."""
+        labels = _need_labels("by_label", labels)
+        _check(labels, size, workers)
+        rng = generator("split", seed)
+        groups = _by_class(labels, rng)
+        if self.classes_per_worker is None:
+            return np.array_split(np.concatenate(groups), workers)
+        holders = self._holders(len(groups), workers, rng)
+        shards: list[list[Indices]] = [[] for _ in range(workers)]
+        for label, (group, mine) in enumerate(zip(groups, holders, strict=True)):
+            if len(group) < len(mine):
+                raise ConfigurationError(
+                    f"class number {label} has {len(group)} samples for {len(mine)} workers; "
+                    f"lower classes_per_worker or the number of workers"
+                )
+            for worker, part in zip(mine, np.array_split(group, len(mine)), strict=True):
+                shards[worker].append(part)
+        return [np.concatenate(parts) for parts in shards]
+
+    def _holders(self, classes: int, workers: int, rng: np.random.Generator) -> list[list[int]]:
+        """For each class the workers that share it: classes in random order, dealt out in turn."""
+        each = self.classes_per_worker or 1
+        if not math.ceil(classes / workers) <= each <= classes:
+            raise ConfigurationError(
+                f"classes_per_worker must be in [{math.ceil(classes / workers)}, {classes}] for {classes} classes on "
+                f"{workers} workers, got {each}; leave it out for an equal cut"
+            )
+        order = rng.permutation(classes)
+        holders: list[list[int]] = [[] for _ in range(classes)]
+        for turn in range(workers * each):
+            holders[order[turn % classes]].append(turn // each)
+        return holders
+
+
+@dataclass(frozen=True)
+class Dirichlet(Split):
+    """Each class is dealt out in random proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019).
+
+    A small alpha gives each worker few classes and shards of unequal size, a large one approaches `iid`. A worker
+    that would be left without a sample gets one from the largest shard.
+    """
+
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 1e-3 <= self.alpha <= 1e6:
+            raise ConfigurationError(f"alpha must be in [0.001, 1000000], got {self.alpha}; use iid for equal shards")
+
+    def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
+        """Each class in random proportions."""
+        labels = _need_labels("dirichlet", labels)
+        _check(labels, size, workers)
+        rng = generator("split", seed)
+        shards: list[list[Indices]] = [[] for _ in range(workers)]
+        for group in _by_class(labels, rng):
+            shares = np.cumsum(rng.dirichlet(np.full(workers, self.alpha)))
+            cuts = np.rint(shares[:-1] / shares[-1] * len(group)).astype(np.int64)
+            for shard, part in zip(shards, np.split(group, cuts), strict=True):
+                shard.append(part)
+        return _without_empty([np.concatenate(parts) for parts in shards])
+
+
+def _by_class(labels: Labels, rng: np.random.Generator) -> list[Indices]:
+    """The indices of each class that occurs, in random order within the class."""
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+
+
+def _without_empty(shards: list[Indices]) -> list[Indices]:
+    """The shards, each empty one filled with the last sample of the one that is then the largest."""
+    for worker, shard in enumerate(shards):
+        if len(shard) == 0:
+            donor = max(range(len(shards)), key=lambda other: len(shards[other]))
+            shards[worker], shards[donor] = shards[donor][-1:], shards[donor][:-1]
+    return shards
+
+
+def _check(labels: Labels | None, size: int, workers: int) -> None:
+    if workers < 1:
+        raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a single process")
+    if workers > size:
+        raise ConfigurationError(f"{size} samples cannot feed {workers} workers; use at most {size} workers")
+    if labels is not None and labels.shape != (size,):
+        raise ConfigurationError(f"labels must have the shape ({size},), got {labels.shape}; give one per sample")
+
+
+def _need_labels(name: str, labels: Labels | None) -> Labels:
+    if labels is None:
+        raise CompositionError(f"the split {name} needs one class per sample, which this job has not; use split iid")
+    return labels

@@ -1,0 +1,78 @@
+"""Regression on the outputs of a random network: the optimum is known exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.frameworks.base import Data, Job
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.workloads.base import Workload, generator, require, require_at_least
+
+GAIN = 1.5
+"""How far the teacher's units are driven beyond the linear range; the student starts at 1."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tabular(Workload):
+    """Fit a random teacher network with a student of the same shape (9,871 parameters).
+
+    Inputs are standard normal; labels have mean 0 and variance 1 before noise of variance noise² is added to those
+    of the training set. Test labels have none, so the metric, their mean squared error relative to their variance,
+    is 0 for the teacher, which the student can equal.
+    """
+
+    batch: int = 32
+    epochs: float = 8.0
+    optimizer: Optimizer = SGD(lr=0.03)
+    target: float = 0.1
+    inputs: int = 8
+    width: int = 94
+    depth: int = 2
+    train: int = 8192
+    test: int = 1024
+    noise: float = 0.0
+    data_seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_at_least(1, inputs=self.inputs, width=self.width, depth=self.depth, train=self.train, test=self.test)
+        require_at_least(0, noise=self.noise, data_seed=self.data_seed)
+
+    def job(self, seed: int) -> Job:
+        """The job of the run `seed`; needs torch."""
+        require("torch", "torch", "the workload tabular")
+        from flockstep.workloads import models
+
+        return Job(
+            model=lambda: models.perceptron(seed, self.inputs, self.width, self.depth),
+            data=self._data,
+            optimizer=self.optimizer,
+            loss=models.squared_error,
+            metric=models.relative_squared_error,
+            higher_is_better=False,
+            batch=self.batch,
+            epochs=self.epochs,
+            least_steps=500,
+            target=self.target,
+            name="tabular",
+        )
+
+    def _data(self) -> Data:
+        rng = generator("tabular", self.data_seed)
+        x = rng.standard_normal((self.train + self.test, self.inputs))
+        y = self._teacher(x, rng)
+        y[: self.train] += self.noise * rng.standard_normal((self.train, 1))
+        x, y = x.astype(np.float32), y.astype(np.float32)
+        return Data(x[: self.train], y[: self.train], x[self.train :], y[self.train :])
+
+    def _teacher(self, x: Floats, rng: np.random.Generator) -> Floats:
+        """The labels (samples, 1) of `x`, standardised, which only rescales the teacher's last layer."""
+        for _ in range(self.depth):
+            x = np.tanh(GAIN * x @ rng.standard_normal((x.shape[1], self.width)) / np.sqrt(x.shape[1]))
+        y = x @ rng.standard_normal((self.width, 1))
+        return np.asarray((y - y.mean()) / y.std())

@@ -1,0 +1,368 @@
+"""Every registered strategy passes the shipped check; wrong ones do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from flockstep import registry
+from flockstep.errors import ConfigurationError
+from flockstep.messages import MASTER
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.broadcast import Broadcast
+from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.testing import strategies as checks
+from flockstep.testing.strategies import check_strategy, run_strategy
+
+DIFFERS_ALONE = {
+    "easgd": "its worker is tied to the centre",
+    "ps(codec=half)": "gradients are rounded",
+    "ps(codec=half, feedback=residual)": "gradients are rounded",
+    "broadcast(scale=0.5)": "updates are scaled",
+}
+
+
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_conforms(name):
+    strategy = registry.load("strategy", name)()
+    check_strategy(strategy, alone_is_plain=name not in DIFFERS_ALONE)
+
+
+@pytest.mark.parametrize("name", registry.names("consistency"))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_parameter_server_conforms_with_each_consistency(name, shards):
+    check_strategy(ParameterServer(registry.load("consistency", name)(), shards=shards))
+
+
+@pytest.mark.parametrize("name", registry.names("collective"))
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(period=5, "])
+def test_synchronous_strategies_conform_on_each_collective(strategy, name):
+    text = f"{strategy}collective={name})" if "(" in strategy else f"{strategy}({name})"
+    check_strategy(Strategy.parse(text), workers=(1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("name", registry.names("topology"))
+def test_neighbour_averaging_conforms_on_each_topology(name):
+    check_strategy(Strategy.parse(f"dpsgd({name})"), workers=(1, 2, 4, 6))
+
+
+@pytest.mark.parametrize("alias", [*registry.aliases("strategy")])
+def test_aliases_conform(alias):
+    check_strategy(Strategy.parse(alias), workers=(1, 3))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ps(ssp(0))",
+        "ps(ssp(1), shards=2)",
+        "ps(ssp(1000000))",
+        "local_sgd(1)",
+        "gossip(0)",
+        "gossip(1)",
+        "partial(1)",
+        "partial(0.01)",
+        "partial(0.5, drop)",
+    ],
+)
+def test_conforms_with_other_settings(text):
+    check_strategy(Strategy.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "easgd(1, 0.5)",
+        "broadcast(0.5)",
+        "ps(codec=half)",
+        "ps(codec=half, feedback=residual)",
+        "ps(asynchronous, codec=half, feedback=residual, shards=5)",
+    ],
+)
+def test_conforms_with_settings_that_differ_alone(text):
+    check_strategy(Strategy.parse(text), alone_is_plain=False)
+
+
+@pytest.mark.parametrize("name", DIFFERS_ALONE)
+def test_what_differs_alone_is_noticed(name):
+    with pytest.raises(AssertionError, match="with one worker differs"):
+        checks.check_alone(Strategy.parse(name))
+
+
+@dataclass(frozen=True)
+class Sound(Strategy):
+    """A strategy of a user's own: the mean of all gradients, each sent to everyone."""
+
+    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def traits(self):
+        return self.claims
+
+    async def worker(self, me):
+        while me.training:
+            gradient = (await me.gradient()).copy()
+            me.send_all(me.peers, "gradient", gradient)
+            heard = {peer: (await me.receive("gradient", peer)).array for peer in me.peers}
+            total = sum(gradient if rank == me.rank else heard[rank] for rank in range(me.workers))
+            me.optimizer_step((total / me.workers).astype(gradient.dtype))
+            me.record_round()
+
+
+@dataclass(frozen=True)
+class Deadlocks(Sound):
+    async def worker(self, me):
+        await super().worker(me)
+        if me.workers > 2:
+            await me.receive("never")
+
+
+@dataclass(frozen=True)
+class WaitsForTheGone(Sound):
+    async def worker(self, me):
+        await super().worker(me)
+        me.leave(peers=True)
+        for peer in me.peers:
+            await me.receive("bye", peer)
+            await me.receive("more", peer)
+
+
+@dataclass(frozen=True)
+class StopsEarly(Broadcast):
+    async def worker(self, me):
+        me.steps -= me.rank
+        await super().worker(me)
+
+
+@dataclass(frozen=True)
+class Explodes(Sound):
+    async def finish(self, me):
+        if me.rank == 1:  # not the one that is evaluated
+            me.params[0] = np.inf
+
+
+@dataclass(frozen=True)
+class Unseeded(Sound):
+    async def finish(self, me):
+        me.params += np.random.default_rng().random(len(me.params), np.float32)
+
+
+@dataclass(frozen=True)
+class UnseededTraffic(Sound):
+    async def finish(self, me):
+        me.send_all(me.peers, "noise", np.zeros(np.random.default_rng().integers(1, 1 << 30) % 1000))
+        for peer in me.peers:
+            await me.receive("noise", peer)
+
+
+@dataclass(frozen=True)
+class NeverExchanges(Sound):
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+
+
+@dataclass(frozen=True)
+class SumsFromItself(Sound):
+    """Everything is exchanged, but each worker adds up in an order of its own: the last bits differ."""
+
+    async def worker(self, me):
+        while me.training:
+            total = (await me.gradient()).copy()
+            me.send_all(me.peers, "gradient", total)
+            for hop in range(1, me.workers):
+                total += (await me.receive("gradient", (me.rank + hop) % me.workers)).array
+            total /= me.workers
+            me.optimizer_step(total)
+
+
+@dataclass(frozen=True)
+class ForgetsAtRestart(Sound):
+    """Remembers the last gradient in a local."""
+
+    async def worker(self, me):
+        last = np.zeros_like(me.params)
+        while me.training:
+            gradient = await me.gradient()
+            me.optimizer_step(gradient + last)
+            last = gradient.copy()
+
+
+@dataclass(frozen=True)
+class DoublesTheStep(Sound):
+    async def worker(self, me):
+        while me.training:
+            gradient = await me.gradient()
+            me.optimizer_step(2 * gradient if me.workers == 1 else 0 * gradient)
+
+
+@dataclass(frozen=True)
+class KeepsSome(Sound):
+    """Says that it is complete, and sends every other update only."""
+
+    claims: ClassVar[Traits] = Traits(completeness=3, survives=True, results=("mean",))
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            for peer in me.peers if me.step % 2 else []:
+                me.record_update(peer)
+
+
+@dataclass(frozen=True)
+class CountsTwice(Sound):
+    claims: ClassVar[Traits] = Traits(completeness=4, survives=True, results=("mean",))
+
+    async def worker(self, me):
+        await super().worker(me)
+        me.record_round()
+
+
+@dataclass(frozen=True)
+class LeavesUnread(Broadcast):
+    """Records what it should, but does not wait for what is still in flight."""
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            me.send_all(me.peers, "update", me.params)
+
+    async def finish(self, me):
+        me.record_round(me.step)
+        me.leave(peers=True)
+
+
+@dataclass(frozen=True)
+class LosesAPush(ParameterServer):
+    """A server that answers the last push of worker 1, but loses the gradient in it."""
+
+    def _apply(self, me, state, pushes):
+        lost = [push for push in state.pushes if (push.rank, push.timestamp) == (1, checks.STEPS - 1)]
+        state.pushes = [push for push in state.pushes if push not in lost]
+        super()._apply(me, state, [push for push in pushes if push not in lost])
+
+
+@dataclass(frozen=True)
+class AnswersTooFew(ParameterServer):
+    """A server that applies the last push of worker 1, but never answers it."""
+
+    def _answer(self, me, state, reads):
+        super()._answer(me, state, [read for read in reads if (read.source, read.step) != (1, checks.STEPS)])
+
+
+@dataclass(frozen=True)
+class AnotherClass(Sound):
+    claims: ClassVar[Traits] = Traits(completeness=5, survives=False, results=("rank0",))
+
+
+@dataclass(frozen=True)
+class NoResult(Sound):
+    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=())
+
+
+@dataclass(frozen=True)
+class NoSuchServer(Sound):
+    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=("server",))
+
+
+@dataclass(frozen=True)
+class NoServerToStep(Sound):
+    claims: ClassVar[Traits] = Traits(completeness=1, survives=False, results=("mean",), server_optimizer=True)
+
+
+@dataclass(frozen=True)
+class RefusesAll(Sound):
+    def check(self, workers):
+        raise ConfigurationError("no")
+
+
+@dataclass(frozen=True)
+class Asynchronous(Sound):
+    """Sound, were it not declared synchronous: everyone follows a server that steps on arrival."""
+
+    @property
+    def servers(self):
+        return 1
+
+    async def worker(self, me):
+        while me.training:
+            me.params[:] = await me.request(MASTER, "pull")
+            me.send(MASTER, "push", await me.gradient())
+
+    async def master(self, me):
+        async for message in me.messages():
+            if message.tag == "pull":
+                me.reply(message, me.params)
+            elif message.tag == "push":
+                me.update(message.array)
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (Deadlocks(), r"on 4 workers fails: deadlock.*'never' from anyone"),
+        (WaitsForTheGone(), r"on 2 workers fails: worker \d has left"),
+        (StopsEarly(), "takes {1: 19} steps"),
+        (Explodes(), "leaves worker 1 not finite"),
+        (Unseeded(), "two runs of one seed differ on worker 0"),
+        (UnseededTraffic(), "two runs of one seed have other events"),
+        (NeverExchanges(), r"declared synchronous, but workers \[1\] of 2"),
+        (SumsFromItself(), r"declared synchronous, but workers \[.*\] of 4"),
+        (Asynchronous(), r"declared synchronous, but workers"),
+        (ForgetsAtRestart(), "restarted after 10 of 20 steps it ends differently on worker 0"),
+        (DoublesTheStep(), "with one worker differs"),
+        (KeepsSome(), "is declared complete, but 10 of 20 updates of worker 1 take effect on worker 0"),
+        (CountsTwice(), "21 updates of worker 1 take effect on worker 0"),
+        (LeavesUnread(), "leaves messages unread"),
+        (LosesAPush(), "on 2 workers is declared complete, but 19 of 20 updates of worker 1 take effect on server 0"),
+        (
+            AnswersTooFew(),
+            "on 2 workers fails: deadlock.*: worker 1 for a reply from server 0 at step 20; server 0 for",
+        ),
+        (AnotherClass(), "is of class 5"),
+        (NoResult(), "names no policy"),
+        (NoSuchServer(), "takes its result from a server, but has none"),
+        (NoServerToStep(), "lets servers apply gradients, but has none"),
+        (RefusesAll(), "refuses every number of workers"),
+        (Sound(), "is not registered as a strategy"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Strategy) else "",
+)
+def test_a_broken_promise_is_noticed(broken, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        check_strategy(broken, workers=(1, 2, 4))
+
+
+def test_a_strategy_of_ones_own_conforms(monkeypatch):
+    monkeypatch.setitem(registry._TABLE["strategy"], "sound", f"{__name__}:Sound")
+    monkeypatch.setitem(registry._loaded, ("strategy", "sound"), Sound)
+    monkeypatch.setitem(registry._names, Sound, "sound")
+    check_strategy(Sound())
+
+
+def test_a_number_of_workers_that_is_refused_is_left_out():
+    torus = Strategy.parse("dpsgd(torus)")
+    assert not checks.accepts(torus, 5)
+    check_strategy(torus, workers=(1, 4, 5))
+    with pytest.raises(AssertionError, match="refuses every number of workers"):
+        check_strategy(torus, workers=(5, 7))
+
+
+def test_a_run_of_another_seed_differs():
+    """Otherwise equal bits would say nothing."""
+    first, second = (run_strategy("all_reduce", seed=seed) for seed in (0, 1))
+    assert not checks.equal_bits(first.result, second.result)
+    assert first.seconds != second.seconds
+
+
+def test_deliveries_are_those_of_the_record():
+    run = run_strategy("broadcast", workers=3, steps=4)
+    assert run.deliveries() == Counter({(i, j): 4 for i in range(3) for j in range(3) if i != j})
+    assert run_strategy("bsp", workers=2, steps=4).deliveries() == {(-1, 0): 4, (-1, 1): 4}
+    assert run_strategy("easgd", workers=2, steps=4).deliveries() == {}
+    assert len(run.sent("update")) == 3 * 2 * 4
+    assert len(run.sent("update", source=1)) == 2 * 4

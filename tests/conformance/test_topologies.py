@@ -1,0 +1,242 @@
+"""Every registered topology passes the shipped check; wrong ones do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from flockstep import registry
+from flockstep.errors import ConfigurationError
+from flockstep.testing.expressions import check_component
+from flockstep.testing.topologies import check_topology
+from flockstep.topologies.base import Topology, require_doubly_stochastic, spectral_gap
+from flockstep.topologies.complete import CompleteGraph
+from flockstep.topologies.exponential import ExponentialGraph
+from flockstep.topologies.ring import RingGraph
+from flockstep.topologies.star import StarGraph
+from flockstep.topologies.torus import TorusGraph, sides
+
+
+@pytest.mark.parametrize("name", registry.names("topology"))
+def test_conforms(name):
+    topology = registry.load("topology", name)()
+    check_topology(topology)
+    check_topology(topology, sizes=[32, 64])
+    check_component(topology)
+
+
+@dataclass(frozen=True)
+class Wrong(RingGraph):
+    def weights(self, n):
+        return self.spoil(super().weights(n))
+
+    def spoil(self, weights):
+        return weights
+
+
+@dataclass(frozen=True)
+class RowsMissOne(Wrong):
+    def spoil(self, weights):
+        return weights * 0.99
+
+
+@dataclass(frozen=True)
+class ColumnsMissOne(Wrong):
+    def spoil(self, weights):
+        first = np.zeros_like(weights)
+        first[0, 0] = 0.1
+        first[0, -1] -= 0.1
+        return weights + first
+
+
+@dataclass(frozen=True)
+class Negative(Wrong):
+    def spoil(self, weights):
+        return 3 * weights - 2 * np.eye(len(weights))
+
+
+@dataclass(frozen=True)
+class OffTheEdges(Wrong):
+    def spoil(self, weights):
+        return np.full_like(weights, 1 / len(weights))
+
+
+@dataclass(frozen=True)
+class NeverMixes(Wrong):
+    def spoil(self, weights):
+        return np.eye(len(weights))
+
+
+@dataclass(frozen=True)
+class Single(Wrong):
+    def spoil(self, weights):
+        return weights.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Shared(RingGraph):
+    answers = {}  # noqa: RUF012  the mistake itself: what it hands out is what it keeps
+
+    def weights(self, n):
+        if n not in self.answers:
+            self.answers[n] = super().weights(n)
+        return self.answers[n]
+
+
+@dataclass(frozen=True)
+class Apart(Topology):
+    def graph(self, n):
+        if n < 1:
+            raise ConfigurationError("none")
+        return nx.empty_graph(n)
+
+
+@dataclass(frozen=True)
+class Directed(RingGraph):
+    def graph(self, n):
+        return super().graph(n).to_directed()
+
+
+@dataclass(frozen=True)
+class FromOne(RingGraph):
+    def graph(self, n):
+        return nx.relabel_nodes(super().graph(n), {i: i + 1 for i in range(n)})
+
+
+@dataclass(frozen=True)
+class Looped(RingGraph):
+    def graph(self, n):
+        graph = super().graph(n)
+        graph.add_edge(0, 0)
+        return graph
+
+
+@dataclass(frozen=True)
+class OneWay(RingGraph):
+    def neighbours(self, n, rank):
+        return [j for j in super().neighbours(n, rank) if j > rank]
+
+
+@dataclass(frozen=True)
+class TakesNobody(RingGraph):
+    def graph(self, n):
+        return super().graph(max(n, 1))
+
+
+@dataclass(frozen=True)
+class CrashesOnNobody(RingGraph):
+    def graph(self, n):
+        return nx.cycle_graph(n) if 1 / n else None
+
+
+@dataclass(frozen=True)
+class RefusesAll(RingGraph):
+    def graph(self, n):
+        raise ConfigurationError("not today")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (RowsMissOne, "rows of W"),
+        (ColumnsMissOne, "not symmetric"),
+        (Negative, "negative weight"),
+        (OffTheEdges, "share no edge"),
+        (NeverMixes, "never brings"),
+        (Single, "float32"),
+        (Shared, "when asked again"),
+        (Apart, "not connected"),
+        (Directed, "is directed"),
+        (FromOne, "nodes of"),
+        (Looped, "loops"),
+        (OneWay, "not everyone that 0 hears"),
+        (TakesNobody, "takes 0 workers"),
+        (CrashesOnNobody, "ZeroDivisionError"),
+        (RefusesAll, "refuses every number"),
+    ],
+)
+def test_wrong_topology_is_caught(wrong, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        check_topology(wrong(), sizes=[4, 5])
+
+
+def test_other_weights_pass_where_they_are_declared():
+    @dataclass(frozen=True)
+    class Uniform(StarGraph):
+        """Each row gives equal weight to everyone heard: row-stochastic only."""
+
+        def weights(self, n):
+            closed = nx.to_numpy_array(self.graph(n)) + np.eye(n)
+            return closed / closed.sum(axis=1, keepdims=True)
+
+    check_topology(Uniform(), sizes=[4, 5], doubly_stochastic=False)
+    with pytest.raises(AssertionError, match="not symmetric"):
+        check_topology(Uniform(), sizes=[4, 5])
+    with pytest.raises(ConfigurationError, match=r"column sums off by .*; use a topology"):
+        require_doubly_stochastic(Uniform().weights(4), "D-PSGD")
+    require_doubly_stochastic(StarGraph().weights(4), "D-PSGD")
+
+
+@pytest.mark.parametrize("n", [4, 8, 16, 32])
+def test_ring_shrinks_disagreement_by_its_second_eigenvalue(n):
+    weights = RingGraph().weights(n)
+    assert np.allclose(weights[0, [0, 1, n - 1]], 1 / 3)
+    assert spectral_gap(weights) == pytest.approx(1 - (1 / 3 + 2 / 3 * np.cos(2 * np.pi / n)))
+
+
+def test_small_rings():
+    assert RingGraph().weights(1).tolist() == [[1.0]]
+    assert RingGraph().weights(2).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert RingGraph().neighbours(1, 0) == []
+    assert RingGraph().neighbours(2, 1) == [0]
+    assert RingGraph().neighbours(5, 0) == [1, 4]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_complete_averages_exactly(n):
+    assert (CompleteGraph().weights(n) == 1 / n).all()
+    assert spectral_gap(CompleteGraph().weights(n)) == pytest.approx(1)
+
+
+def test_star_gives_the_leaves_their_own_weight():
+    weights = StarGraph().weights(4)
+    assert np.allclose(np.diag(weights), [0.25, 0.75, 0.75, 0.75])
+    assert StarGraph().neighbours(4, 2) == [0]
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (12, (3, 4)), (16, (4, 4)), (64, (8, 8))]
+)
+def test_torus_is_near_square(n, expected):
+    assert sides(n) == expected
+
+
+def test_torus_neighbours():
+    # Worker 5 of 3 × 4 sits in row 1, column 1.
+    assert TorusGraph().neighbours(12, 5) == [1, 4, 6, 9]
+    assert TorusGraph().neighbours(6, 0) == [1, 2, 3]
+    assert TorusGraph().neighbours(4, 0) == [1, 2]
+    assert {TorusGraph().graph(16).degree[i] for i in range(16)} == {4}
+
+
+@pytest.mark.parametrize("n", [5, 7, 13])
+def test_torus_refuses_primes_with_a_way_out(n):
+    with pytest.raises(ConfigurationError, match=f"got {n}; use {n - 1} or {n + 1} workers, or ring"):
+        TorusGraph().graph(n)
+    check_topology(TorusGraph(), sizes=[n - 1, n + 1])
+
+
+def test_exponential_neighbours_are_powers_of_two_away():
+    assert ExponentialGraph().neighbours(16, 0) == [1, 2, 4, 8, 12, 14, 15]
+    assert ExponentialGraph().neighbours(5, 0) == [1, 2, 3, 4]
+    assert ExponentialGraph().neighbours(2, 0) == [1]
+
+
+def test_gaps_of_64_workers_are_ordered_as_known():
+    gaps = [
+        spectral_gap(kind().weights(64)) for kind in (StarGraph, RingGraph, TorusGraph, ExponentialGraph, CompleteGraph)
+    ]
+    assert gaps[1] < gaps[0] < gaps[2] < gaps[3] < gaps[4]

@@ -1,0 +1,205 @@
+"""The command line as a user meets it: outcomes, and one clear sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.cli.app import run
+
+FAST = ["--steps", "20", "--seed", "1"]
+
+
+def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "softmax", "-s", "gosip"], "no strategy is called 'gosip'; did you mean 'gossip'?"),
+        (["train", "sofmax", "-s", "gossip"], "no workload is called 'sofmax'; did you mean 'softmax'?"),
+        (["train", "softmax", "-s", "easgd(perod=3)"], "argument of easgd is called 'perod'; did you mean 'period'?"),
+        (["train", "softmax", "-s", "easgd(alpha=0.7)"], "alpha must be in [0, 0.5], got 0.7; 0.9 / workers is usual"),
+        (["train", "softmax", "-s", "ps(ssp(-1))"], "staleness bound must be >= 0, got -1; use asynchronous"),
+        (["train", "softmax", "-s", "gossip", "-n", "0"], "workers must be >= 1, got 0; use 1 for plain training"),
+        (["train", "softmax", "-s", "gossip", "--steps", "0"], "steps must be > 0, got 0"),
+        (["train", "softmax", "-s", "gossip", "--lr", "-1"], "lr must be > 0, got -1"),
+        (["train", "softmax", "-s", "gossip", "--result", "server"], "result must be one of mean, rank0, best"),
+        (["train", "softmax", "-s", "gossip", "--split", "by-size"], "split"),
+        (
+            ["train", "softmax", "-s", "gossip", "--transport", "tpc"],
+            "no transport is called 'tpc'; did you mean 'tcp'?",
+        ),
+        (["train", "nowhere.py", "-s", "gossip"], "nowhere.py"),
+        (["simulate", "softmax", "-s", "gossip", "--network", "1gbt"], "did you mean '1gbit'?"),
+        (["simulate", "softmax", "-s", "gossip", "--compute", "exponential"], "exponential needs mean"),
+        (["simulate", "softmax", "-s", "dpsgd(torus)", "-n", "7"], "torus"),
+        (
+            ["compare", "softmax", "-s", "gossip", "-s", "gosgd", "--simulate"],
+            "gossip is given 2 times; give each once",
+        ),
+        (["launch", "nowhere.py"], "there is no script nowhere.py"),
+        (["list", "strategies"], "no noun is called 'strategies'; did you mean 'strategy'?"),
+        (["report", "nowhere"], "nowhere holds no run"),
+        (["trian", "softmax"], "No such command 'trian'"),
+        (["train", "softmax"], "Missing option"),
+        (["train", "softmax", "-s", "gossip", "--stps", "3"], "No such option"),
+    ],
+)
+def test_bad_input_ends_with_a_sentence_before_anything_starts(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = outcome(arguments, capsys)
+    assert code == 2
+    assert sentence in err
+    assert err.startswith("flockstep: ")
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+    assert out == ""
+    assert not Path("runs").exists()
+
+
+def test_a_traceback_is_shown_only_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = outcome(["--debug", "train", "softmax", "-s", "gosip"], capsys)
+    assert code == 2
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1", "job()"),
+        ("def job():\n    return 3", "Job"),
+        ("def job():\n    raise KeyError('weights')", "weights"),
+        ("def job(:", "job.py"),
+    ],
+)
+def test_a_job_file_that_is_none(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.py").write_text(text)
+    code, _, err = outcome(["simulate", "job.py", "-s", "gossip"], capsys)
+    assert code == 2
+    assert sentence in err
+    assert len(err.strip().splitlines()) == 1
+
+
+JOB_FILE = """
+import numpy as np
+from flockstep import Data, Job
+from flockstep.frameworks.numpy import SoftmaxRegression
+
+def data():
+    random = np.random.default_rng(0)
+    y = random.integers(0, 3, 300)
+    x = (np.eye(3)[y] * 3 + random.standard_normal((300, 3))).astype("float32")
+    return Data(x[:240], y[:240], x[240:], y[240:])
+
+def job():
+    return Job(lambda: SoftmaxRegression(3, 3), data, "sgd(lr=0.3)", batch=8, epochs=3, target=0.8, name="mine")
+"""
+
+
+def test_a_job_in_a_file_of_ones_own_works_like_a_built_in_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(JOB_FILE)
+    for command in (["simulate", "mine.py", "-s", "gossip", "-n", "3"], ["train", "mine.py", "-s", "asgd", "-n", "2"]):
+        code, out, err = outcome([*command, "--json"], capsys)
+        assert (code, err) == (0, "")
+        assert json.loads(out)["time_to_target"] is not None
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_a_target_that_is_not_reached(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [command, "softmax", "-s", "gossip", "-n", "2", *FAST, "--target", "0.9999", "--out", "r", "--json"]
+    code, out, err = outcome(arguments, capsys)
+    assert code == 1
+    assert "did not reach the target 0.9999: its best accuracy was" in err
+    assert json.loads(out)["status"] == "finished"
+
+
+@pytest.mark.parametrize("command", ["train", "simulate"])
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [command, "quadratic", "-s", "local_sgd", "-n", "2", "--lr", "1e6", "--steps", "200", "--out", "r"]
+    code, _, err = outcome(arguments, capsys)
+    assert code == 1
+    assert "the loss of worker" in err
+    assert "lower the learning rate, now 1e+06" in err
+    assert len(err.strip().splitlines()) == 1
+    summary = json.loads(Path("r/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "the loss of worker" in summary["error"]
+    assert Path("r/events.jsonl").stat().st_size > 0
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = outcome(["simulate", "digits", "-s", "gossip"], capsys)
+    assert code == 2
+    assert "pip install 'flockstep[torch]'" in err
+    code, _, _ = outcome(["simulate", "softmax", "-s", "gossip", "-n", "2", *FAST], capsys)
+    assert code == 0
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    def hashed(seed: str) -> object:
+        arguments = ["simulate", "softmax", "-s", "asgd", "-n", "8", "--steps", "20", "--compute", "exponential(0.05)"]
+        return json.loads(outcome([*arguments, "--seed", seed, "--json"], capsys)[1])["result_hash"]
+
+    first = hashed("1")
+    assert isinstance(first, str)
+    assert hashed("1") == first
+    assert hashed("2") != first
+
+
+def test_a_comparison_ranks_writes_a_report_and_goes_on_where_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "softmax", "--simulate", "-n", "4", *FAST, "--out", "c"]
+    code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip"], capsys)
+    assert code == 0
+    assert "ps(consistency=bsp)" in out
+    assert "c/report.html" in out
+    assert "<html" in Path("c/report.html").read_text()[:200]
+    events = Path("c/gossip-p-0-1/events.jsonl") if Path("c/gossip-p-0-1").exists() else Path("c/gossip/events.jsonl")
+    before = events.stat().st_mtime_ns
+    code, out, err = outcome([*arguments, "-s", "bsp", "-s", "gossip", "-s", "easgd", "--json"], capsys)
+    assert code == 0
+    assert err.count("kept from before") == 2
+    assert events.stat().st_mtime_ns == before
+    assert [row["strategy"] for row in json.loads(out)["runs"]] == ["ps(consistency=bsp)", "gossip", "easgd"]
+
+
+def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "quadratic", "--simulate", "-n", "8", "--steps", "150", "--lr", "1.2", "--out", "c"]
+    code, out, err = outcome([*arguments, "-s", "all_reduce", "-s", "broadcast"], capsys)
+    assert code == 1
+    assert "broadcast: " in err
+    assert "failed" in out
+    assert "finished" in out
+
+
+def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["list", "--json"], capsys)
+    assert code == 0
+    rows = json.loads(out)
+    assert {"strategy", "consistency", "topology", "codec", "feedback", "collective", "transport"} <= {
+        row["noun"] for row in rows
+    }
+    assert all(row["summary"] for row in rows)
+
+
+def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy in ("bsp", "easgd"):
+        outcome(["simulate", "softmax", "-s", strategy, "-n", "2", *FAST, "--out", f"r/{strategy}"], capsys)
+    code, out, _ = outcome(["report", "r", "--out", "both.html"], capsys)
+    assert (code, out.strip()) == (0, "both.html")
+    assert Path("both.html").stat().st_size > 10_000

@@ -1,0 +1,16 @@
+"""Every fault test runs real processes; whatever happens in it, none survives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.processes import RealRun
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()

@@ -1,0 +1,71 @@
+"""The command itself is interrupted or killed: nothing is left behind, and the record can be read."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.cli.app import run as run_command
+from flockstep.records.folder import RunFolder
+from support.processes import RealRun, alive, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+ENDLESS = ["-n", "3", "--steps", "1000000"]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "asgd"])
+@pytest.mark.parametrize(
+    ("kind", "whom"), [(signal.SIGINT, "main"), (signal.SIGINT, "group"), (signal.SIGTERM, "main")]
+)
+def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, whom: str, tmp_path: Path) -> None:
+    run = RealRun(["train", "softmax", "-s", strategy, *ENDLESS], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(kind, whom)
+    ended = run.end()
+    assert ended.seconds < 5
+    assert ended.code == 130
+    assert ended.err == "flockstep: interrupted; what was computed is in the record\n"
+    assert ended.summary is not None
+    assert ended.summary["status"] == "interrupted"
+    assert ended.summary["best_metric"] is not None
+    assert len(RunFolder(tmp_path / "run").read().events) > 100
+
+
+def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path: Path) -> None:
+    run = RealRun(["train", "softmax", "-s", "asgd", *ENDLESS], tmp_path / "run")
+    run.wait_for_work()
+    assert set(run.nodes) == {"worker-0", "worker-1", "worker-2", "server-0"}
+    run.fault(signal.SIGKILL, "main")
+    wait_until(lambda: not any(map(alive, run.nodes.values())), 5, "orphans gone")
+    run.end()
+    record = RunFolder(tmp_path / "run").read()
+    assert record.summary.status == "interrupted"
+    assert record.summary.steps > 100
+
+
+def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategies = ["-s", "gossip", "-s", "all_reduce"]
+    options = ["-n", "2", "--epochs", "40"]
+    run = RealRun(["compare", "softmax", *strategies, *options], tmp_path / "c")
+    wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), 40, "the first run finished")
+    run.record = tmp_path / "c/all-reduce"
+    run.wait_for_work(steps=20)
+    run.fault(signal.SIGINT, "main")
+    ended = run.end()
+    assert ended.code == 130
+    assert "finished runs are kept: repeat the command with --out" in ended.err
+    assert (tmp_path / "c/report.html").exists()
+    before = (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["compare", "softmax", *strategies, *options, "--out", str(tmp_path / "c"), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("kept from before") == 1
+    assert {row["status"] for row in json.loads(captured.out)["runs"]} == {"finished"}
+    assert (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns == before

@@ -1,0 +1,132 @@
+"""A node dies or stops in the middle of a real run: the others end with a sentence, or go on where they can."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+NEEDS_EVERYONE = ["all_reduce", "ps(consistency=bsp)", "ps(consistency=ssp(0))", "local_sgd", "dpsgd"]
+SURVIVES = ["asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast", "partial"]
+LIMIT = 5.0
+"""Seconds within which a run ends after a process was killed."""
+
+
+def started(strategy: str, folder: Path, steps: int, heartbeat: float = 5.0) -> RealRun:
+    options = ["-n", "3", "--steps", str(steps), "--heartbeat", str(heartbeat), "--seed", "1"]
+    run = RealRun(["train", "softmax", "-s", strategy, *options], folder / "run")
+    run.wait_for_work()
+    return run
+
+
+@pytest.mark.parametrize("strategy", NEEDS_EVERYONE)
+def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tmp_path: Path) -> None:
+    run = started(strategy, tmp_path, steps=1_000_000)
+    run.fault(signal.SIGKILL, "worker-1")
+    ended = run.end()
+    assert ended.seconds < LIMIT
+    assert ended.code == 1
+    assert ended.err.startswith("flockstep: worker 1 was killed by SIGKILL")
+    assert "at step" in ended.err
+    assert "waited for" in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+    assert "worker 1 was killed by SIGKILL" in ended.summary["error"]
+    assert [lost["node"] for lost in ended.summary["lost"]] == [1]
+    assert ended.summary["lost"][0]["t"] > 0
+    assert all(worker["steps"] > 0 for worker in ended.summary["per_worker"])
+    assert ended.summary["best_metric"] is not None, "evaluations handed in before the fault are kept"
+
+
+@pytest.mark.parametrize("strategy", SURVIVES)
+def test_where_it_can_be_done_without_the_others_go_on(strategy: str, tmp_path: Path) -> None:
+    run = started(strategy, tmp_path, steps=3000)
+    run.fault(signal.SIGKILL, "worker-1")
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["status"] == "finished"
+    assert [lost["node"] for lost in ended.summary["lost"]] == [1]
+    steps = {worker["rank"]: worker["steps"] for worker in ended.summary["per_worker"]}
+    assert steps[0] == steps[2] == 3000
+    assert 0 < steps[1] < 3000
+    assert ended.summary["final_metric"] > 0.8
+
+
+@pytest.mark.parametrize("strategy", ["ps(consistency=bsp)", "asgd", "easgd", "ps(consistency=asynchronous, shards=2)"])
+def test_a_killed_server_ends_the_run(strategy: str, tmp_path: Path) -> None:
+    run = started(strategy, tmp_path, steps=1_000_000)
+    run.fault(signal.SIGKILL, "server-0")
+    ended = run.end()
+    assert ended.seconds < LIMIT
+    assert ended.code == 1
+    assert ended.err.startswith("flockstep: server 0 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "node"), [("all_reduce", "worker-1"), ("asgd", "server-0"), ("local_sgd", "worker-0")]
+)
+def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: str, tmp_path: Path) -> None:
+    run = started(strategy, tmp_path, steps=1_000_000, heartbeat=2)
+    run.fault(signal.SIGSTOP, node)
+    ended = run.end()
+    assert ended.summary is not None
+    assert ended.code == 1
+    assert f"{node.replace('-', ' ')} has not answered for 2 s" in ended.err
+    assert ended.seconds < 2 + LIMIT
+
+
+def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
+    run = started("asgd", tmp_path, steps=8000, heartbeat=1)
+    run.fault(signal.SIGSTOP, "worker-1")
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert [lost["reason"][:32] for lost in ended.summary["lost"]] == ["worker 1 has not answered for 1 "]
+
+
+def test_a_run_without_faults_loses_nobody(tmp_path: Path) -> None:
+    ended = started("all_reduce", tmp_path, steps=1500, heartbeat=1).end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert ended.summary["replicas_agree"] is True
+
+
+BUSY_JOB = """
+import time
+from flockstep.workloads.softmax import Softmax
+
+def job():
+    job = Softmax().job(0)
+    model = job.model()
+    plain = type(model).gradients
+
+    class Busy(type(model)):
+        def gradients(self, *arguments):
+            until = time.monotonic() + 2.5
+            while len(arguments[1]) == 1 and time.monotonic() < until:
+                pass
+            return plain(self, *arguments)
+
+    model.__class__ = Busy
+    return type(job)(lambda: model, job.data, job.optimizer, batch=4)
+"""
+
+
+def test_a_long_gradient_is_not_taken_for_death(tmp_path: Path) -> None:
+    """The interpreter is busy for longer than the heartbeat, but its sockets answer."""
+    (tmp_path / "busy.py").write_text(BUSY_JOB)
+    arguments = ["train", str(tmp_path / "busy.py"), "-s", "asgd", "-n", "2", "--steps", "2", "--heartbeat", "1"]
+    ended = RealRun(arguments, tmp_path / "run").end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert ended.summary["seconds"] > 4

@@ -1,0 +1,95 @@
+"""Faults before all are ready: deterministic, since one worker does not get ready until it is told."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from support.processes import PATIENCE, RealRun, content, wait_until
+
+PREPARING = """
+import time
+from pathlib import Path
+
+def job():
+    Path(__file__).with_name("preparing").touch()
+    while True:
+        time.sleep(0.01)
+"""
+JOB = """
+import multiprocessing, os, time
+from pathlib import Path
+from flockstep.workloads.softmax import Softmax
+
+HERE = Path(__file__).parent
+
+def job():
+    if multiprocessing.parent_process() is not None:
+        try:
+            os.close(os.open(HERE / "chosen", os.O_CREAT | os.O_EXCL))
+            (HERE / "half").write_text(str(os.getpid()))
+            (HERE / "half").rename(HERE / "pid")
+            while not (HERE / "go").exists():
+                time.sleep(0.01)
+        except FileExistsError:
+            pass
+    return Softmax().job(0)
+"""
+
+
+def starting(folder: Path, strategy: str = "bsp") -> RealRun:
+    (folder / "slow.py").write_text(JOB)
+    run = RealRun(["train", str(folder / "slow.py"), "-s", strategy, "-n", "3"], folder / "run")
+    wait_until((folder / "pid").exists, PATIENCE, "a worker holds the start up")
+    run.nodes["the slow one"] = int((folder / "pid").read_text())
+    assert content(folder / "run" / "events" / "worker-0.jsonl") == b""
+    return run
+
+
+def test_the_run_starts_once_all_are_ready(tmp_path: Path) -> None:
+    run = starting(tmp_path)
+    (tmp_path / "go").touch()
+    ended = run.end()
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_a_worker_killed_before_it_joined(tmp_path: Path) -> None:
+    run = starting(tmp_path)
+    run.fault(signal.SIGKILL, "the slow one")
+    ended = run.end()
+    assert ended.code == 1
+    assert ended.seconds < 5
+    assert re.fullmatch(r"flockstep: worker \d was killed by SIGKILL before the run started\n", ended.err)
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_before_all_have_joined(kind: signal.Signals, tmp_path: Path) -> None:
+    run = starting(tmp_path)
+    run.fault(kind, "main" if kind == signal.SIGTERM else "group")
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+    assert ended.seconds < 5
+    assert ended.summary is not None
+    assert ended.summary["status"] == "interrupted"
+
+
+def test_an_interrupt_before_anything_was_started(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(PREPARING)
+    run = RealRun(["train", str(tmp_path / "slow.py"), "-s", "bsp"], tmp_path / "run")
+    wait_until((tmp_path / "preparing").exists, PATIENCE, "the job is being loaded")
+    run.fault(signal.SIGINT, "group")
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, "flockstep: interrupted\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_supervisor_leaves_nobody_who_had_not_joined_yet(tmp_path: Path) -> None:
+    run = starting(tmp_path)
+    assert len(run.processes()) > 3
+    run.fault(signal.SIGKILL, "main")
+    wait_until(lambda: not run.processes(), 5, "all processes gone")

@@ -1,0 +1,108 @@
+"""Synchronous all-reduce against plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import slices
+from flockstep.records.events import Snapshot, Update
+from flockstep.strategies.all_reduce import AllReduce
+from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+
+STEPS = 15
+
+
+def oracle(n, optimizer="sgd(lr=0.1)", steps=STEPS):
+    """One model, the gradients of all workers in the ring's order of addition, one step with their mean."""
+    bench = Bench(n, small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(steps):
+        g = [bench.gradient(rank, w) for rank in range(n)]
+        mean = np.empty_like(w)
+        for chunk, part in enumerate(slices(len(w), n)):
+            mean[part] = g[chunk][part]
+            for hop in range(1, n):
+                mean[part] += g[(chunk + hop) % n][part]
+        stepper.step(w, mean / np.float32(n))
+    return w
+
+
+@pytest.mark.parametrize("collective", ["ring", "recursive_doubling"])
+def test_alone_is_plain_sgd(collective):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(STEPS):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"all_reduce({collective})", 1, STEPS).result, w)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.01)"])
+def test_equals_one_model_stepped_by_the_mean_gradient(n, optimizer):
+    run = run_strategy("all_reduce", n, STEPS, job=small_job(optimizer))
+    assert equal_bits(oracle(n, optimizer), run.result, *run.replicas)
+
+
+def test_equals_one_worker_with_the_batch_of_all():
+    run = run_strategy("all_reduce", 4, STEPS, job=bowl_job())
+    bench = Bench(4, bowl_job())
+    w = bench.start()
+    for _ in range(STEPS):
+        w -= 0.1 * np.mean([bench.gradient(rank, w) for rank in range(4)], axis=0)
+    assert np.allclose(run.result, w, rtol=1e-12, atol=1e-14)
+
+
+def test_replicas_are_equal_after_every_step():
+    run = run_strategy("all_reduce", 4, STEPS, evaluate_every=1)
+    assert [snapshot.divergence for snapshot in run.of(Snapshot)] == [0.0] * (STEPS + 1)
+
+
+@pytest.mark.parametrize("compute", ["constant(1)", "pareto(0.1, 1.1)", "speeds(exponential(0.1), (1, 9))"])
+@pytest.mark.parametrize("network", ["ideal", "link(100, 0.5)", "switch(1e3, 0.1, 50)"])
+def test_time_changes_no_bit(compute, network):
+    assert equal_bits(run_strategy("all_reduce", 3, STEPS, compute=compute, network=network).result, oracle(3))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_bytes_and_messages_are_those_of_the_collective(n):
+    nodes = run_strategy("all_reduce", n, STEPS).totals.values()
+    assert sum(node.sent for node in nodes) == STEPS * 2 * (n - 1) * 18 * 4
+    assert all(node.messages_sent == STEPS * 2 * (n - 1) for node in nodes)
+
+
+def test_no_update_is_late():
+    assert {event.staleness for event in run_strategy("all_reduce", 4, STEPS).of(Update)} == {0}
+
+
+@dataclass(frozen=True)
+class SumNotMean(AllReduce):
+    """Negative control: the sum of the gradients."""
+
+    async def worker(self, me):
+        while me.training:
+            gradient = await me.gradient()
+            await self.collective.all_reduce(me, gradient)
+            me.optimizer_step(gradient)
+
+
+@dataclass(frozen=True)
+class MeanOfHalves(AllReduce):
+    """Negative control: the right mean, divided before it is summed, which rounds differently for n = 3."""
+
+    async def worker(self, me):
+        while me.training:
+            gradient = await me.gradient()
+            gradient /= me.workers
+            await self.collective.all_reduce(me, gradient)
+            me.optimizer_step(gradient)
+
+
+@pytest.mark.parametrize("broken", [SumNotMean(), MeanOfHalves()], ids=lambda s: type(s).__name__)
+def test_the_oracle_notices_another_rule(broken):
+    run = run_strategy(broken, 3, STEPS)
+    assert equal_bits(*run.replicas)
+    assert not equal_bits(run.result, oracle(3))

@@ -1,0 +1,209 @@
+"""FAST's Statement 1: every update delivered to everyone, whenever, and all replicas are equal, in every bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.arrays.ledger import GRID
+from flockstep.errors import ConfigurationError, Diverged
+from flockstep.strategies.broadcast import Broadcast
+from flockstep.testing.strategies import Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+
+COMPUTES = ["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)", "speeds(lognormal(0.05, 1), (1, 7, 2))"]
+NETWORKS = ["ideal", "1gbit", "link(300, 0.4)", "switch(1e4, 0.01, 400)", "two_tier(2, 1e4, 0, 150, 2)"]
+OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.05, momentum=0.9, nesterov=True)", "adam(lr=0.02)", "adagrad(lr=0.1)"]
+
+
+def all_updates(run):
+    """Every update once, in whole units of the grid: those that each worker sent to its first peer."""
+    n = len(run.replicas)
+    return [
+        np.rint(np.float64(sent.message.array) / GRID).astype(np.int64)
+        for rank in range(n)
+        for sent in run.sent("update", source=rank)
+        if sent.to == (0 if rank else 1)
+    ]
+
+
+def start_plus_all(run, start):
+    """w_0 + Σ of all updates in integers, which no order can change."""
+    units = np.rint(np.float64(start) / GRID).astype(np.int64)
+    return (sum(all_updates(run), units) * GRID).astype(start.dtype)
+
+
+@given(
+    n=st.integers(2, 5),
+    seed=st.integers(0, 10**6),
+    compute=st.sampled_from(COMPUTES),
+    network=st.sampled_from(NETWORKS),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dtype=st.sampled_from(["float32", "float64"]),
+)
+@settings(max_examples=200)
+def test_statement_1(n, seed, compute, network, optimizer, dtype):
+    job = small_job(optimizer, dtype)
+    run = run_strategy("broadcast", n, 6, job=job, seed=seed, compute=compute, network=network)
+    assert len(all_updates(run)) == 6 * n
+    assert equal_bits(*run.replicas, start_plus_all(run, Bench(job=job, seed=seed).start()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_alone_is_the_optimizer(optimizer):
+    bench = Bench(job=small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(15):
+        stepper.step(w, bench.gradient(0, w))
+    assert equal_bits(run_strategy("broadcast", 1, 15, job=small_job(optimizer)).result, w)
+
+
+def test_alone_is_plain_sgd():
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy("broadcast", 1, 15).result, w)
+
+
+def test_an_update_is_the_senders_step():
+    """With one step each: w_0 - eta Σ g_i(w_0), up to the grid."""
+    run, bench = run_strategy("broadcast", 4, 1), Bench(4)
+    w = bench.start()
+    expected = w - 0.1 * sum(bench.gradient(rank, w).astype(np.float64) for rank in range(4))
+    assert np.abs(run.result - expected).max() < 1e-7
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_each_step_sends_one_model_to_everyone_else(n):
+    run = run_strategy("broadcast", n, 15)
+    for books in run.totals.values():
+        assert books.sent == books.received == 15 * (n - 1) * 18 * 4
+        assert books.messages_sent == books.messages_received == 15 * (n - 1) + (n - 1)  # and farewells
+    assert set(run.deliveries().values()) <= {15}
+    assert len(run.deliveries()) == n * (n - 1)
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.01])
+def test_homogeneous_workers_follow_large_batch_sgd(lr):
+    """Without delay, with scale = 1/n: a round of everyone is one step of a batch of all, a step late at most."""
+    steps, job = round(2 / lr), bowl_job(f"sgd(lr={lr})")
+    options = {"steps": steps, "job": job, "compute": "constant(1)", "network": "ideal"}
+    large, near, sums = (run_strategy(s, 4, **options).result for s in ("all_reduce", "broadcast(0.25)", "broadcast"))
+    travelled = np.linalg.norm(large - Bench(job=job).start())
+    assert np.linalg.norm(near - large) < 2 * lr * travelled
+    assert np.linalg.norm(sums - large) > 0.3 * travelled  # the sum of updates is another thing
+
+
+def test_the_range_of_exact_sums_is_watched():
+    with pytest.raises(Diverged, match="lower the learning rate or the scale"):
+        run_strategy("broadcast(1e6)", 2, 20, job=bowl_job())
+
+
+@pytest.mark.parametrize("scale", [0, -1, float("nan")])
+def test_scale_is_positive(scale):
+    with pytest.raises(ConfigurationError, match="scale must be > 0, got"):
+        Broadcast(scale)
+
+
+class DropsOne(Watched):
+    """Negative control: the network loses the first update that worker 1 sends to worker 0."""
+
+    def send(self, to, message):
+        first = (message.tag, message.source, to, message.step) == ("update", 1, 0, 1)
+        self.note(Sent(self.now, to, message)) if first else super().send(to, message)
+
+
+class SendsTwice(Watched):
+    """Negative control: the network delivers one update twice."""
+
+    def send(self, to, message):
+        super().send(to, message)
+        if (message.tag, message.source, to, message.step) == ("update", 1, 0, 1):
+            super().send(to, message)
+
+
+@pytest.mark.parametrize("network", [DropsOne, SendsTwice])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lost_or_doubled_message_breaks_statement_1(network, seed):
+    run = run_strategy("broadcast", 3, 6, seed=seed, simulation=network)
+    assert not equal_bits(*run.replicas)
+    assert equal_bits(*run.replicas[1:])  # it is worker 0 that differs
+
+
+@dataclass(frozen=True)
+class PlainFloats(Broadcast):
+    """Negative control: replicas add updates as they come, without a ledger."""
+
+    async def worker(self, me):
+        while me.training:
+            for message in me.arrived("update"):
+                me.params += message.array
+            before = me.params.copy()
+            me.optimizer_step(await me.gradient())
+            me.send_all(me.peers, "update", me.params - before)
+
+    async def finish(self, me):
+        me.leave(peers=True)
+        async for message in me.messages():
+            if message.tag == "update":
+                me.params += message.array
+
+
+@dataclass(frozen=True)
+class ReceiverSteps(Broadcast):
+    """Negative control: gradients travel, and each receiver puts them through an optimiser of its own."""
+
+    async def worker(self, me):
+        while me.training:
+            for message in me.arrived("gradient"):
+                me.optimizer_step(message.array)
+            gradient = (await me.gradient()).copy()
+            me.optimizer_step(gradient)
+            me.send_all(me.peers, "gradient", gradient)
+
+    async def finish(self, me):
+        me.leave(peers=True)
+        async for message in me.messages():
+            if message.tag == "gradient":
+                me.optimizer_step(message.array)
+
+
+@dataclass(frozen=True)
+class ReceiverScales(PlainFloats):
+    """Negative control: the receiver scales by a learning rate that falls with its own clock."""
+
+    async def worker(self, me):
+        while me.training:
+            for message in me.arrived("update"):
+                me.params += message.array / me.params.dtype.type(1 + me.step)
+            before = me.params.copy()
+            me.optimizer_step(await me.gradient())
+            me.send_all(me.peers, "update", me.params - before)
+
+
+@pytest.mark.parametrize(
+    ("broken", "optimizer", "apart"),
+    [
+        (PlainFloats(), "sgd(lr=0.1)", 0.0),
+        (ReceiverSteps(), "sgd(lr=0.05, momentum=0.9)", 1e-3),
+        (ReceiverSteps(), "adam(lr=0.02)", 1e-3),
+        (ReceiverScales(), "sgd(lr=0.1)", 1e-3),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Broadcast) else str(value),
+)
+def test_another_rule_breaks_statement_1(broken, optimizer, apart):
+    for seed in range(3):
+        run = run_strategy(broken, 4, 12, job=small_job(optimizer), seed=seed)
+        assert not equal_bits(*run.replicas)
+        assert np.abs(run.replicas - run.replicas[0]).max() > apart
+
+
+def test_gradients_may_travel_where_the_optimizer_has_no_memory():
+    """What breaks above is the momentum: with plain SGD only rounding is left."""
+    run = run_strategy(ReceiverSteps(), 4, 12, job=small_job(dtype="float64"))
+    assert np.abs(run.replicas - run.replicas[0]).max() < 1e-14

@@ -1,0 +1,187 @@
+"""All-reduce: the order of the sum, equal bits on every rank, and what travels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.arrays.schema import slices
+from flockstep.collectives.base import Collective
+from flockstep.collectives.recursive_doubling import RecursiveDoubling
+from flockstep.collectives.ring import Ring
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
+
+WORKERS = range(1, 10)
+
+
+@dataclass(frozen=True)
+class SumOnly(Strategy):
+    """Replaces every replica by the sum of what `given` holds for each rank and step."""
+
+    collective: Collective = field(default_factory=Ring)
+    given: Any = None
+
+    @property
+    def traits(self):
+        return Traits(completeness=1, survives=False, results=("rank0",))
+
+    async def worker(self, me):
+        while me.training:
+            await me.gradient()
+            me.params[:] = self.given[me.rank, me.step - 1]
+            await self.collective.all_reduce(me, me.params)
+
+
+def arrays(n, size, steps=1, dtype="float32", seed=0):
+    return np.random.default_rng(seed).normal(size=(n, steps, size)).astype(dtype)
+
+
+def summed(collective, given, **options):
+    n, steps, size = given.shape
+    job = bowl_job(dimension=size, dtype=given.dtype.name)
+    return run_strategy(SumOnly(collective, given), n, steps, job=job, **options)
+
+
+def ring_sum(given):
+    """Chunk c is summed in the order c, c+1, …, c-1 of ranks."""
+    n, size = given.shape
+    total = np.empty_like(given[0])
+    for chunk, part in enumerate(slices(size, n)):
+        total[part] = given[chunk, part]
+        for hop in range(1, n):
+            total[part] += given[(chunk + hop) % n, part]
+    return total
+
+
+def doubling_sum(given):
+    """The last n - 2^k fold into the first; then sums of pairs, of pairs of pairs, and so on."""
+    power = 1 << (len(given).bit_length() - 1)
+    rows = [row.copy() for row in given[:power]]
+    for extra in range(power, len(given)):
+        rows[extra - power] += given[extra]
+    while len(rows) > 1:
+        half = len(rows) // 2  # the order in which pairs meet: neighbours first
+        rows = [rows[2 * i] + rows[2 * i + 1] for i in range(half)]
+    return rows[0]
+
+
+@pytest.mark.parametrize(
+    ("collective", "oracle"), [(Ring(), ring_sum), (RecursiveDoubling(), doubling_sum)], ids=["ring", "doubling"]
+)
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize("size", [1, 7, 18])
+def test_every_rank_gets_the_sum_in_the_documented_order(collective, oracle, n, size):
+    for dtype in ("float32", "float64"):
+        given = arrays(n, size, dtype=dtype)
+        run = summed(collective, given)
+        assert equal_bits(oracle(given[:, 0]), *run.replicas)
+        exact = [math.fsum(map(float, column)) for column in given[:, 0].T]
+        assert np.allclose(run.replicas[0], exact, rtol=0, atol=20 * np.finfo(dtype).eps)
+
+
+def test_the_two_orders_differ():
+    """So that equal bits above say something about the order."""
+    given = arrays(8, 18)
+    assert not equal_bits(ring_sum(given[:, 0]), doubling_sum(given[:, 0]))
+    assert not equal_bits(ring_sum(given[:, 0]), given[:, 0].sum(0))
+
+
+@given(
+    n=st.integers(2, 9),
+    seed=st.integers(0, 1000),
+    compute=st.sampled_from(["constant(0)", "pareto(0.05, 1.1)", "speeds(exponential(0.01), (1, 30))"]),
+    network=st.sampled_from(["ideal", "link(1000, 0.01)", "switch(1e4, 0, 500)", "two_tier(2, 1e4, 0, 100, 1)"]),
+    ring=st.booleans(),
+)
+@settings(max_examples=60)
+def test_no_delay_confuses_one_round_with_the_next(n, seed, compute, network, ring):
+    given = arrays(n, 5, steps=4, seed=seed)
+    collective, oracle = (Ring(), ring_sum) if ring else (RecursiveDoubling(), doubling_sum)
+    run = summed(collective, given, compute=compute, network=network, seed=seed)
+    assert equal_bits(oracle(given[:, -1]), *run.replicas)
+
+
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize("size", [1, 7, 18, 64])
+def test_ring_sends_twice_n_less_one_messages_and_that_many_models_over_all(n, size):
+    run = summed(Ring(), arrays(n, size))
+    nodes = list(run.totals.values())
+    assert [node.messages_sent for node in nodes] == [2 * (n - 1)] * n
+    assert sum(node.sent for node in nodes) == 2 * (n - 1) * size * 4
+    chunks = [part.stop - part.start for part in slices(size, n)]
+    spared = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in range(n)]
+    assert [node.sent for node in nodes] == [(2 * size - s) * 4 if n > 1 else 0 for s in spared]
+    assert [node.received for node in nodes] == [node.sent for node in nodes[-1:] + nodes[:-1]]
+
+
+@pytest.mark.parametrize("n", WORKERS)
+def test_recursive_doubling_sends_the_whole_array_in_each_round(n):
+    run = summed(RecursiveDoubling(), arrays(n, 18))
+    rounds = n.bit_length() - 1
+    power, folded = 1 << rounds, n - (1 << rounds)
+    expected = [1 if rank >= power else rounds + (rank < folded) for rank in range(n)]
+    assert [node.messages_sent for node in run.totals.values()] == expected
+    assert [node.sent for node in run.totals.values()] == [messages * 18 * 4 for messages in expected]
+
+
+@pytest.mark.parametrize("n", WORKERS)
+def test_rounds_are_what_latency_counts(n):
+    """On a network of latency 1 and no other cost, a round takes a second."""
+    times = {
+        c: summed(c, arrays(n, 18), compute="constant(0)", network="link(1e30, 1)").seconds
+        for c in (Ring(), RecursiveDoubling())
+    }
+    assert times[Ring()] == pytest.approx(2 * (n - 1))
+    rounds = n.bit_length() - 1
+    folds = n > 1 << rounds  # one round before the others and one after, partly at the same time as they
+    assert rounds + folds <= times[RecursiveDoubling()] + 1e-9 <= rounds + 2 * folds + 2e-9
+
+
+@dataclass(frozen=True)
+class OneHopShort(Ring):
+    """Negative control: the last chunk of the second phase is not passed on."""
+
+    async def all_reduce(self, me, array):
+        n, rank = me.workers, me.rank
+        left, right = (rank - 1) % n, (rank + 1) % n
+        chunks = [array[part] for part in slices(len(array), n)]
+        for hop in range(n - 1):
+            me.send(right, "reduce", chunks[(rank - hop) % n])
+            chunks[(rank - hop - 1) % n] += (await me.receive("reduce", left)).array
+        for hop in range(n - 2):
+            me.send(right, "gather", chunks[(rank - hop + 1) % n])
+            chunks[(rank - hop) % n][:] = (await me.receive("gather", left)).array
+
+
+@dataclass(frozen=True)
+class OwnFirst(Collective):
+    """Negative control: everyone sends everything and adds it to its own."""
+
+    async def all_reduce(self, me, array):
+        me.send_all(me.peers, "array", array)
+        for peer in me.peers:
+            array += (await me.receive("array", peer)).array
+
+
+@dataclass(frozen=True)
+class AnyOrder(RecursiveDoubling):
+    """Negative control: takes whatever message comes first for that of its partner."""
+
+    async def all_reduce(self, me, array):
+        for distance in (1, 2):
+            me.send(me.rank ^ distance, "double", array)
+            array += (await me.receive("double")).array
+
+
+@pytest.mark.parametrize("broken", [OneHopShort(), OwnFirst(), AnyOrder()], ids=lambda c: type(c).__name__)
+def test_the_checks_above_notice_a_broken_collective(broken):
+    given = arrays(4, 18, steps=3)
+    run = summed(broken, given, compute="speeds(exponential(0.01), (1, 1, 20, 40))")
+    assert not equal_bits(*run.replicas)

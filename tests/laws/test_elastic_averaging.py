@@ -1,0 +1,227 @@
+"""Elastic averaging against plain numpy: elastic symmetry, and when it is stable."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import pytest
+
+from flockstep.messages import MASTER
+from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.strategies.elastic_averaging import ElasticAveraging
+from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+
+STILL = bowl_job("sgd(lr=0)")
+
+
+def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
+    """Replicas and centre where messages take no time: exchanges happen one after the other."""
+    bench = Bench(n, small_job(optimizer))
+    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    steppers = [bench.stepper(replica) for replica in w]
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    due = [(0.0, rank, 0) for rank in range(n)]
+    while due:
+        t, rank, step = heapq.heappop(due)
+        if step > 0:
+            steppers[rank].step(w[rank], g[rank])
+        if step < steps:
+            if step % period == 0:
+                delta = np.float32(alpha) * (w[rank] - centre)
+                w[rank] -= delta
+                centre += delta
+            g[rank] = bench.gradient(rank, w[rank])
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+    return w, centre
+
+
+@pytest.mark.parametrize(("n", "period", "alpha"), [(1, 1, 0.5), (1, 4, 0.1), (3, 1, 0.3), (4, 3, 0.225)])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9, nesterov=True)"])
+def test_equals_the_oracle(n, period, alpha, optimizer):
+    job = small_job(optimizer)
+    run = run_strategy(f"easgd({period}, {alpha})", n, 15, job=job, network="ideal")
+    replicas, centre = oracle(n, period, alpha, 15, optimizer)
+    assert equal_bits(run.result, run.server, centre)
+    assert all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
+
+
+@pytest.mark.parametrize("period", [1, 4, 30])
+def test_without_elasticity_everyone_trains_alone(period):
+    run = run_strategy(f"easgd({period}, 0)", 3, 15)
+    bench = Bench(3)
+    for rank, replica in enumerate(run.replicas):
+        w = bench.start()
+        for _ in range(15):
+            w -= np.float32(0.1) * bench.gradient(rank, w)
+        assert equal_bits(replica, w)
+    assert equal_bits(run.server, bench.start())
+
+
+@pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (21, 5), (3, 10)])
+def test_each_exchange_moves_two_models(steps, period):
+    run = run_strategy(f"easgd({period})", 3, steps)
+    exchanges = -(-steps // period)
+    for rank in range(3):
+        books = run.totals[rank]
+        assert (books.sent, books.received) == (exchanges * 18 * 4, exchanges * 18 * 4)
+        assert (books.messages_sent, books.messages_received) == (2 * exchanges + 1, exchanges)
+    assert run.totals[MASTER].sent == run.totals[MASTER].received == 3 * exchanges * 18 * 4
+    assert run.nodes[MASTER].version == 3 * exchanges
+
+
+def kept(strategy, start, job=STILL, **options):
+    """What the sum of all replicas and the centre (0 at first) has become, less what it was, in float64."""
+    run = run_strategy(strategy, len(start), 12, job=job, replicas=start, **options)
+    assert not equal_bits(run.replicas, start)
+    return run.replicas.sum(0, dtype=np.float64) + run.server - start.sum(0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_exchanges_conserve_the_sum_of_replicas_and_centre(n, network):
+    start = np.random.default_rng(0).normal(size=(n, 8))
+    assert np.abs(kept("easgd(1, 0.3)", start, network=network)).max() < 1e-14
+    single = bowl_job("sgd(lr=0)", dtype="float32")
+    assert np.abs(kept("easgd(1, 0.3)", start.astype(np.float32), single, network=network)).max() < 1e-5
+    # Halves of whole numbers are exact until the 53 bits are used up.
+    whole = np.random.default_rng(0).integers(-8, 8, (n, 8)) * 1.0
+    assert not kept("easgd(4, 0.5)", whole, network=network).any()
+
+
+def test_what_the_worker_gives_is_what_the_centre_gets():
+    start = np.random.default_rng(0).normal(size=(1, 8))
+    run = run_strategy("easgd(1, 0.3)", 1, 1, job=STILL, replicas=start)
+    (push,) = run.sent("push")
+    assert np.array_equal(run.server, push.message.array)
+    assert np.array_equal(run.replicas[0], start[0] - push.message.array)
+
+
+def test_the_optimum_is_a_fixed_point():
+    job = bowl_job("sgd(lr=0.5)", noise=0, start=1)
+    run = run_strategy("easgd(2, 0.4)", 3, 20, job=job)
+    assert (run.replicas == 1).all()
+    assert (run.server == 1).all()
+
+
+@dataclass(frozen=True)
+class OneSided(ElasticAveraging):
+    """Negative control: the workers are drawn to the centre and do not draw it."""
+
+    async def master(self, me):
+        async for message in me.messages():
+            if message.tag == "pull":
+                me.reply(message, me.params)
+
+
+@dataclass(frozen=True)
+class Unequal(ElasticAveraging):
+    """Negative control: the centre moves by beta = alpha / 2."""
+
+    async def master(self, me):
+        async for message in me.messages():
+            match message.tag:
+                case "pull":
+                    me.reply(message, me.params)
+                case "push":
+                    me.params += message.array / 2
+
+
+@pytest.mark.parametrize("broken", [OneSided(1, 0.3), Unequal(1, 0.3)], ids=lambda s: type(s).__name__)
+def test_the_sum_notices_a_broken_symmetry(broken):
+    start = np.random.default_rng(0).normal(size=(3, 8))
+    assert np.abs(kept(broken, start)).max() > 0.1
+
+
+@dataclass(frozen=True)
+class GradientFirst(ElasticAveraging):
+    """The paper's own order: the gradient is that of the point before the exchange."""
+
+    async def worker(self, me):
+        while me.training:
+            gradient = await me.gradient()
+            if (me.step - 1) % self.period == 0:
+                delta = self.alpha * (me.params - await me.request(MASTER, "pull"))
+                me.params -= delta
+                me.send(MASTER, "push", delta)
+            me.optimizer_step(gradient)
+
+
+@dataclass(frozen=True)
+class InTurn(Constant):
+    """Everyone takes a second; worker r begins r / 16 late."""
+
+    def stream(self, seed, rank):
+        yield self.mean * (1 + rank / 16)
+        yield from repeat(self.mean)
+
+
+def turn(n, eta, alpha, gradient_first):
+    """What one round-robin of n workers does to (w_0, …, w_n-1, centre) on the quadratic w² / 2."""
+    whole = np.eye(n + 1)
+    for rank in range(n):
+        exchange, step = np.eye(n + 1), np.eye(n + 1)
+        exchange[rank, [rank, n]] = 1 - alpha, alpha
+        exchange[n, [rank, n]] = alpha, 1 - alpha
+        if gradient_first:
+            exchange[rank, rank] -= eta
+        else:
+            step[rank, rank] = 1 - eta
+        whole = step @ exchange @ whole
+    return whole
+
+
+def radius(*args):
+    return np.abs(np.linalg.eigvals(turn(*args))).max()
+
+
+def distances(strategy, n, eta, steps):
+    """Distances of all replicas and of the centre from the optimum at the end, from a start near 1."""
+    job = bowl_job(f"sgd(lr={eta})", dimension=1, noise=0)
+    run = run_strategy(strategy, n, steps, job=job, compute=InTurn(1.0), network="ideal")
+    return np.array([*run.replicas[:, 0], run.server[0]]) - 1
+
+
+@pytest.mark.parametrize(("eta", "bound"), [(0.1, 0.974), (0.5, 0.857), (1, 0.667), (1.5, 0.4), (1.9, 0.095)])
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_the_published_bound_is_that_of_the_papers_order(eta, bound, n):
+    limit = (4 - 2 * eta) / (4 - eta)
+    assert limit == pytest.approx(bound, abs=1e-3)
+    assert radius(n, eta, 0.99 * limit, True) < 1 < radius(n, eta, 1.01 * limit, True)
+
+
+@pytest.mark.parametrize(("eta", "alpha"), [(1.5, 0.4), (1.9, 0.2 / 2.1)])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_papers_order_diverges_just_above_the_bound(eta, alpha, n):
+    below = distances(GradientFirst(1, 0.95 * alpha), n, eta, 600)
+    above = distances(GradientFirst(1, 1.05 * alpha), n, eta, 600)
+    assert np.abs(below).max() < 0.1
+    assert np.abs(above).max() > 10
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_our_order_is_stable_in_the_whole_range(n):
+    for eta in np.linspace(0.05, 1.99, 30):
+        for alpha in np.linspace(0.01, 0.5, 20):
+            assert radius(n, eta, alpha, False) < 1
+    assert radius(n, 2.5, 0.01, False) > 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_our_order_converges_where_the_papers_does_not_and_diverges_beyond_two(n):
+    assert np.abs(distances(ElasticAveraging(1, 0.42), n, 1.5, 300)).max() < 1e-6
+    assert np.abs(distances(ElasticAveraging(1, 0.1), n, 2.5, 300)).max() > 1e6
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("eta", [0.5, 1.5])
+def test_the_matrices_are_those_of_the_strategies(n, eta):
+    """Ours exchanges first: worker 0's exchange, which changes nothing at the common start, is over at time 0."""
+    start, steps = -np.ones(n + 1), 12
+    ours = distances(ElasticAveraging(1, 0.3), n, eta, steps)
+    papers = distances(GradientFirst(1, 0.3), n, eta, steps)
+    matrix = np.linalg.matrix_power
+    assert np.allclose(papers, matrix(turn(n, eta, 0.3, True), steps) @ start, rtol=1e-10, atol=1e-12)
+    assert np.allclose(ours, matrix(turn(n, eta, 0.3, False), steps) @ start, rtol=1e-10, atol=1e-12)

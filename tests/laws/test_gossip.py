@@ -1,0 +1,240 @@
+"""Gossip against plain numpy: exact mass, the mean that it keeps, and how often it speaks."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.records.events import Update
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.gossip import TOTAL_MASS, Gossip
+from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+
+STILL = bowl_job("sgd(lr=0)")
+
+
+def mixed(w, mass, other, weight):
+    """The average by mass, in the strategy's order of operations."""
+    total = mass + weight
+    return w * w.dtype.type(mass / total) + w.dtype.type(weight / total) * other
+
+
+def oracle(n, p, steps, seed=0):
+    """GoSGD's loop (receive, step, perhaps send) where messages take no time."""
+    bench = Bench(n, small_job(), seed)
+    random = [np.random.default_rng(np.random.SeedSequence((seed, 0x5747, rank + (1 << 31)))) for rank in range(n)]
+    w, mass = [bench.start() for _ in range(n)], [2**60 // n + (rank < 2**60 % n) for rank in range(n)]
+    inbox, durations = defaultdict(list), [ComputeModel.parse(COMPUTE).stream(seed, rank) for rank in range(n)]
+    due = [(next(durations[rank]), rank, 1) for rank in range(n)]
+    heapq.heapify(due)
+    while due:
+        t, rank, step = heapq.heappop(due)
+        w[rank] -= np.float32(0.1) * bench.gradient(rank, w[rank])
+        if n > 1 and random[rank].random() < p:
+            half = mass[rank] // 2
+            mass[rank] -= half
+            peer = int(random[rank].choice([r for r in range(n) if r != rank]))
+            inbox[peer].append((w[rank].copy(), half))
+        if step < steps:
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+        for listener in [rank] if due else range(n):
+            for other, weight in inbox.pop(listener, []):
+                w[listener] = mixed(w[listener], mass[listener], other, weight)
+                mass[listener] += weight
+    return w, mass
+
+
+class Weighed(Watched):
+    """Adds up all masses, those in flight included, whenever one is sent or absorbed."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.flying = defaultdict(deque)
+        self.totals = []
+
+    def weigh(self):
+        held = sum(seat.node.state.mass for seat in self.seats.values())
+        self.totals.append(held + sum(map(sum, self.flying.values())))
+
+    def send(self, to, message):
+        if message.tag == "model" and message.note["mass"]:
+            self.flying[message.source, to].append(message.note["mass"])
+            self.weigh()
+        super().send(to, message)
+
+    def note(self, event):
+        super().note(event)
+        if isinstance(event, Update):
+            self.flying[event.source, event.node].popleft()
+            self.weigh()
+
+
+@pytest.mark.parametrize("p", [0, 0.3, 1])
+def test_alone_is_plain_sgd(p):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"gossip({p})", 1, 15).result, w)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_equals_the_oracle(n, p, seed):
+    run = run_strategy(f"gossip({p})", n, 15, seed=seed, network="ideal")
+    replicas, masses = oracle(n, p, 15, seed)
+    assert [run.nodes[rank].state.mass for rank in range(n)] == masses
+    assert all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
+
+
+@given(
+    n=st.integers(2, 7),
+    p=st.sampled_from([0.05, 0.3, 1.0]),
+    seed=st.integers(0, 10**6),
+    compute=st.sampled_from(["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)"]),
+    network=st.sampled_from(["ideal", "1gbit", "link(500, 0.3)"]),
+)
+@settings(max_examples=40)
+def test_the_mass_is_exact_at_every_moment(n, p, seed, compute, network):
+    run = run_strategy(f"gossip({p})", n, 10, seed=seed, compute=compute, network=network, simulation=Weighed)
+    assert set(run.simulation.totals) <= {TOTAL_MASS}
+    assert sum(run.nodes[rank].state.mass for rank in range(n)) == TOTAL_MASS
+    assert not any(run.simulation.flying.values())
+
+
+def test_the_mass_is_exact_in_a_long_run():
+    run = run_strategy("gossip(1)", 4, 1000, compute="pareto(0.05, 1.5)", simulation=Weighed)
+    assert len(run.simulation.totals) > 7000
+    assert set(run.simulation.totals) == {TOTAL_MASS}
+
+
+def weighted_mean(run):
+    """The mean by mass of the replicas; nothing is in flight at the end."""
+    mass = np.array([run.nodes[rank].state.mass for rank in range(len(run.replicas))], np.float64) / TOTAL_MASS
+    return mass @ run.replicas
+
+
+@pytest.mark.parametrize("p", [0.1, 1])
+@pytest.mark.parametrize("network", ["ideal", "link(500, 0.3)"])
+def test_without_gradients_the_mean_by_mass_stays(p, network):
+    for seed in range(5):
+        start = np.random.default_rng(seed).normal(size=(5, 8))
+        run = run_strategy(f"gossip({p})", 5, 30, job=STILL, seed=seed, network=network, replicas=start)
+        assert np.abs(weighted_mean(run) - start.mean(0)).max() < 1e-14
+        assert not equal_bits(run.replicas, start)
+
+
+def test_without_gradients_all_agree_in_the_end():
+    start = np.random.default_rng(0).normal(size=(5, 8))
+    spread = [
+        run_strategy("gossip(0.5)", 5, steps, job=STILL, replicas=start).replicas.std(axis=0).max()
+        for steps in (10, 50, 200)
+    ]
+    assert spread[0] > 10 * spread[1] > 1000 * spread[2]
+
+
+@pytest.mark.parametrize("p", [0, 0.1, 0.4, 1])
+def test_a_worker_sends_one_model_with_probability_p(p):
+    n, steps = 5, 200
+    run = run_strategy(f"gossip({p})", n, steps)
+    count = len(run.sent("model"))
+    assert abs(count - p * n * steps) <= 5 * np.sqrt(n * steps * p * (1 - p))
+    assert sum(run.totals[rank].sent for rank in range(n)) == count * 18 * 4
+    farewells = n * (n - 1)
+    assert sum(run.totals[rank].messages_sent for rank in range(n)) == count + farewells
+    receivers = {(sent.message.source, sent.to) for sent in run.sent("model")}
+    assert not any(source == to for source, to in receivers)
+    assert len(receivers) == (n * (n - 1) if p else 0)
+
+
+@dataclass(frozen=True)
+class FloatMass(Gossip):
+    """Negative control: mass in float64, divided by three so that it is no power of two for long."""
+
+    def worker_state(self, me):
+        state = super().worker_state(me)
+        state.mass = 1 / me.workers
+        return state
+
+    async def worker(self, me):
+        state = me.state
+        while me.training:
+            for message in me.arrived("model"):
+                state.mass += message.note["mass"]
+                me.record_update(message.source)
+            await me.gradient()
+            part = state.mass / 3
+            state.mass -= part
+            me.send(int(me.random.choice(me.peers)), "model", me.params, {"mass": part})
+
+    async def finish(self, me):
+        me.leave(peers=True)
+        async for message in me.messages():
+            if message.tag == "model":
+                me.state.mass += message.note["mass"]
+                me.record_update(message.source)
+
+
+def test_float_mass_drifts():
+    run = run_strategy(FloatMass(1), 5, 60, simulation=Weighed)
+    assert len(set(run.simulation.totals)) > 1
+    assert run.simulation.totals == pytest.approx([1] * len(run.simulation.totals), abs=1e-12)
+
+
+@dataclass(frozen=True)
+class KeepsItsMass(Gossip):
+    """Negative control: sends half of its mass and keeps all of it."""
+
+    async def worker(self, me):
+        send = me.send
+
+        def cheat(to, tag, array, note):
+            me.state.mass += note["mass"]
+            send(to, tag, array, note)
+
+        me.send = cheat
+        await super().worker(me)
+
+
+@dataclass(frozen=True)
+class EqualWeights(Gossip):
+    """Negative control: rows sum to one, columns do not: the receiver averages half and half whatever the mass."""
+
+    async def worker(self, me):
+        while me.training:
+            for message in me.arrived("model"):
+                me.params += (message.array - me.params) / 2
+            me.optimizer_step(await me.gradient())
+            me.send(int(me.random.choice(me.peers)), "model", me.params, {"mass": 0})
+
+
+def test_the_mass_notices_a_cheat():
+    run = run_strategy(KeepsItsMass(0.5), 4, 20, simulation=Weighed)
+    assert max(run.simulation.totals) > TOTAL_MASS
+
+
+@pytest.mark.parametrize("broken", [KeepsItsMass(0.5), EqualWeights(1)], ids=lambda s: type(s).__name__)
+def test_the_mean_notices_wrong_weights(broken):
+    start = np.random.default_rng(0).normal(size=(5, 8))
+    run = run_strategy(broken, 5, 30, job=STILL, replicas=start)
+    total = sum(run.nodes[rank].state.mass for rank in range(5)) / TOTAL_MASS
+    assert np.abs(weighted_mean(run) / total - start.mean(0)).max() > 0.01
+
+
+def test_a_lost_message_loses_mass():
+    class Lossy(Weighed):
+        def send(self, to, message):
+            if message.tag != "model" or any(isinstance(e, Sent) and e.message.tag == "model" for e in self.log):
+                super().send(to, message)
+            else:
+                self.note(Sent(self.now, to, message))
+
+    run = run_strategy("gossip(0.5)", 4, 20, simulation=Lossy)
+    assert sum(run.nodes[rank].state.mass for rank in range(4)) < TOTAL_MASS

@@ -1,0 +1,100 @@
+"""Sums that do not depend on the order: the grid, and the range in which additions on it are exact."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flockstep.arrays.ledger import GRID, LIMIT, Ledger, on_grid
+from flockstep.errors import Diverged
+
+SIZES = st.integers(1, 6)
+
+
+def updates(dtype, largest):
+    width = np.dtype(dtype).itemsize * 8
+    elements = st.floats(-largest, largest, width=width, allow_nan=False)
+    return hnp.arrays(dtype, (8, 4), elements=elements)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@given(data=st.data())
+def test_rounding_to_the_grid_is_exact_in_every_dtype(dtype, data):
+    given_ = data.draw(updates(dtype, 512.0))
+    rounded = on_grid(given_)
+    assert rounded.dtype == given_.dtype
+    for value, nearest in zip(given_.ravel().tolist(), rounded.ravel().tolist(), strict=True):
+        assert (Fraction(nearest) / Fraction(GRID)).denominator == 1  # the value itself lies on the grid
+        assert abs(Fraction(nearest) - Fraction(value)) <= Fraction(GRID) / 2
+    assert on_grid(rounded).tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@given(data=st.data())
+def test_any_order_gives_the_same_bits_and_the_exact_sum(dtype, data):
+    start, rows = np.arange(4).astype(dtype) / 3, on_grid(data.draw(updates(dtype, 512.0)))
+    order = data.draw(st.permutations(range(8)))
+    results = []
+    for indices in (range(8), order):
+        ledger, out = Ledger(start), np.empty_like(start)
+        for index in indices:
+            ledger.add(rows[index])
+        ledger.write(out)
+        results.append((ledger.total.tobytes(), out.tobytes()))
+    assert results[0] == results[1]
+    whole = [
+        sum((Fraction(float(row[k])) for row in rows), Fraction(float(on_grid(start.astype("f8"))[k])))
+        for k in range(4)
+    ]
+    assert [Fraction(total) for total in ledger.total.tolist()] == whole
+    assert out.tolist() == np.array([float(total) for total in whole]).astype(dtype).tolist()
+
+
+def test_plain_floats_depend_on_the_order():
+    """Negative control: why there is a ledger at all."""
+    rows = np.random.default_rng(0).normal(size=(200, 50)).astype(np.float32)
+    forward, backward = np.zeros(50, np.float32), np.zeros(50, np.float32)
+    for one, other in zip(rows, rows[::-1], strict=True):
+        forward += one
+        backward += other
+    assert forward.tobytes() != backward.tobytes()
+
+
+def test_float64_off_the_grid_depends_on_the_order():
+    """Negative control: double precision alone is not enough."""
+    rows = np.random.default_rng(0).normal(size=(200, 50))
+    results = []
+    for order in (rows, rows[::-1]):
+        ledger = Ledger(np.zeros(50))
+        for row in order:
+            ledger.add(row)
+        results.append(ledger.total.tobytes())
+    assert results[0] != results[1]
+
+
+def test_the_range_ends_where_exactness_does():
+    largest = LIMIT - GRID
+    assert largest < LIMIT
+    assert LIMIT + GRID / 2 == LIMIT  # beyond it neighbours on the grid can no longer be told apart, one doubling on
+    assert 2 * LIMIT + GRID == 2 * LIMIT
+
+
+@pytest.mark.parametrize("total", [LIMIT, -LIMIT, 1e300, np.inf, np.nan])
+def test_leaving_the_range_is_an_error(total):
+    ledger, params = Ledger(np.zeros(3)), np.zeros(3)
+    ledger.add(np.array([0, total, 0]))
+    with pytest.raises(Diverged, match=r"not below 8192 in magnitude; lower the learning rate"):
+        ledger.write(params)
+
+
+def test_the_range_itself_is_fine():
+    ledger, params = Ledger(np.zeros(3)), np.zeros(3)
+    ledger.add(np.array([0, LIMIT - GRID, GRID - LIMIT]))
+    ledger.write(params)
+    assert params.tolist() == [0, LIMIT - GRID, GRID - LIMIT]
+    Ledger(np.zeros(0)).write(np.zeros(0))

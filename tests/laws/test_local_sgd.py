@@ -1,0 +1,113 @@
+"""Local SGD against plain numpy: rounds, what an average keeps, and when it is synchronous SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import slices
+from flockstep.records.events import Snapshot
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+
+
+def oracle(n, period, steps, optimizer="sgd(lr=0.1)"):
+    """n models that step on their own; every `period` steps each becomes the mean, summed in the ring's order."""
+    bench = Bench(n, small_job(optimizer))
+    w = [bench.start() for _ in range(n)]
+    steppers = [bench.stepper(replica) for replica in w]
+    for step in range(1, steps + 1):
+        for rank in range(n):
+            steppers[rank].step(w[rank], bench.gradient(rank, w[rank]))
+        if step % period == 0:
+            mean = np.empty_like(w[0])
+            for chunk, part in enumerate(slices(len(mean), n)):
+                mean[part] = w[chunk][part]
+                for hop in range(1, n):
+                    mean[part] += w[(chunk + hop) % n][part]
+            for replica in w:
+                replica[:] = mean / np.float32(n)
+    return w
+
+
+@pytest.mark.parametrize("period", [1, 4, 100])
+def test_alone_is_plain_sgd(period):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"local_sgd({period})", 1, 15).result, w)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+@pytest.mark.parametrize(("n", "period", "steps"), [(2, 1, 7), (3, 4, 17), (4, 5, 20), (4, 30, 20)])
+def test_equals_the_oracle(optimizer, n, period, steps):
+    run = run_strategy(f"local_sgd({period})", n, steps, job=small_job(optimizer))
+    for replica, expected in zip(run.replicas, oracle(n, period, steps, optimizer), strict=True):
+        assert equal_bits(replica, expected)
+
+
+@pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (19, 5), (4, 5), (21, 10)])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_rounds_are_the_whole_periods(steps, period, n):
+    run = run_strategy(f"local_sgd({period})", n, steps)
+    rounds = steps // period
+    assert {books.messages_sent for books in run.totals.values()} == {rounds * 2 * (n - 1)}
+    assert sum(books.sent for books in run.totals.values()) == rounds * 2 * (n - 1) * 18 * 4
+    assert set(run.deliveries().values()) == ({rounds * period} if rounds else set())
+
+
+@pytest.mark.parametrize("collective", ["ring", "recursive_doubling"])
+def test_replicas_are_equal_after_an_average_and_apart_before(collective):
+    run = run_strategy(f"local_sgd(4, {collective})", 4, 12, evaluate_every=1)
+    divergence = [snapshot.divergence for snapshot in run.of(Snapshot)]
+    assert [step for step, apart in enumerate(divergence) if apart == 0] == [0, 4, 8, 12]
+    assert not equal_bits(*run_strategy("local_sgd(4)", 4, 13).replicas)
+
+
+def test_an_average_keeps_the_mean():
+    job = bowl_job("sgd(lr=0)")
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy("local_sgd(3)", 4, 9, job=job, replicas=start)
+    assert equal_bits(*run.replicas)
+    assert np.allclose(run.replicas[0], start.mean(0), rtol=0, atol=1e-15)
+    whole = np.random.default_rng(0).integers(-8, 8, (4, 8)) * 4.0  # sums and quarters of these are exact
+    run = run_strategy("local_sgd(3)", 4, 9, job=job, replicas=whole)
+    assert np.array_equal(run.replicas[0], whole.mean(0))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_averaging_every_step_is_synchronous_sgd(momentum):
+    """The mean of linear updates is the update of the mean, heavy-ball momentum that stays local included."""
+    for dtype, tolerance in (("float32", 1e-6), ("float64", 1e-13)):
+        job = small_job(f"sgd(lr=0.1, momentum={momentum})", dtype)
+        one, other = (run_strategy(text, 4, 20, job=job).result for text in ("local_sgd(1)", "all_reduce"))
+        assert np.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_averaging_every_step_is_not_synchronous_adam():
+    """Negative control: Adam is not linear in the gradient."""
+    job = small_job("adam(lr=0.02)", "float64")
+    one, other = (run_strategy(text, 4, 20, job=job).result for text in ("local_sgd(1)", "all_reduce"))
+    assert np.abs(one - other).max() > 1e-3
+
+
+@dataclass(frozen=True)
+class TakesOne(LocalSGD):
+    """Negative control: everyone takes the parameters of worker 0, so the mean is lost."""
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            if me.step % self.period == 0:
+                me.params *= me.rank == 0
+                await self.collective.all_reduce(me, me.params)
+
+
+def test_the_mean_notices_another_rule():
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy(TakesOne(3), 4, 9, job=bowl_job("sgd(lr=0)"), replicas=start)
+    assert equal_bits(*run.replicas)
+    assert np.abs(run.replicas[0] - start.mean(0)).max() > 0.1

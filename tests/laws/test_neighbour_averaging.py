@@ -1,0 +1,190 @@
+"""Neighbour averaging against plain numpy: the mean that it keeps, how fast replicas agree, and overlap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data
+from flockstep.strategies.neighbour_averaging import NeighbourAveraging
+from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.topologies.base import Topology, spectral_gap
+from flockstep.topologies.ring import RingGraph
+
+STILL = bowl_job("sgd(lr=0)")
+
+
+def oracle(topology, n, steps, optimizer="sgd(lr=0.1)"):
+    """w_i ← Σ_j W_ij w_j, in order of rank, then a step with the gradient at the old w_i."""
+    bench = Bench(n, small_job(optimizer))
+    weights = topology.weights(n).astype(np.float32)
+    w = [bench.start() for _ in range(n)]
+    steppers = [bench.stepper(replica) for replica in w]
+    for _ in range(steps):
+        g = [bench.gradient(rank, w[rank]) for rank in range(n)]
+        old = [replica.copy() for replica in w]
+        for i in range(n):
+            w[i][:] = -0.0
+            for j in range(n):
+                if weights[i, j]:
+                    w[i] += weights[i, j] * old[j]
+            steppers[i].step(w[i], g[i])
+    return w
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
+def test_alone_is_plain_sgd(topology):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"dpsgd({topology})", 1, 15).result, w)
+
+
+def test_alone_keeps_even_the_sign_of_zero():
+    below = Data(-np.ones((9, 8)), np.zeros(9), -np.ones((1, 8)), np.zeros(1))
+    job = replace(bowl_job("sgd(lr=0)", start=-0.0), data=lambda: below)
+    run = run_strategy("dpsgd", 1, 3, job=job)
+    assert np.signbit(run.replicas).all()
+    assert np.signbit(run.result).all()
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
+@pytest.mark.parametrize("n", [2, 4, 6])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+def test_equals_the_oracle(topology, n, optimizer):
+    run = run_strategy(f"dpsgd({topology})", n, 12, job=small_job(optimizer))
+    expected = oracle(Topology.parse(topology), n, 12, optimizer)
+    assert all(equal_bits(one, other) for one, other in zip(run.replicas, expected, strict=True))
+
+
+@pytest.mark.parametrize("compute", ["constant(0)", "pareto(0.1, 1.1)", "speeds(exponential(0.1), (1, 9))"])
+@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.5)", "two_tier(2, 1e4, 0, 100, 1)"])
+def test_time_changes_no_bit(compute, network):
+    run = run_strategy("dpsgd", 5, 12, compute=compute, network=network)
+    assert all(equal_bits(*pair) for pair in zip(run.replicas, oracle(RingGraph(), 5, 12), strict=True))
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete", "torus"])
+def test_the_mean_moves_by_the_mean_gradient(topology):
+    """From anywhere: mean(w) ← mean(w) - eta mean(g_i(w_i))."""
+    start, bench = np.random.default_rng(0).normal(size=(4, 8)), Bench(4, bowl_job())
+    run = run_strategy(f"dpsgd({topology})", 4, 1, job=bowl_job(), replicas=start)
+    gradients = [bench.gradient(rank, start[rank]) for rank in range(4)]
+    moved = start.mean(0) - 0.1 * np.mean(gradients, axis=0)
+    assert np.abs(run.replicas.mean(0) - moved).max() < 1e-15
+    assert np.abs(run.replicas - moved).max() > 0.1
+
+
+def test_dyadic_weights_keep_the_mean_exactly():
+    start = np.random.default_rng(0).integers(-8, 8, (4, 8)) * 1.0
+    run = run_strategy("dpsgd(complete)", 4, 5, job=STILL, replicas=start)
+    assert (run.replicas == start.mean(0)).all()
+
+
+def test_the_mean_of_a_whole_run_is_that_of_synchronous_sgd_where_gradients_are_linear():
+    for topology in ("ring", "complete"):
+        run = run_strategy(f"dpsgd({topology})", 6, 20, job=bowl_job())
+        synchronous = run_strategy("all_reduce", 6, 20, job=bowl_job())
+        assert np.abs(run.replicas.mean(0) - synchronous.result).max() < 1e-13
+        assert np.abs(run.replicas - synchronous.result).max() > 0.01
+
+
+def spread(n, steps, topology="ring"):
+    start = np.random.default_rng(0).normal(size=(n, 8))
+    replicas = run_strategy(f"dpsgd({topology})", n, steps, job=STILL, replicas=start).replicas
+    return np.linalg.norm(replicas - start.mean(0))
+
+
+@pytest.mark.parametrize(("n", "begin", "end"), [(4, 2, 12), (8, 25, 45), (16, 60, 90)])
+def test_without_gradients_disagreement_shrinks_at_the_rate_of_the_ring(n, begin, end):
+    rho = 1 / 3 + 2 / 3 * np.cos(2 * np.pi / n)
+    assert rho == pytest.approx({4: 0.333, 8: 0.8047, 16: 0.9493}[n], abs=5e-4)
+    measured = (spread(n, end) / spread(n, begin)) ** (1 / (end - begin))
+    assert measured == pytest.approx(rho, rel=0.01)
+
+
+@pytest.mark.parametrize("topology", ["ring", "star", "torus", "exponential", "complete"])
+def test_disagreement_never_exceeds_its_bound(topology):
+    rho = 1 - spectral_gap(Topology.parse(topology).weights(8))
+    first = np.linalg.norm((start := np.random.default_rng(0).normal(size=(8, 8))) - start.mean(0))
+    for steps in (1, 3, 10):
+        assert spread(8, steps, topology) <= rho**steps * first + 1e-12
+
+
+@pytest.mark.parametrize(("topology", "degrees"), [("ring", [2] * 6), ("complete", [5] * 6), ("star", [5] + [1] * 5)])
+def test_a_step_sends_one_model_to_each_neighbour(topology, degrees):
+    run = run_strategy(f"dpsgd({topology})", 6, 12)
+    assert [run.totals[rank].messages_sent for rank in range(6)] == [12 * degree for degree in degrees]
+    assert [run.totals[rank].sent for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
+    assert [run.totals[rank].received for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
+
+
+@pytest.mark.parametrize(("seconds", "latency"), [(1.0, 0.4), (0.4, 1.0), (1.0, 0.0)])
+def test_models_travel_while_gradients_are_computed(seconds, latency):
+    options = {"steps": 10, "compute": f"constant({seconds})", "network": f"link(1e12, {latency})"}
+    assert run_strategy("dpsgd", 6, **options).seconds == pytest.approx(10 * max(seconds, latency))
+    one_after_the_other = run_strategy("all_reduce", 6, **options).seconds
+    assert one_after_the_other == pytest.approx(10 * (seconds + 2 * 5 * latency))
+
+
+@dataclass(frozen=True)
+class RowsOnly(RingGraph):
+    """Everyone gives worker 0 twice the weight of others: rows sum to one, columns do not."""
+
+    def weights(self, n):
+        weights = super().weights(n)
+        weights[:, 0] *= 2
+        return weights / weights.sum(1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class ColumnsOnly(RowsOnly):
+    def weights(self, n):
+        return super().weights(n).T
+
+
+@dataclass(frozen=True)
+class Unchecked(NeighbourAveraging):
+    """Negative control: takes any weights."""
+
+    def check(self, workers):
+        pass
+
+
+@pytest.mark.parametrize("topology", [RowsOnly(), ColumnsOnly()], ids=lambda t: type(t).__name__)
+def test_weights_that_lose_the_mean_are_refused(topology):
+    with pytest.raises(
+        ConfigurationError, match=r"needs a doubly stochastic mixing matrix, got .* use a topology with"
+    ):
+        run_strategy(NeighbourAveraging(topology), 4, 2)
+
+
+def test_weights_that_lose_the_mean_lose_the_mean():
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy(Unchecked(RowsOnly()), 4, 10, job=STILL, replicas=start)
+    assert np.abs(run.replicas.mean(0) - start.mean(0)).max() > 0.1
+
+
+@dataclass(frozen=True)
+class MixesLast(NeighbourAveraging):
+    """Negative control: mixes models that have stepped already."""
+
+    async def worker(self, me):
+        weights = self.topology.weights(me.workers)[me.rank].astype(me.params.dtype)
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            me.send_all([j for j in me.peers if weights[j]], "model", me.params)
+            me.params *= weights[me.rank]
+            for j in me.peers:
+                if weights[j]:
+                    me.params += weights[j] * (await me.receive("model", j)).array
+
+
+def test_the_oracle_notices_another_order():
+    run = run_strategy(MixesLast(), 4, 12)
+    expected = oracle(RingGraph(), 4, 12)
+    assert not any(np.allclose(*pair, atol=1e-3) for pair in zip(run.replicas, expected, strict=True))

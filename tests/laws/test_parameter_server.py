@@ -1,0 +1,369 @@
+"""Parameter server against plain numpy: one oracle for every consistency, sharding, bytes and staleness."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.messages import BYE, server
+from flockstep.records.events import Step, Update
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.consistency import Asynchronous, BulkSynchronous
+from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, equal_bits, run_strategy, small_job
+
+STEPS = 15
+ALL = ["bsp", "ssp(0)", "ssp(1)", "ssp(3)", "asynchronous"]
+
+
+def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
+    """The server and what each worker read last, (1 + n, K): stale synchronous parallel with bound s where messages
+    take no time, from Ho et al.'s conditions. There is a read after every push, also after the last."""
+    bench = Bench(n, small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
+    read, clock, pending, idle = [w.copy()] * n, [0] * n, [], set(range(n))
+    due, now = [], 0.0
+    while idle or due:
+        for rank in [r for r in sorted(idle) if clock[r] - s <= min(clock)]:
+            idle.remove(rank)
+            read[rank] = w.copy()
+            if clock[rank] < steps:
+                heapq.heappush(due, (now + next(durations[rank]), rank))
+        if not due:
+            break
+        now, rank = heapq.heappop(due)
+        pending.append((clock[rank], rank, bench.gradient(rank, read[rank])))
+        clock[rank] += 1
+        idle.add(rank)
+        for t in sorted({t for t, _, _ in pending if t <= min(clock) + s - 1}):
+            group = [g for _, _, g in sorted((p for p in pending if p[0] == t), key=lambda p: p[1])]
+            stepper.step(w, sum(group[1:], group[0]) / w.dtype.type(len(group)))
+            pending = [p for p in pending if p[0] != t]
+    return np.stack([w, *read])
+
+
+def ends(run):
+    """What the servers hold at the end, and each worker: (1 + n, K)."""
+    return np.stack([run.server, *run.replicas])
+
+
+def bound(consistency):
+    return {"bsp": 0, "asynchronous": math.inf}.get(consistency) if "(" not in consistency else int(consistency[4:-1])
+
+
+@pytest.mark.parametrize("consistency", ALL)
+@pytest.mark.parametrize("shards", [1, 2, 5, 18, 20])
+def test_alone_is_plain_sgd(consistency, shards):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(STEPS):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    run = run_strategy(f"ps({consistency}, shards={shards})", 1, STEPS)
+    assert equal_bits(w, run.result, run.server)
+
+
+@pytest.mark.parametrize("consistency", ALL)
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+def test_equals_the_oracle(consistency, optimizer):
+    for n in (2, 4):
+        run = run_strategy(f"ps({consistency})", n, STEPS, job=small_job(optimizer), network="ideal")
+        expected = oracle(n, bound(consistency), optimizer=optimizer)
+        assert equal_bits(ends(run), expected)
+        assert equal_bits(run.result, expected[0])
+
+
+@pytest.mark.parametrize("consistency", ALL)
+def test_equals_the_oracle_with_a_straggler_on_shards(consistency):
+    compute = "speeds(exponential(0.05), (1, 1, 1, 6))"
+    run = run_strategy(f"ps({consistency}, shards=3)", 4, STEPS, compute=compute, network="ideal")
+    assert equal_bits(ends(run), oracle(4, bound(consistency), compute))
+
+
+def test_the_oracle_tells_the_bounds_apart():
+    compute = "speeds(exponential(0.05), (1, 1, 1, 6))"
+    results = [oracle(4, s, compute) for s in (0, 1, 2, 3, math.inf)]
+    assert len({result[0].tobytes() for result in results}) == 5
+    assert [equal_bits(*result) for result in results] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("shards", [2, 3, 7, 18])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1, momentum=0.9, weight_decay=0.01)", "adam(lr=0.02)"])
+def test_sharding_changes_no_bit_of_bulk_synchronous(shards, optimizer):
+    job = small_job(optimizer)
+    whole = run_strategy("ps(bsp)", 4, STEPS, job=job)
+    cut = run_strategy(f"ps(bsp, shards={shards})", 4, STEPS, job=job)
+    assert equal_bits(whole.result, cut.result)
+    assert equal_bits(*whole.replicas, *cut.replicas)
+
+
+def test_bulk_synchronous_equals_all_reduce_up_to_rounding():
+    job = small_job(dtype="float64")
+    one, other = (run_strategy(text, 4, STEPS, job=job).result for text in ("ps(bsp)", "all_reduce"))
+    assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("consistency", ALL)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_step_is_one_push_and_one_reply(consistency, shards, n):
+    run = run_strategy(f"ps({consistency}, shards={shards})", n, STEPS)
+    sizes = {1: [18], 3: [6, 6, 6]}[shards]
+    for rank in range(n):
+        books = run.totals[rank]
+        assert (books.sent, books.received) == (STEPS * 18 * 4, STEPS * 18 * 4)
+        assert books.messages_sent == STEPS * shards + shards  # a farewell to each
+        assert books.messages_received == STEPS * shards
+    for i, size in enumerate(sizes):
+        books = run.totals[server(i)]
+        assert (books.sent, books.received) == (n * STEPS * size * 4, n * STEPS * size * 4)
+        assert (books.messages_sent, books.messages_received) == (n * STEPS, n * STEPS + n)
+    assert [run.params[server(i)].size for i in range(shards)] == sizes
+
+
+@pytest.mark.parametrize("consistency", ALL)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("n", [1, 4])
+def test_every_push_is_answered_once_and_nothing_else_travels(consistency, shards, n):
+    run = run_strategy(f"ps({consistency}, shards={shards})", n, STEPS)
+    sent = [entry for entry in run.simulation.log if isinstance(entry, Sent)]
+    for rank in range(n):
+        for i in map(server, range(shards)):
+            there = [m for _, to, m in sent if (m.source, to) == (rank, i)]
+            back = [m for _, to, m in sent if (m.source, to) == (i, rank)]
+            assert [m.tag for m in there] == ["push"] * STEPS + [BYE]
+            assert [m.reply_to for m in back] == [m.number for m in there[:STEPS]]
+            assert [m.step for m in there[:STEPS]] == list(range(1, STEPS + 1))
+            versions = [m.note["version"] for m in there[:STEPS]]
+            assert versions == [0, *(m.note["version"] for m in back[:-1])]
+    assert len(sent) == n * shards * (2 * STEPS + 1)
+
+
+@pytest.mark.parametrize("consistency", ALL)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_worker_ends_with_the_last_reply(consistency, shards):
+    run = run_strategy(f"ps({consistency}, shards={shards})", 4, STEPS)
+    last = {}
+    for _, to, message in replies(run):
+        last[to, message.source] = message.array
+    for rank, replica in enumerate(run.replicas):
+        assert equal_bits(replica, np.concatenate([last[rank, server(i)] for i in range(shards)]))
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "adam(lr=0.02)"])
+def test_without_slack_all_replicas_end_equal_to_the_server(consistency, shards, network, optimizer):
+    text, options = f"ps({consistency}, shards={shards})", {"job": small_job(optimizer), "network": network}
+    for n in (1, 2, 5):
+        run = run_strategy(text, n, STEPS, **options)
+        assert equal_bits(run.server, run.result, *run.replicas)
+
+
+@pytest.mark.parametrize("consistency", ["ssp(1)", "asynchronous"])
+def test_with_slack_those_who_end_first_lack_the_last_updates(consistency):
+    """Negative control of the test above."""
+    run = run_strategy(f"ps({consistency})", 4, STEPS)
+    assert 1 < len({row.tobytes() for row in ends(run)}) <= 4
+    assert any(equal_bits(run.server, replica) for replica in run.replicas)
+
+
+@pytest.mark.parametrize("feedback", ["none", "residual"])
+def test_half_precision_pushes_half_the_bytes_of_what_the_rule_says(feedback):
+    bench = Bench()
+    w, error = bench.start(), np.zeros(18, np.float32)
+    for _ in range(STEPS):
+        wanted = bench.gradient(0, w) + error
+        sent = wanted.astype(np.float16).astype(np.float32)
+        error = wanted - sent if feedback == "residual" else error
+        w -= np.float32(0.1) * sent
+    run = run_strategy(f"ps(codec=half, feedback={feedback})", 1, STEPS)
+    assert equal_bits(run.result, w)
+    assert run.totals[0].sent == STEPS * 18 * 2
+    assert run.totals[0].received == STEPS * 18 * 4
+
+
+class Decaying(Watched):
+    """Every worker has learning rates of its own, which change with its steps."""
+
+    def note(self, event):
+        super().note(event)
+        if isinstance(event, Step):
+            self._steppers[event.rank].lr = decayed(event.rank, event.step)
+
+
+def decayed(rank, step):
+    return 0.1 / (1 + rank) / step
+
+
+def replies(run):
+    return [entry for entry in run.simulation.log if isinstance(entry, Sent) and entry.message.reply_to]
+
+
+def pushed_rates(run):
+    """Learning rates in order of (step, rank)."""
+    pushes = [message for _, _, message in run.sent("push") if not message.reply_to]
+    return [message.note["lr"] for message in sorted(pushes, key=lambda m: (m.step, m.source))]
+
+
+def replay(run, lr):
+    """An asynchronous run again, from the order in which updates and replies happened; counts what it compared."""
+    n = run.simulation.plan.cluster.workers
+    bench, applied, compared = Bench(n), [0] * n, 0
+    w = bench.start()
+    read = [w.copy() for _ in range(n)]
+    for entry in run.simulation.log:
+        if isinstance(entry, Update):
+            rank = entry.source
+            applied[rank] += 1
+            w -= np.float32(lr(rank, applied[rank])) * bench.gradient(rank, read[rank])
+        elif isinstance(entry, Sent) and entry.message.reply_to:
+            read[entry.to] = w.copy()
+            assert equal_bits(entry.message.array, w)
+            compared += 1
+    assert equal_bits(ends(run), np.stack([w, *read]))
+    return compared
+
+
+@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
+@pytest.mark.parametrize("simulation", [Watched, Decaying])
+def test_an_asynchronous_run_is_its_updates_in_their_order(network, simulation):
+    """On any network a gradient is of what its worker was answered last, and takes the learning rate of its push."""
+    run = run_strategy("asgd", 4, STEPS, network=network, simulation=simulation)
+    assert replay(run, decayed if simulation is Decaying else lambda rank, step: 0.1) == 4 * STEPS
+
+
+def test_the_replay_notices_another_learning_rate():
+    run = run_strategy("asgd", 4, STEPS, simulation=Decaying)
+    with pytest.raises(AssertionError):
+        replay(run, lambda rank, step: 0.1)
+
+
+def test_a_push_carries_the_learning_rate_of_its_worker_and_step():
+    assert pushed_rates(run_strategy("asgd", 2, 3)) == [0.1] * 6
+    run = run_strategy("asgd", 2, 3, simulation=Decaying)
+    assert pushed_rates(run) == [decayed(rank, step) for step in (1, 2, 3) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
+def test_an_average_takes_the_learning_rate_of_the_lowest_rank(consistency):
+    bench = Bench(3)
+    w = bench.start()
+    for step in range(1, STEPS + 1):
+        g = [bench.gradient(rank, w) for rank in range(3)]
+        w -= np.float32(decayed(0, step)) * ((g[0] + g[1] + g[2]) / np.float32(3))
+    run = run_strategy(f"ps({consistency})", 3, STEPS, simulation=Decaying)
+    assert equal_bits(w, run.server, *run.replicas)
+
+
+def in_flight(run):
+    """At each update of an asynchronous server: its staleness, and the other gradients read and not yet applied.
+
+    Everyone begins with the parameters of version 0; what a worker reads after its last push is for no gradient.
+    """
+    workers = range(run.simulation.plan.cluster.workers)
+    reading, answered, counts = set(workers), Counter(), []
+    for entry in run.simulation.log:
+        if isinstance(entry, Sent) and entry.message.reply_to:
+            answered[entry.to] += 1
+            if answered[entry.to] < run.simulation.plan.steps:
+                reading.add(entry.to)
+        elif isinstance(entry, Update):
+            reading.remove(entry.source)
+            counts.append((entry.staleness, len(reading)))
+    assert not reading
+    return counts
+
+
+@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
+@pytest.mark.parametrize("compute", ["exponential(0.05)", "pareto(0.05, 1.5)", "speeds(constant(0.05), (1, 1.7, 4))"])
+def test_staleness_adds_up_to_the_gradients_in_flight(network, compute):
+    """Each update makes every gradient in flight one version staler: two ways to count the same pairs."""
+    for n in (1, 3, 8):
+        counts = in_flight(run_strategy("asgd", n, STEPS, compute=compute, network=network))
+        assert len(counts) == n * STEPS
+        assert sum(staleness for staleness, _ in counts) == sum(others for _, others in counts)
+
+
+@pytest.mark.parametrize("compute", ["exponential(0.05)", "lognormal(0.05, 1)", "speeds(normal(0.1, cv=0.1), (1, 2))"])
+@pytest.mark.parametrize("n", [2, 5])
+def test_mean_staleness_is_the_number_of_others_whatever_the_service_time(compute, n):
+    run = run_strategy("asgd", n, 200, compute=compute, network="ideal")
+    busy = next(i for i, event in enumerate(run.of(Step)) if event.step == 200)  # until then everyone trains
+    window = in_flight(run)[:busy]
+    assert {others for _, others in window} == {n - 1}
+    mean = sum(staleness for staleness, _ in window) / len(window)
+    assert mean == pytest.approx(n - 1, rel=0.02)
+
+
+@pytest.mark.parametrize("consistency", ALL)
+def test_the_text_says_the_consistency_rule_and_its_bound_also_where_they_are_the_default(consistency):
+    strategy = Strategy.parse(f"ps({consistency})")
+    shown = {"ssp(0)": "ssp(s=0)", "ssp(1)": "ssp(s=1)", "ssp(3)": "ssp(s=3)"}.get(consistency, consistency)
+    assert str(strategy) == f"ps(consistency={shown})"
+    assert Strategy.parse(str(strategy)) == strategy
+    assert str(ParameterServer()) == "ps(consistency=bsp)"
+    assert str(Strategy.parse("ps(ssp, shards=2)")) == "ps(consistency=ssp(s=3), shards=2)"
+
+
+@pytest.mark.parametrize("text", ["bsp", "ps(ssp(0))", "ps(bsp, shards=3)"])
+def test_nothing_is_stale_in_bulk_synchronous(text):
+    assert {event.staleness for event in run_strategy(text, 4, STEPS).of(Update)} == {0}
+
+
+@dataclass(frozen=True)
+class OrderOfArrival(BulkSynchronous):
+    """Negative control: averages in the order in which gradients came."""
+
+    def releases(self, pending, slowest):
+        group = [push for push in pending if push.timestamp < slowest]
+        return [group] if group else []
+
+
+@dataclass(frozen=True)
+class OneTooFew(Asynchronous):
+    """Negative control: holds each gradient back until the next comes."""
+
+    def releases(self, pending, slowest):
+        return [[push] for push in pending[:-1]]
+
+
+@dataclass(frozen=True)
+class StaleAnswers(ParameterServer):
+    """Negative control: answers with what it was asked for the first time."""
+
+    async def master(self, me):
+        first = me.params.copy()
+        reply_all = me.reply_all
+        me.reply_all = lambda requests, array, note: reply_all(requests, first, note)
+        await super().master(me)
+
+
+@pytest.mark.parametrize(
+    ("broken", "s"),
+    [
+        (ParameterServer(OneTooFew()), math.inf),
+        (StaleAnswers(Asynchronous()), math.inf),
+        (StaleAnswers(BulkSynchronous()), 0),
+    ],
+    ids=["holds back", "stale", "stale bsp"],
+)
+def test_the_oracle_notices_another_rule(broken, s):
+    assert not equal_bits(run_strategy(broken, 4, STEPS, network="ideal").server, oracle(4, s)[0])
+
+
+def test_the_order_of_rank_is_what_makes_time_irrelevant():
+    def results(strategy):
+        computes = [f"speeds(exponential(0.05), {speeds})" for speeds in ((1, 1, 1, 9), (9, 1, 1, 1), (1, 9, 5, 1))]
+        return {run_strategy(strategy, 4, STEPS, compute=compute).result.tobytes() for compute in computes}
+
+    assert len(results("bsp")) == 1
+    assert len(results(ParameterServer(OrderOfArrival()))) == 3

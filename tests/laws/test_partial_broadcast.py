@@ -1,0 +1,140 @@
+"""Partial communication: everything at share 1, nothing lost when deferred, and much lost when dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.arrays.ledger import GRID
+from flockstep.errors import ConfigurationError
+from flockstep.strategies.partial_broadcast import PartialBroadcast
+from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
+
+OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.05, momentum=0.9)", "adam(lr=0.02)"]
+
+
+def own_movement(run, peer):
+    """What everyone else sent to a worker altogether, per sender, in whole units of the grid."""
+    senders = [rank for rank in range(len(run.replicas)) if rank != peer]
+    sent = {rank: [s.message.array for s in run.sent("update", source=rank) if s.to == peer] for rank in senders}
+    return {rank: sum(np.rint(np.float64(a) / GRID).astype(np.int64) for a in arrays) for rank, arrays in sent.items()}
+
+
+@pytest.mark.parametrize("rest", ["drop", "defer"])
+@pytest.mark.parametrize("share", [0.05, 1])
+def test_alone_is_plain_sgd(share, rest):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"partial({share}, {rest})", 1, 15).result, w)
+
+
+@pytest.mark.parametrize("rest", ["drop", "defer"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scale", [1, 0.25])
+def test_share_one_is_broadcast_in_every_bit_and_moment(rest, optimizer, scale):
+    options = {"steps": 12, "job": small_job(optimizer)}
+    one = run_strategy(f"partial(1, {rest}, {scale})", **options, result="rank0")
+    other = run_strategy(f"broadcast({scale})", **options, result="rank0")
+    assert equal_bits(*one.replicas, *other.replicas)
+    assert one.events == other.events
+
+
+@given(
+    n=st.integers(2, 5),
+    share=st.sampled_from([0.01, 0.25, 0.7]),
+    seed=st.integers(0, 10**6),
+    compute=st.sampled_from(["constant(0.1)", "pareto(0.05, 1.1)", "speeds(exponential(0.05), (1, 7, 2))"]),
+    network=st.sampled_from(["ideal", "link(300, 0.4)", "two_tier(2, 1e4, 0, 150, 2)"]),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    dtype=st.sampled_from(["float32", "float64"]),
+)
+@settings(max_examples=100)
+def test_deferred_updates_all_arrive_in_the_end(n, share, seed, compute, network, optimizer, dtype):
+    """Statement 1 after the flush, and each peer has been sent the same sum, though in other portions."""
+    job = small_job(optimizer, dtype)
+    run = run_strategy(f"partial({share})", n, 8, job=job, seed=seed, compute=compute, network=network)
+    assert equal_bits(*run.replicas)
+    assert set(run.deliveries().values()) == {8}
+    moved = [own_movement(run, peer) for peer in range(n)]
+    for sender in range(n):
+        assert len({moved[peer][sender].tobytes() for peer in range(n) if peer != sender}) == 1
+    assert not any(node.state.owed.any() or any(node.state.counts) for node in run.nodes.values())
+
+
+def test_deferred_updates_without_a_movement_count_too():
+    run = run_strategy("partial(0.25)", 4, 8, job=small_job("sgd(lr=0)"))
+    assert set(run.deliveries().values()) == {8}
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.7])
+def test_dropped_updates_are_lost(share):
+    for seed in range(3):
+        run = run_strategy(f"partial({share}, drop)", 4, 20, seed=seed)
+        assert not equal_bits(*run.replicas)
+        assert np.abs(run.replicas - run.replicas[0]).max() > 1e-3
+
+
+def test_dropped_updates_are_missing_from_the_record():
+    run = run_strategy("partial(0.25, drop)", 4, 20)
+    assert sum(run.deliveries().values()) == len(run.sent("update")) < 4 * 3 * 20
+
+
+@pytest.mark.parametrize("rest", ["drop", "defer"])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.7, 1])
+def test_messages_are_the_share_of_all(rest, share):
+    n, steps = 5, 100
+    run = run_strategy(f"partial({share}, {rest})", n, steps)
+    all_of_them = n * (n - 1) * steps
+    flush = n * (n - 1) if rest == "defer" else 0  # at most one more for each peer
+    count, allowed = len(run.sent("update")), 5 * np.sqrt(all_of_them * share * (1 - share))
+    assert share * all_of_them - allowed <= count <= share * all_of_them + allowed + flush
+    workers = run.totals.values()
+    assert sum(books.messages_sent for books in workers) == count + n * (n - 1)  # and farewells
+    assert sum(books.sent for books in workers) == sum(books.received for books in workers) == count * 18 * 4
+
+
+def test_deferring_sends_what_dropping_sends_and_the_flush():
+    drop, defer = (run_strategy(f"partial(0.25, {rest})", 4, 50) for rest in ("drop", "defer"))
+    chosen = [[(s.message.step, s.message.source, s.to) for s in run.sent("update")] for run in (drop, defer)]
+    assert set(chosen[0]) <= set(chosen[1])
+    assert {step for step, _, _ in set(chosen[1]) - set(chosen[0])} == {50}
+
+
+@dataclass(frozen=True)
+class NoFlush(PartialBroadcast):
+    """Negative control: leaves its debts unpaid."""
+
+    async def finish(self, me):
+        me.state.owed[:] = 0
+        me.state.counts[:] = [0] * me.workers
+        await super().finish(me)
+
+
+@dataclass(frozen=True)
+class PaysTwice(PartialBroadcast):
+    """Negative control: forgets that it has paid, now and then."""
+
+    async def worker(self, me):
+        await super().worker(me)
+        for peer in me.peers[:1]:
+            me.send(peer, "update", me.state.owed[peer].astype(me.params.dtype))
+
+
+@pytest.mark.parametrize("broken", [NoFlush(0.1), PaysTwice(0.1)], ids=lambda s: type(s).__name__)
+def test_another_rule_breaks_statement_1(broken):
+    assert not equal_bits(*run_strategy(broken, 4, 8).replicas)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [((0.0,), "share must be in"), ((1.5,), "share must be in"), ((0.5, "drop", 0.0), "scale must be > 0, got 0")],
+)
+def test_bad_settings_are_refused(arguments, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        PartialBroadcast(*arguments)

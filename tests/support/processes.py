@@ -1,0 +1,174 @@
+"""Real runs in processes of their own, and the means to kill, stop and outlive them.
+
+Nothing here sleeps for a fixed time: `wait_until` waits for a condition, with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+import flockstep
+
+PATIENCE = 40.0
+"""Seconds after which what is no promise of ours counts as never happening: a busy machine is no bug."""
+COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
+SOURCE = Path(flockstep.__file__).parents[1]
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait for the condition; fail if it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.005)
+
+
+def content(path: str | Path) -> bytes:
+    """A file's bytes; none where it is gone or not ours."""
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def state(pid: int) -> str:
+    """R, S, D, T, Z, …; X for a process that is gone."""
+    fields = content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields[0].decode() if fields else "X"
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still is: a zombie is not."""
+    return state(pid) not in "ZX"
+
+
+def open_files(pid: int) -> set[str]:
+    """What a process holds open."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(link.readlink()))
+    return found
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and how many seconds after the fault."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    summary: dict[str, Any] | None
+
+
+class RealRun:
+    """A `flockstep` command in a session of its own; everything that it starts is known by its TMPDIR."""
+
+    started: ClassVar[list[RealRun]] = []
+
+    def __init__(self, arguments: Sequence[str], record: Path, *, torch: bool = False):
+        """Without `torch` that package looks as if it were not installed: no process spends time on importing it."""
+        self.record = record
+        self.nodes: dict[str, int] = {}
+        self.scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: a socket's path may not be long
+        path = [str(SOURCE)]
+        if not torch:
+            (self.scratch / "without").mkdir()
+            (self.scratch / "without" / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
+            path.insert(0, str(self.scratch / "without"))
+        environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": os.pathsep.join(path)}
+        command = [*COMMAND, arguments[0], "--out", str(record), *arguments[1:]]
+        with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
+            self.main = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+            )
+        self._struck: float | None = None
+        RealRun.started.append(self)
+
+    @property
+    def err(self) -> str:
+        """Standard error so far."""
+        return (self.scratch / "err").read_text()
+
+    def going(self) -> bool:
+        """Whether the command still runs."""
+        return self.main.poll() is None
+
+    def processes(self) -> set[int]:
+        """Every live process of this run, scripts' children included."""
+        mark = f"TMPDIR={self.scratch}\0".encode()
+        everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+        return {pid for pid in everyone if mark in content(f"/proc/{pid}/environ") + b"\0" and alive(pid)}
+
+    def events(self, node: str) -> bytes:
+        """What a node has written by now."""
+        return content(self.record / "events" / f"{node}.jsonl")
+
+    def steps(self, rank: int) -> int:
+        """How many steps a worker has made by now."""
+        return self.events(f"worker-{rank}").count(b'"type":"step"')
+
+    def wait_for_work(self, steps: int = 50) -> None:
+        """Wait until every node takes part and every worker has made so many steps; none of them may have ended."""
+        wait_until(lambda: self._at_work(steps) or not self.going(), PATIENCE, f"{steps} steps of everyone")
+        assert self.going(), f"the run ended before the fault: {self.err}"
+        for node in self.nodes:
+            assert b'"type":"node"' not in self.events(node), f"{node} had ended before the fault"
+
+    def _at_work(self, steps: int) -> bool:
+        names = [file.stem for file in self.record.glob("events/*.jsonl")]
+        workers = [name for name in names if name.startswith("worker")]
+        if not workers or any(self.events(name).count(b'"type":"step"') < steps for name in workers):
+            return False
+        folder = f"{self.record.resolve()}/events/"
+        files = {f"{folder}{name}.jsonl": name for name in names}
+        self.nodes = {files[file]: pid for pid in self.processes() for file in open_files(pid) if file in files}
+        return len(self.nodes) == len(names)
+
+    def fault(self, kind: signal.Signals, whom: str) -> None:
+        """Signal 'main', 'group' or a node such as 'worker-1', in the middle of its work; check that it was hit."""
+        assert self.going(), f"the run ended before the fault: {self.err}"
+        pid = self.nodes.get(whom, self.main.pid)
+        assert whom in ("main", "group", *self.nodes)
+        assert alive(pid)
+        self._struck = time.monotonic()
+        if whom == "group":
+            os.killpg(pid, kind)
+        else:
+            os.kill(pid, kind)
+        hit = {signal.SIGKILL: "ZX", signal.SIGSTOP: "T"}.get(kind)
+        # A stopped process may have been killed by now, as it should be.
+        wait_until(lambda: hit is None or state(pid) in hit + "ZX", PATIENCE, f"{kind.name} of {whom}")
+
+    def end(self, seconds: float = PATIENCE) -> Ended:
+        """Wait until the command has ended; no process and no socket of it may be left."""
+        wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
+        took = time.monotonic() - (self._struck or 0.0)
+        wait_until(lambda: not self.processes(), 5, f"all processes gone: {sorted(self.processes())}")
+        assert list(self.scratch.glob("flockstep-*")) == []
+        file = self.record / "summary.json"
+        summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
+        return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, summary)
+
+    def close(self) -> None:
+        """End what is left, whatever a test did."""
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+        self.main.wait(PATIENCE)
+        shutil.rmtree(self.scratch, ignore_errors=True)

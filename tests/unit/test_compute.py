@@ -1,0 +1,235 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.simulation.compute import (
+    ComputeModel,
+    Constant,
+    Exponential,
+    Lognormal,
+    Normal,
+    Pareto,
+    SharedCores,
+    SlowSpells,
+    Speeds,
+)
+
+RANDOM: list[ComputeModel] = [Normal(0.05, cv=0.2), Exponential(0.05), Lognormal(0.05, 0.5), Pareto(0.05, 6.0)]
+ALL: list[ComputeModel] = [
+    Constant(0.05),
+    *RANDOM,
+    Speeds(Exponential(0.05), (1.0, 3.0)),
+    SlowSpells(Exponential(0.05), 0.1, 10.0, 3),
+]
+
+
+def draws(model: ComputeModel, count: int, seed: int = 7, rank: int = 0, workers: int = 1) -> np.ndarray:
+    clock = model.start(max(workers, rank + 1), seed)
+    return np.array([clock.finish(rank, 0.0) for _ in range(count)])
+
+
+@pytest.mark.parametrize("model", RANDOM, ids=str)
+def test_means_are_within_four_standard_errors(model: ComputeModel) -> None:
+    values = draws(model, 40_000)
+    error = values.std() / math.sqrt(len(values))
+    assert abs(values.mean() - 0.05) < 4 * error
+    assert abs(values.mean() - 0.05 * 1.1) > 4 * error  # the check can fail
+    assert values.min() > 0
+
+
+def test_lognormal_mean_is_not_its_median() -> None:
+    values = draws(Lognormal(0.05, 1.0), 40_000)
+    assert np.median(values) == pytest.approx(0.05 * math.exp(-0.5), rel=0.03)
+    assert np.log(values).std() == pytest.approx(1.0, rel=0.02)
+
+
+def test_normal_takes_seconds_or_a_share_of_the_mean() -> None:
+    assert draws(Normal(0.05, 0.01), 600) == pytest.approx(draws(Normal(0.05, cv=0.2), 600), rel=1e-12)
+    assert draws(Normal(0.05, 0.01), 40_000).std() == pytest.approx(0.01, rel=0.02)
+
+
+def test_truncated_normal_redraws_what_is_not_above_zero() -> None:
+    values = draws(Normal(1.0, cv=1.0), 40_000)
+    density, above = math.exp(-0.5) / math.sqrt(2 * math.pi), 0.5 * math.erfc(-1 / math.sqrt(2))
+    expected = 1.0 + density / above
+    assert values.min() > 0
+    assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(len(values))
+    assert expected == pytest.approx(1.29, abs=0.005)
+
+
+def test_pareto_has_the_tail_of_its_shape() -> None:
+    count, shape = 40_000, 1.5
+    values = draws(Pareto(0.05, shape), count)
+    least = 0.05 * (shape - 1) / shape
+    for times in (3.0, 10.0, 30.0):
+        expected = times**-shape
+        error = math.sqrt(expected * (1 - expected) / count)
+        assert abs((values > times * least).mean() - expected) < 4 * error
+    assert values.min() >= least
+    assert (draws(Exponential(0.05), count) > 1.0).sum() == 0 < (values > 1.0).sum()
+
+
+@pytest.mark.parametrize("model", ALL, ids=str)
+@given(calls=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 2**40))
+@settings(max_examples=15, deadline=None)
+def test_draws_do_not_depend_on_the_order_of_calls(model: ComputeModel, calls: list[int], seed: int) -> None:
+    clock = model.start(4, seed)
+    seen: dict[int, list[float]] = {}
+    for rank in calls:
+        seen.setdefault(rank, []).append(clock.finish(rank, 0.0))
+    for rank, values in seen.items():
+        assert values == draws(model, len(values), seed, rank, workers=9).tolist()
+
+
+@pytest.mark.parametrize("model", RANDOM, ids=str)
+def test_ranks_and_seeds_draw_differently(model: ComputeModel) -> None:
+    first = draws(model, 600)
+    assert (first == draws(model, 600)).all()
+    assert len(np.unique(first)) == 600  # also across the ends of blocks
+    for other in (draws(model, 600, rank=1), draws(model, 600, seed=8)):
+        assert (first != other).all()
+        assert abs(np.corrcoef(first, other)[0, 1]) < 0.2
+
+
+def test_the_start_is_added() -> None:
+    assert Constant(0.5).start(2, 0).finish(1, 3.0) == 3.5
+    assert Constant(0).start(1, 0).finish(0, 3.0) == 3.0
+
+
+def test_speeds_cycle_and_keep_the_draws() -> None:
+    model = Speeds(Exponential(0.05), (1, 2.5))
+    for rank, factor in enumerate((1, 2.5, 1, 2.5)):
+        assert (draws(model, 300, rank=rank) == factor * draws(Exponential(0.05), 300, rank=rank)).all()
+    assert draws(Speeds(Constant(1), (2,)), 3).tolist() == [2, 2, 2]
+
+
+def test_slow_spells_have_their_length_and_share() -> None:
+    probability, length, count = 0.02, 5, 40_000
+    model = SlowSpells(Constant(1.0), probability, 10.0, length)
+    values = draws(model, count)
+    assert set(values.tolist()) == {1.0, 10.0}
+    runs = [(slow, len(list(group))) for slow, group in itertools.groupby(values[:-length] == 10.0)]
+    assert all(steps % length == 0 for slow, steps in runs[:-1] if slow)
+    assert any(steps % length for slow, steps in runs if not slow)
+    share = probability * length / (probability * length + 1 - probability)
+    # of n steps about n p / (1 - p + p L) begin a spell of L slow steps each
+    error = length * math.sqrt(probability / count)
+    assert abs((values == 10.0).mean() - share) < 4 * error
+    assert not (draws(model, 500, rank=1) == draws(model, 500)).all()
+
+
+def test_slow_spells_at_the_ends_of_the_range() -> None:
+    base = Exponential(0.05)
+    assert (draws(SlowSpells(base, 0.0, 10.0, 3), 300) == draws(base, 300)).all()
+    assert (draws(SlowSpells(base, 1.0, 10.0, 3), 300) == 10.0 * draws(base, 300)).all()
+
+
+def test_spells_begin_whatever_the_durations_are() -> None:
+    clock = SlowSpells(Exponential(1.0), 0.2, 1e9, 1).start(2_000, 7)
+    first = np.array([clock.finish(rank, 0.0) for rank in range(2_000) for _ in range(5)])
+    slow = first[first > 1e4] / 1e9
+    assert abs(slow.mean() - 1.0) < 4 / math.sqrt(len(slow))
+
+
+def test_nested_slow_spells_are_independent() -> None:
+    inner = SlowSpells(Constant(1.0), 0.2, 2.0, 1)
+    values = draws(SlowSpells(inner, 0.2, 3.0, 1), 5_000)
+    assert set(values.tolist()) == {1.0, 2.0, 3.0, 6.0}
+    assert (values == 6.0).mean() == pytest.approx(0.04, abs=0.012)
+
+
+def test_a_core_serves_first_come_first_served() -> None:
+    clock = SharedCores(Constant(1.0), 2).start(4, 0)
+    assert [clock.finish(rank, 0.0) for rank in (2, 0, 1)] == [1.0, 2.0, 1.0]
+    assert clock.finish(2, 1.0) == 3.0  # behind rank 0, on core 0
+    assert clock.finish(1, 1.5) == 2.5  # core 1 was idle for half a second
+    assert clock.finish(3, 1.6) == 3.5
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2)), max_size=60), st.integers(1, 3))
+@settings(deadline=None)
+def test_a_core_never_serves_two_at_once(calls: list[tuple[int, float]], cores: int) -> None:
+    base = Exponential(0.1)
+    clock, durations = SharedCores(base, cores).start(5, 3), [base.stream(3, rank) for rank in range(5)]
+    free, now = [0.0] * cores, 0.0
+    for rank, pause in calls:
+        now += pause
+        done, duration = clock.finish(rank, now), next(durations[rank])
+        assert done == max(now, free[rank % cores]) + duration
+        free[rank % cores] = done
+
+
+def test_enough_cores_change_nothing_and_one_core_adds_up() -> None:
+    base = Exponential(0.05)
+    alone, shared = base.start(4, 1), SharedCores(base, 4).start(4, 1)
+    assert [alone.finish(r, 0.0) for r in range(4)] == [shared.finish(r, 0.0) for r in range(4)]
+    single, alone = SharedCores(base, 1).start(4, 1), base.start(4, 1)
+    ends = [single.finish(r, 0.0) for r in range(4)]
+    assert ends == list(itertools.accumulate(alone.finish(r, 0.0) for r in range(4)))
+
+
+def test_wrappers_commute_with_shared_cores() -> None:
+    inside = SharedCores(Speeds(Exponential(0.05), (1.0, 4.0)), 1).start(2, 5)
+    outside = Speeds(SharedCores(Exponential(0.05), 1), (1.0, 4.0)).start(2, 5)
+    calls = [0, 1, 1, 0, 1]
+    assert [inside.finish(r, 0.0) for r in calls] == [outside.finish(r, 0.0) for r in calls]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "constant(0.05)",
+        "exponential(0.05)",
+        "normal(0.05, 0.01)",
+        "normal(0.05, cv=0.2)",
+        "lognormal(0.05, 0.7)",
+        "pareto(0.05, 1.5)",
+        "speeds(exponential(0.05), (1, 2, 4))",
+        "slow_spells(constant(0.05), 0.01, 10, 20)",
+        "shared_cores(speeds(lognormal(0.05), (1, 2)), 8)",
+    ],
+)
+def test_text_round_trip(text: str) -> None:
+    model = ComputeModel.parse(text)
+    assert ComputeModel.parse(str(model)) == model
+    assert model.start(2, 0).finish(1, 1.0) > 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("constant(-1)", "mean duration must be >= 0 and finite, got -1"),
+        ("exponential(0)", r"mean duration must be > 0 and finite, got 0; use constant\(0\)"),
+        ("exponential(inf)", "got inf"),
+        ("normal(1)", "either std or cv"),
+        ("normal(1, 1, 1)", "either std or cv"),
+        ("normal(1, -1)", "standard deviation must be >= 0"),
+        ("lognormal(1, 0)", "sigma must be > 0"),
+        ("pareto(1, 1)", "shape must be > 1"),
+        ("speeds(constant(1), ())", "at least one"),
+        ("speeds(constant(1), (1, 0))", "factor must be > 0"),
+        ("slow_spells(constant(1), 1.5, 2, 3)", r"probability must be in \[0, 1\], got 1.5"),
+        ("slow_spells(constant(1), 0.5, 0, 3)", "factor must be > 0"),
+        ("slow_spells(constant(1), 0.5, 2, 0)", "length must be >= 1"),
+        ("shared_cores(constant(1), 0)", "cores must be >= 1"),
+    ],
+)
+def test_impossible_values_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ComputeModel.parse(text)
+
+
+def test_cores_are_shared_once() -> None:
+    with pytest.raises(CompositionError, match="share cores already"):
+        SharedCores(Speeds(SharedCores(Constant(1.0), 2), (1.0,)), 3)
+
+
+@pytest.mark.parametrize(("workers", "seed", "name"), [(0, 0, "workers"), (1, -1, "seed")])
+def test_impossible_runs_are_refused(workers: int, seed: int, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be >="):
+        Constant(1.0).start(workers, seed)

@@ -1,0 +1,267 @@
+"""README and docs against the code: snippets run, commands parse, tables and links are right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.exceptions import TyperException
+
+from flockstep.cli import options
+from flockstep.cli.app import app
+from flockstep.drivers.setup import check, load_job
+from flockstep.errors import FlockstepError
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, *languages: str) -> list[str]:
+    return [body for language, body in BLOCK.findall(path.read_text("utf-8")) if language in languages]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The flockstep commands of a shell block, as words."""
+    lines = [line.removeprefix("$ ") for line in text.replace("\\\n", " ").splitlines()]
+    return [words[1:] for line in lines if (words := shlex.split(line, comments=True)) and words[0] == "flockstep"]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{shown(path)}: {' '.join(words)}")
+    for path in PAGES
+    for block in blocks(path, "console", "sh", "bash")
+    for words in commands(block)
+]
+SNIPPETS = [path for path in PAGES if blocks(path, "python")]
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def execute(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code from a file in `folder`, warnings being errors."""
+    file = folder / "snippets.py"
+    file.write_text(code, "utf-8")
+    command = [sys.executable, "-W", "error", str(file)]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def flockstep(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from flockstep.cli import main; main()", *words]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def refusal(words: list[str]) -> str | None:
+    """Why the command line does not take these words; None if it does."""
+    try:
+        _parse(words)
+    except (FlockstepError, TyperException) as error:
+        return str(error) or error.__class__.__name__
+    return None
+
+
+def _parse(words: list[str]) -> None:
+    group: Any = typer.main.get_command(app)
+    root = group.make_context("flockstep", list(words), resilient_parsing=False)
+    name, command, rest = group.resolve_command(root, [*root._protected_args, *root.args])
+    given = command.make_context(name, rest, parent=root).params
+    if "job" in given:
+        load_job(given["job"], 0)
+        kind = "simulate" if name == "simulate" or given.get("simulate") else "train"
+        texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
+        for text in texts:
+            check(options.configured(kind, {**given, "strategy": text}))
+    if "script" in given:
+        assert (ROOT / given["script"]).is_file()
+
+
+@pytest.mark.parametrize("path", SNIPPETS, ids=shown)
+def test_snippets_run(path: Path, tmp_path: Path) -> None:
+    done = execute("\n\n".join(blocks(path, "python")), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_snippet_that_fails_is_noticed(tmp_path: Path) -> None:
+    assert execute("assert 1 == 2", tmp_path).returncode == 1
+    assert execute("import warnings; warnings.warn('old')", tmp_path).returncode == 1
+
+
+def test_there_are_commands_and_snippets() -> None:
+    assert len(COMMANDS) >= 5
+    assert ROOT / "README.md" in SNIPPETS
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_are_understood(words: list[str]) -> None:
+    assert refusal(words) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "digits", "-s", "bsp", "--wrong"],
+        ["train", "digits", "-s", "bsb"],
+        ["train", "digit", "-s", "bsp"],
+        ["trian", "digits"],
+        ["train", "-s", "bsp"],
+        ["compare", "digits", "-s", "bsp", "-s", "ps(shards=0)"],
+        ["simulate", "softmax", "-s", "bsp", "--network", "1mbut"],
+        ["train", "softmax", "-s", "bsp", "--workers", "many"],
+        ["launch", "-n", "4"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_is_noticed(words: list[str]) -> None:
+    assert refusal(words) is not None
+
+
+def test_make_targets_exist() -> None:
+    rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {
+        target
+        for path in PAGES
+        for block in blocks(path, "sh", "bash", "console")
+        for target in re.findall(r"^make ([a-z]+)", block, re.MULTILINE)
+    }
+    assert {"demo", "test", "docs"} <= used <= rules
+
+
+def test_make_demo_is_understood() -> None:
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    text = recipe[1].replace("$(BIN)/", "").replace("\t", "")
+    (words,) = commands(text)
+    assert refusal(words) is None
+    assert words.count("-s") >= 7
+
+
+def test_the_diff_is_the_difference_of_the_two_examples() -> None:
+    (block,) = blocks(ROOT / "README.md", "diff")
+    names = [f"examples/{name}.py" for name in ("one_process", "own_loop")]
+    command = ["diff", "-u", *(word for name in names for word in ("--label", name)), *names]
+    real = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    assert block.splitlines() == real
+    new = [line for line in real if line.startswith("+") and line[1:].strip() and not line.startswith("+++")]
+    gone = [line for line in real if line.startswith("-") and not line.startswith("---")]
+    assert len(gone) <= len(new) <= 4
+
+
+def links(path: Path) -> list[str]:
+    prose = BLOCK.sub("", path.read_text("utf-8"))
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith(("http:", "https:"))]
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that headings can be linked by."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=shown)
+def test_links_lead_somewhere(path: Path) -> None:
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+NAMED = re.compile(r"`((?:tests/)?(?:[\w-]+/)*test_\w+\.py)(?:::(test_\w+))?`|`(test_\w+)`")
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests that a page names and that are not there; a name alone is of the file that was named last."""
+    wrong: list[str] = []
+    source = ""
+    for file, first, alone in NAMED.findall(text):
+        if file:
+            path = ROOT / (file if file.startswith("tests/") else f"tests/laws/{file}")
+            source = path.read_text() if path.is_file() else ""
+            wrong += [] if path.is_file() else [file]
+        name = first or alone
+        if name and f"def {name}(" not in source:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("path", PAGES, ids=shown)
+def test_tests_that_are_named_exist(path: Path) -> None:
+    assert missing_tests(path.read_text("utf-8").replace("test_<name>.py", "")) == []
+
+
+def test_a_test_that_is_not_there_is_noticed() -> None:
+    assert missing_tests("`tests/unit/test_docs.py::test_snippets_run`, `test_links_lead_somewhere`") == []
+    assert missing_tests("`tests/unit/test_docs.py::test_nothing`") == ["test_nothing"]
+    assert missing_tests("`test_bread.py`") == ["test_bread.py"]
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    assert [shown(path) for path in generator().outdated()] == [], "run make docs"
+
+
+def test_generated_parts_that_are_out_of_date_are_noticed(tmp_path: Path) -> None:
+    docs = generator()
+    page = "before\n<!-- generated: codec -->\nold\n<!-- end -->\nafter\n"
+    (tmp_path / "README.md").write_text(page)
+    assert docs.outdated(tmp_path) == [tmp_path / "README.md"]
+    (tmp_path / "README.md").write_text(docs.rewritten(page))
+    assert docs.outdated(tmp_path) == []
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("before\n<!-- generated: codec -->\n| write |")
+    assert text.endswith("<!-- end -->\nafter\n")
+    with pytest.raises(KeyError):
+        docs.rewritten("<!-- generated: weather -->\n<!-- end -->")
+
+
+def test_every_component_has_a_row_somewhere() -> None:
+    tables = "".join(path.read_text("utf-8") for path in generator().pages())
+    for noun in ("consistency", "topology", "codec", "feedback", "collective", "compute", "network"):
+        assert f"<!-- generated: {noun} -->" in tables
+
+
+def test_a_real_run_and_a_simulated_one_end_in_the_same_bits(tmp_path: Path) -> None:
+    hashes = []
+    for kind in ("train", "simulate"):
+        words = [kind, "softmax", "-s", "bsp", "-n", "2", "--steps", "20", "--seed", "1", "--json", "--out", kind]
+        done = flockstep(words, tmp_path)
+        assert done.returncode == 0, done.stderr
+        hashes.append(json.loads(done.stdout)["result_hash"])
+    assert hashes[0] == hashes[1]
+    done = flockstep(["report", "simulate", "--out", "one.html"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "one.html").stat().st_size > 100_000
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_runs_on_two_workers(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    done = flockstep(["launch", "-n", "2", "--json", str(ROOT / "examples" / "own_loop.py")], tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    scores = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("test accuracy")]
+    assert len(scores) == 2
+    assert scores[0] == scores[1] > 0.85
+    assert json.loads(lines[-1])["status"] == "finished"

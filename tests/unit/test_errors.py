@@ -1,0 +1,59 @@
+"""The error tree: what a caller can decide on, and what a message holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from flockstep import errors
+from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FlockstepError)]
+
+
+def test_the_docstring_draws_the_tree():
+    # Each line of the drawing: the branch signs, a name, two blanks, what it means.
+    drawn = {line.split("── ")[1].split()[0] for line in errors.__doc__.splitlines() if "── " in line}
+    assert drawn == {kind.__name__ for kind in KINDS} - {"FlockstepError"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_is_explained_and_carried_by_one_branch(kind):
+    assert kind.__doc__
+    branches = [branch for branch in (ConfigurationError, RunError) if issubclass(kind, branch)]
+    assert len(branches) == (kind is not FlockstepError)
+    assert str(kind("because")) == "because"
+
+
+def test_exit_codes_tell_wrong_input_from_a_failed_run():
+    assert {kind.exit_code for kind in KINDS if issubclass(kind, ConfigurationError)} == {2}
+    assert {kind.exit_code for kind in KINDS if not issubclass(kind, ConfigurationError)} == {1}
+
+
+def test_wrong_input_is_a_value_error_too():
+    assert issubclass(ConfigurationError, ValueError)
+    assert not issubclass(RunError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("rnig", ["star", "ring"], "did you mean 'ring'?"),
+        ("Ring", ["star", "ring"], "did you mean 'ring'?"),
+        ("zzz", ["star", "ring"], "known: ring, star"),
+        ("zzz", [], "known: none"),
+    ],
+)
+def test_unknown_names_name_the_nearest_or_all(name, known, hint):
+    assert str(UnknownName.among("topology", name, known)) == f"no topology is called {name!r}; {hint}"
+
+
+def test_unknown_names_take_any_iterable_once():
+    assert "did you mean 'ring'" in str(UnknownName.among("topology", "rign", (name for name in ["ring"])))
+
+
+def test_a_missing_dependency_says_what_to_run():
+    message = str(MissingDependency.of("scikit-learn", "workloads", "the workload digits"))
+    assert message == (
+        "the workload digits needs scikit-learn, which is not installed; "
+        "install it with: pip install 'flockstep[workloads]'"
+    )

@@ -1,0 +1,193 @@
+"""The project's own rules: the order of the layers, what an import may load, and how long code may be."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flockstep
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "flockstep"
+ORDER = """
+    errors registry expression arrays optimizers topologies codecs feedback messages nodes transports collectives
+    strategies systems simulation frameworks workloads records drivers launchers report testing cli
+"""
+LAYERS = ORDER.split()
+HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")
+ALGORITHMS = ("topologies", "codecs", "feedback", "collectives", "strategies")
+FILES = sorted(SOURCE.rglob("*.py"))
+EVERYTHING = [
+    path for folder in ("src", "tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported_layers(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and layer of every import from flockstep, wherever in the file; "" is the package itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            origin = ".".join([*parent, *([node.module] if node.module else [])])
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "flockstep":
+                layer = rest.split(".")[0]
+                if layer == "__version__":
+                    continue  # a constant of the package, which loads no layer
+                yield node.lineno, layer if layer in LAYERS else ""
+
+
+def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What `module` imports from a layer below its own in the list, that is from one that may import it."""
+    own = module.split(".")[1]
+    allowed = LAYERS[: LAYERS.index(own) + 1]
+    found = imported_layers(source, module, is_package)
+    return [
+        f"line {line}: {own} imports {layer or 'flockstep itself'}" for line, layer in found if layer not in allowed
+    ]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+LAYERED = [path for path in FILES if path.parent != SOURCE or path.stem in LAYERS]
+
+
+def test_every_file_belongs_to_a_layer():
+    known = {*LAYERS, "__init__", "__main__"}
+    assert FILES
+    strangers = [shown(p) for p in FILES if p.relative_to(SOURCE).parts[0].removesuffix(".py") not in known]
+    assert strangers == []
+
+
+@pytest.mark.parametrize("path", LAYERED, ids=shown)
+def test_no_import_goes_up(path):
+    assert upward_imports(path.read_text(), module_of(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import flockstep.strategies.base",
+        "from flockstep.strategies import base",
+        "from flockstep import strategies",
+        "from flockstep import distribute, __version__",
+        "import flockstep",
+        "from ..strategies.base import Strategy",
+        "from .. import cli",
+        "def f():\n    from flockstep.cli import main",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from flockstep.drivers.virtual import run",
+        "try:\n    import flockstep.report as r\nexcept ImportError:\n    pass",
+    ],
+)
+def test_an_import_that_goes_up_is_found(source):
+    assert upward_imports(source, "flockstep.codecs.half")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import numpy, torch",
+        "from flockstep import errors, registry, __version__",
+        "from flockstep.errors import ConfigurationError",
+        "from flockstep.codecs.base import Codec",
+        "from .base import Codec",
+        "from ..arrays import schema",
+        "import flockstep.expression as e",
+    ],
+)
+def test_an_import_that_goes_down_is_fine(source):
+    assert upward_imports(source, "flockstep.codecs.half") == []
+
+
+def test_relative_imports_of_a_package_start_at_the_package():
+    assert upward_imports("from .base import Codec", "flockstep.codecs", is_package=True) == []
+    assert upward_imports("from ..cli import main", "flockstep.codecs", is_package=True)
+
+
+def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
+    """Which of `names` are loaded after `statement` in a fresh interpreter."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {statement}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    return [name for name in names if name in modules]
+
+
+def test_importing_flockstep_loads_nothing_heavy():
+    assert loaded("import flockstep", HEAVY) == []
+
+
+def test_reading_expressions_loads_nothing_heavy():
+    statement = "from flockstep import expression, nodes; from flockstep.strategies.base import Strategy"
+    assert loaded(statement, HEAVY) == []
+
+
+def test_a_loaded_module_is_found():
+    assert loaded("import flockstep, json.tool", ("json.tool", "zmq")) == ["json.tool"]
+
+
+def test_the_version_is_written_twice_but_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == flockstep.__version__
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that hold more than blanks and comments."""
+    idle = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in idle:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return lines
+
+
+def function_lengths(source: str) -> dict[str, int]:
+    """Function → its code lines, signature included, docstring not."""
+    code, lengths = code_lines(source), {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = code & set(range(node.lineno, node.end_lineno + 1))
+            if ast.get_docstring(node) is not None:
+                own -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            lengths[f"{node.name} (line {node.lineno})"] = len(own)
+    return lengths
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_functions_have_at_most_40_code_lines(path):
+    assert {name: lines for name, lines in function_lengths(path.read_text()).items() if lines > 40} == {}
+
+
+@pytest.mark.parametrize("path", EVERYTHING, ids=shown)
+def test_files_have_at_most_400_lines(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in ALGORITHMS], ids=shown)
+def test_algorithms_have_at_most_150_lines(path):
+    assert len(path.read_text().splitlines()) <= 150
+
+
+def test_lengths_count_code_only():
+    documented = ["def f():", '    """One.', "", "    Two.", '    """', "", "    # why", *["    x = 1"] * 40]
+    spread = ["async def g(", "    a,", "):", '    return """a', 'b"""']
+    assert function_lengths("\n".join([*documented, "", *spread])) == {"f (line 1)": 41, "g (line 49)": 5}

@@ -1,0 +1,209 @@
+"""The optimisers against torch's own, and against their own slices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flockstep.arrays.schema import slices
+from flockstep.errors import ConfigurationError
+from flockstep.optimizers import Optimizer, OptimizerState
+from flockstep.optimizers.adagrad import Adagrad
+from flockstep.optimizers.adam import Adam, AdamW
+from flockstep.optimizers.base import BLOCK, blocks
+from flockstep.optimizers.sgd import SGD
+
+SETTINGS = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, weight_decay=0.03),
+    SGD(lr=0.05, momentum=0.9),
+    SGD(lr=0.05, momentum=0.9, dampening=0.4),
+    SGD(lr=0.05, momentum=0.8, weight_decay=0.01),
+    SGD(lr=0.05, momentum=0.8, dampening=0.2, weight_decay=0.01),
+    SGD(lr=0.05, momentum=0.9, nesterov=True),
+    SGD(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adam(lr=0.01),
+    Adam(lr=0.01, beta1=0.0, beta2=0.5, eps=1e-3),
+    Adam(lr=0.01, beta1=0.6, weight_decay=0.1),
+    AdamW(lr=0.01),
+    AdamW(lr=0.02, beta2=0.99, weight_decay=0.3),
+    Adagrad(lr=0.1),
+    Adagrad(lr=0.1, lr_decay=0.05, weight_decay=0.02, initial_accumulator_value=0.3, eps=1e-6),
+]
+NAMES = [str(optimizer) for optimizer in SETTINGS]
+
+
+def torch_twin(optimizer: Optimizer, weights: object) -> object:
+    """torch's optimiser with the same hyper-parameters."""
+    torch = pytest.importorskip("torch")
+    values = dict(vars(optimizer))
+    if isinstance(optimizer, Adam):
+        values["betas"] = values.pop("beta1"), values.pop("beta2")
+    return getattr(torch.optim, type(optimizer).__name__)([weights], **values)
+
+
+def trajectories(optimizer: Optimizer, dtype: str, steps: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Our parameters and torch's after the same gradients of a rough bowl."""
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(7)
+    ours = random.normal(size=400).astype(dtype)
+    theirs = torch.tensor(ours.copy(), requires_grad=True)
+    twin, state = torch_twin(optimizer, theirs), optimizer.init(ours)
+    for _ in range(steps):
+        gradient = (random.normal(size=400) + random.normal()).astype(dtype)
+        theirs.grad = torch.from_numpy(gradient.copy())
+        twin.step()  # type: ignore[attr-defined]
+        optimizer.step(ours, gradient, state, optimizer.lr)
+    return ours, theirs.detach().numpy()
+
+
+def run(optimizer: Optimizer, params: np.ndarray, gradients: np.ndarray) -> OptimizerState:
+    state = optimizer.init(params)
+    for gradient in gradients:
+        optimizer.step(params, gradient, state, optimizer.lr)
+    return state
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_equals_torch(optimizer: Optimizer) -> None:
+    ours, theirs = trajectories(optimizer, "float64")
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+    ours, theirs = trajectories(optimizer, "float32")
+    ulps = np.abs(ours.astype("float64") - theirs) / np.spacing(np.maximum(np.abs(theirs), 1))
+    assert ulps.max() <= 20  # 50 steps, each rounded a few times
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS[1:], ids=NAMES[1:])
+def test_every_setting_counts(optimizer: Optimizer) -> None:
+    plain = trajectories(replace(SETTINGS[0], lr=optimizer.lr), "float64")[0]
+    assert np.abs(trajectories(optimizer, "float64")[0] - plain).max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_plain_sgd_is_one_product_and_one_difference(dtype: str) -> None:
+    random = np.random.default_rng(1)
+    params, gradient = random.normal(size=(2, 3 * BLOCK + 5)).astype(dtype)
+    expected = params - params.dtype.type(0.1) * gradient
+    kept = gradient.copy()
+    optimizer = SGD(lr=0.1)
+    state = optimizer.init(params)
+    optimizer.step(params, gradient, state, 0.1)
+    assert np.array_equal(params, expected)
+    assert np.array_equal(gradient, kept)
+    assert state.slots == {}
+    assert state.steps == 1
+
+
+def test_the_step_uses_the_learning_rate_it_is_given() -> None:
+    params, gradient = np.ones(4, "float32"), np.ones(4, "float32")
+    optimizer = SGD(lr=0.5)
+    optimizer.step(params, gradient, optimizer.init(params), 0.25)
+    assert params.tolist() == [0.75] * 4
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("parts", [2, 7])
+def test_a_slice_on_its_own_equals_the_slice_of_the_whole(optimizer: Optimizer, parts: int) -> None:
+    random = np.random.default_rng(3)
+    size = 2 * BLOCK + 77
+    start = random.normal(size=size).astype("float32")
+    gradients = random.normal(size=(4, size)).astype("float32")
+    whole = start.copy()
+    state = run(optimizer, whole, gradients)
+    for part in slices(size, parts):
+        own = start[part].copy()
+        own_state = run(optimizer, own, gradients[:, part])
+        assert own.tobytes() == whole[part].tobytes()
+        for name, slot in own_state.slots.items():
+            assert slot.tobytes() == state.slots[name][part].tobytes()
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_a_state_continues_bit_for_bit(optimizer: Optimizer) -> None:
+    random = np.random.default_rng(4)
+    start, gradients = random.normal(size=50).astype("float32"), random.normal(size=(6, 50)).astype("float32")
+    whole, resumed = start.copy(), start.copy()
+    run(optimizer, whole, gradients)
+    state = run(optimizer, resumed, gradients[:3])
+    state = OptimizerState(state.steps, {name: slot.copy() for name, slot in state.slots.items()})
+    for gradient in gradients[3:]:
+        optimizer.step(resumed, gradient, state, optimizer.lr)
+    assert whole.tobytes() == resumed.tobytes()
+
+
+def test_slots_have_explicit_names_and_the_length_of_the_parameters() -> None:
+    params = np.zeros(5, "float32")
+    names = {
+        SGD(): set(),
+        SGD(momentum=0.5): {"momentum"},
+        Adam(): {"mean", "square"},
+        AdamW(): {"mean", "square"},
+        Adagrad(initial_accumulator_value=0.5): {"square_sum"},
+    }
+    for optimizer, expected in names.items():
+        state = optimizer.init(params)
+        assert set(state.slots) == expected
+        assert all(slot.shape == (5,) and slot.dtype == params.dtype for slot in state.slots.values())
+    assert Adagrad(initial_accumulator_value=0.5).init(params).slots["square_sum"].tolist() == [0.5] * 5
+
+
+def test_adagrad_accumulators_never_shrink() -> None:
+    optimizer, random = Adagrad(), np.random.default_rng(0)
+    params = random.normal(size=20)
+    state, before = optimizer.init(params), np.zeros(20)
+    for _ in range(10):
+        optimizer.step(params, random.normal(size=20), state, 0.1)
+        assert (state.slots["square_sum"] >= before).all()
+        before = state.slots["square_sum"].copy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "sentence"),
+    [
+        (SGD, {"lr": -1.0}, "lr of sgd must be >= 0 and finite, got -1.0; use for example 0.1"),
+        (SGD, {"lr": math.nan}, "lr of sgd must be"),
+        (SGD, {"momentum": -0.1}, "momentum of sgd"),
+        (SGD, {"dampening": math.inf}, "dampening of sgd"),
+        (SGD, {"weight_decay": -1e-3}, "weight_decay of sgd"),
+        (SGD, {"nesterov": True}, "needs momentum > 0 and dampening 0"),
+        (SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "dampening=0.1"),
+        (Adam, {"beta1": 1.0}, r"beta1 of adam must be in \[0, 1\), got 1.0"),
+        (AdamW, {"beta2": -0.1}, "beta2 of adamw"),
+        (Adam, {"eps": 0.0}, "eps of adam must be > 0"),
+        (AdamW, {"weight_decay": math.nan}, "weight_decay of adamw"),
+        (Adagrad, {"lr_decay": -1.0}, "lr_decay of adagrad"),
+        (Adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value of adagrad"),
+        (Adagrad, {"eps": math.inf}, "eps of adagrad"),
+    ],
+)
+def test_impossible_values_are_refused(kind: type[Optimizer], values: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        kind(**values)
+
+
+def test_an_eps_that_vanishes_in_the_dtype_is_refused() -> None:
+    half = np.zeros(3, "float16")
+    with pytest.raises(ConfigurationError, match="eps must not vanish in float16, got 1e-10; use at least 6e-05"):
+        Adagrad().init(half)
+    with pytest.raises(ConfigurationError, match="eps must not vanish"):
+        Adam().init(half)
+    Adam(eps=1e-4).init(half)
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_text_round_trip(optimizer: Optimizer) -> None:
+    assert Optimizer.parse(str(optimizer)) == optimizer
+    assert type(Optimizer.parse(str(optimizer))) is type(optimizer)
+
+
+@given(st.integers(0, 5 * BLOCK))
+def test_blocks_cover_everything_once(size: int) -> None:
+    covered = [i for part in blocks(size) for i in (part.start, part.stop)]
+    assert covered[::2] == [0, *covered[1:-1:2]][: len(covered) // 2]
+    assert not covered or (covered[0], covered[-1]) == (0, size)
+    assert all(0 < part.stop - part.start <= BLOCK for part in blocks(size))

@@ -1,0 +1,329 @@
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flockstep.arrays.schema import Schema
+from flockstep.errors import ConfigurationError, SchemaMismatch, UnknownName
+from flockstep.records import EventWriter, RunConfig, RunFolder, same_run, summarise
+from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.folder import read_event_file
+
+CONFIG = RunConfig(
+    kind="train", job="digits", strategy="ps(consistency=ssp(3))", workers=4, seed=1, lr=0.1, target=0.95
+)
+
+
+def step(t: float, rank: int = 0, number: int = 1) -> Step:
+    return Step(t, rank, number, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)
+
+
+EVENTS: list[Event] = [
+    step(0.5),
+    Update(0.6, -1, 0, 2, 1),
+    Span(0, "compute", 0.0, 0.7),
+    Snapshot(0.8, 1.0, 32, 10.0, 0.4, 0.9, None),
+    Lost(0.9, 2, "killed"),
+    Node(0, 1.0, 1, 0.1, 0.2, 0.3, 10, 20, 1, 2, 128, "ab"),
+]
+
+
+@given(
+    st.builds(
+        RunConfig,
+        kind=st.sampled_from(["train", "simulate"]),
+        job=st.text(),
+        strategy=st.text(),
+        workers=st.integers(1, 1000),
+        seed=st.integers(0, 2**62),
+        steps=st.none() | st.integers(1, 10),
+        epochs=st.none() | st.floats(0.1, 100),
+        lr=st.none() | st.floats(1e-300, 1e300),
+        network=st.none() | st.text(),
+        facts=st.dictionaries(st.text(), st.text(), max_size=3),
+    )
+)
+def test_a_configuration_survives_toml_exactly(config: RunConfig) -> None:
+    assert RunConfig.from_toml(config.to_toml()) == config
+
+
+def test_none_is_left_out_of_the_file() -> None:
+    assert "network" not in CONFIG.to_toml()
+    assert "lr = 0.1" in CONFIG.to_toml()
+
+
+def test_an_unknown_setting_is_named_with_the_nearest() -> None:
+    with pytest.raises(UnknownName, match=r"no setting in config\.toml is called 'workesr'; did you mean 'workers'"):
+        RunConfig.from_toml(CONFIG.to_toml().replace("workers", "workesr"))
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("kind = ", "no TOML document"),
+        ('kind = "train"', "missing required field `job`"),
+        ('kind = "train"\njob = "d"\nstrategy = "s"\nworkers = "4"', "workers"),
+        ('kind = "race"\njob = "d"\nstrategy = "s"\nworkers = 4', "kind"),
+        ('kind = "train"\njob = "d"\nstrategy = "s"\nworkers = 0', "workers must be >= 1, got 0"),
+    ],
+)
+def test_a_wrong_configuration_says_what_is_wrong(text: str, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        RunConfig.from_toml(text, "there.toml")
+
+
+def test_same_run_ignores_versions_and_nothing_else() -> None:
+    assert same_run(CONFIG, replace(CONFIG, versions={"flockstep": "9"}))
+    assert not same_run(CONFIG, replace(CONFIG, seed=2))
+    assert not same_run(CONFIG, replace(CONFIG, facts={"data": "other"}))
+
+
+def test_the_command_repeats_the_run_and_is_quoted() -> None:
+    assert CONFIG.command == (
+        "flockstep train digits --strategy 'ps(consistency=ssp(3))' --workers 4 --seed 1 --lr 0.1 --split iid"
+        " --target 0.95"
+    )
+    evil = RunConfig(kind="simulate", job="my job.py; rm -rf .", strategy="s", workers=1, epochs=2.0)
+    assert "'my job.py; rm -rf .'" in evil.command
+    assert "--epochs 2 " in evil.command
+
+
+def test_a_launched_script_is_repeated_with_the_launcher_s_options_only() -> None:
+    config = RunConfig(
+        kind="launch", job="train.py", strategy="gossip", workers=2, transport="ipc", heartbeat=5.0, lr=0.1
+    )
+    assert config.command == "flockstep launch --workers 2 --transport ipc --heartbeat 5 train.py"
+    assert config.clock == "real"
+
+
+def test_the_clock_follows_from_the_kind() -> None:
+    assert CONFIG.clock == "real"
+    assert RunConfig(kind="simulate", job="j", strategy="s", workers=1).clock == "virtual"
+
+
+def test_events_survive_the_file(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "e.jsonl") as writer:
+        for event in EVENTS:
+            writer.write(event)
+    assert read_event_file(tmp_path / "e.jsonl") == EVENTS
+
+
+def test_a_loss_that_is_not_finite_comes_back_as_nan(tmp_path: Path) -> None:
+    with EventWriter(tmp_path / "e.jsonl") as writer:
+        writer.write(step(1.0))
+        writer.write(Snapshot(2.0, 1.0, 32, 0.0, math.inf, 0.1, None))
+    first, second = read_event_file(tmp_path / "e.jsonl")
+    assert first == step(1.0)
+    assert isinstance(second, Snapshot)
+    assert math.isnan(second.loss)
+    assert second.metric == 0.1
+    assert second.divergence is None
+
+
+def test_frequent_events_wait_for_company_and_rare_ones_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    writer = EventWriter(path, flush_every=3)
+    writer.write(step(1.0))
+    assert read_event_file(path) == []
+    writer.write(Lost(2.0, 1, "gone"))
+    assert len(read_event_file(path)) == 2
+    for t in (3.0, 4.0, 5.0):
+        writer.write(step(t))
+    assert len(read_event_file(path)) == 5
+    writer.close()
+    writer.close()
+
+
+@given(st.integers(min_value=0))
+def test_cut_anywhere_every_whole_line_is_read(at: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "e.jsonl"
+        with EventWriter(path) as writer:
+            for event in EVENTS:
+                writer.write(event)
+        data = path.read_bytes()
+        cut = data[: at % (len(data) + 1)]
+        path.write_bytes(cut)
+        events = read_event_file(path)
+        assert events == EVENTS[: len(events)]
+        assert len(events) >= cut.count(b"\n")
+        with EventWriter(path) as writer:
+            writer.write(Lost(9.0, 0, "again"))
+        assert read_event_file(path)[-1] == Lost(9.0, 0, "again")
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(
+        b'{"type":"lost","t":1,"node":1,"reason":"x"}\n{"type":"st\n{"type":"lost","t":2,"node":1,"reason":"x"}\n'
+    )
+    with pytest.raises(ConfigurationError, match=r"line 2 of .*e\.jsonl is no event"):
+        read_event_file(path)
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"type":"step"}', b'{"type":"step","t":null}', b'{"type":"other"}'])
+def test_json_that_is_no_event_is_an_error(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(ConfigurationError, match="line 1"):
+        read_event_file(path)
+
+
+KILLED = """
+import os, signal, sys
+from flockstep.records import EventWriter
+from flockstep.records.events import Lost
+from flockstep.records.events import Update
+writer = EventWriter(sys.argv[1], flush_every=4)
+for number in range(10):
+    writer.write(Update(float(number), 0, 1, 1, 0))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
+def test_sigkill_loses_only_what_was_held_back(tmp_path: Path) -> None:
+    path = tmp_path / "events" / "worker-0.jsonl"
+    source = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": source}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert [event.t for event in RunFolder(tmp_path).read_events() if isinstance(event, Update)] == list(range(8))
+
+
+def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(CONFIG)
+    assert folder.read_events() == []
+    for node, times in ((0, (1.0, 4.0)), (1, (2.0, 3.0)), (-1, (2.5,)), (None, (5.0,))):
+        with EventWriter(folder.node_events_file(node)) as writer:
+            for t in times:
+                writer.write(Lost(t, 9 if node is None else node, "x"))
+    names = {path.name for path in (folder.path / "events").iterdir()}
+    assert names == {"worker-0.jsonl", "worker-1.jsonl", "server-0.jsonl", "launcher.jsonl"}
+    with folder.node_events_file(1).open("ab") as file:
+        file.write(b'{"type":"lost","t":9')
+    before = folder.read_events()
+    assert [event.t for event in before if isinstance(event, Lost)] == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]
+    assert folder.merge_events() == before
+    assert not (folder.path / "events").exists()
+    assert folder.read_events() == before
+    assert folder.merge_events() == before
+
+
+def finish(folder: RunFolder, config: RunConfig) -> None:
+    folder.create(config)
+    folder.write_summary(summarise(config, EVENTS, "finished"))
+
+
+def test_a_finished_run_of_another_configuration_is_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    finish(folder, CONFIG)
+    other = replace(CONFIG, seed=7)
+    with pytest.raises(
+        ConfigurationError, match=r"run holds a finished run of another .* choose another folder or delete"
+    ):
+        folder.create(other)
+    assert folder.read_config() == CONFIG
+    assert folder.holds_finished(replace(CONFIG, versions={"flockstep": "2"}))
+    assert not folder.holds_finished(other)
+
+
+@pytest.mark.parametrize("status", ["interrupted", "failed"])
+def test_an_unfinished_run_may_be_replaced(tmp_path: Path, status: str) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(CONFIG)
+    folder.write_summary(summarise(CONFIG, EVENTS, status, "why"))  # type: ignore[arg-type]
+    assert not folder.holds_finished(CONFIG)
+    folder.create(replace(CONFIG, seed=7))
+    assert folder.read_config().seed == 7
+    assert not folder.summary_file.exists()
+
+
+def test_the_same_run_again_starts_empty(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    finish(folder, CONFIG)
+    folder.merge_events()
+    folder.create(CONFIG)
+    assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+
+
+def test_files_that_are_no_run_are_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigurationError, match="holds files but no run"):
+        RunFolder(tmp_path).create(CONFIG)
+    with pytest.raises(ConfigurationError, match="is a file"):
+        RunFolder(tmp_path / "thesis.tex").create(CONFIG)
+    assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_a_summary_survives_the_file(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    finish(folder, CONFIG)
+    assert folder.read_summary() == summarise(CONFIG, EVENTS, "finished")
+    folder.summary_file.write_text("{")
+    with pytest.raises(ConfigurationError, match="delete it"):
+        folder.read_summary()
+
+
+def test_without_a_summary_the_run_reads_as_interrupted(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create(CONFIG)
+    with EventWriter(folder.node_events_file(0)) as writer:
+        writer.write(EVENTS[3])
+    record = folder.read()
+    assert record.summary.status == "interrupted"
+    assert record.summary.final_metric == 0.9
+    assert record.events == [EVENTS[3]]
+
+
+def test_a_folder_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.toml is missing"):
+        RunFolder(tmp_path).read()
+
+
+def test_the_result_survives_with_its_schema(tmp_path: Path) -> None:
+    schema = Schema.of({"w": (2, 3), "b": ()})
+    assert schema.size == 7  # also fills the cached properties, which must not reach the file
+    assert schema.hash
+    params = np.arange(7, dtype=np.float32)
+    folder = RunFolder(tmp_path)
+    folder.write_result(params, schema)
+    back, table = folder.read_result()
+    np.testing.assert_array_equal(back, params)
+    assert back.dtype == np.float32
+    assert table == schema
+    assert table.hash == schema.hash
+
+
+def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> None:
+    schema = Schema.of({"w": (3,)})
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ConfigurationError, match="holds no result"):
+        folder.read_result()
+    for wrong in (np.zeros(4, np.float32), np.zeros(3, np.float64)):
+        with pytest.raises(SchemaMismatch, match="the schema says"):
+            folder.write_result(wrong, schema)
+    folder.write_result(np.zeros(3, np.float32), schema)
+    np.save(tmp_path / "result.npy", np.zeros(5, np.float32))
+    with pytest.raises(SchemaMismatch):
+        folder.read_result()
+    np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match="allow_pickle"):
+        folder.read_result()
+
+
+def test_holding_back_nothing_is_the_least() -> None:
+    with pytest.raises(ConfigurationError, match="flush_every must be >= 1, got 0"):
+        EventWriter("never-opened", flush_every=0)
+    assert not Path("never-opened").exists()

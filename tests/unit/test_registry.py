@@ -1,0 +1,256 @@
+"""Names → classes: every line of the table leads somewhere, and your own can be added."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from flockstep import registry
+from flockstep.codecs.half import Half
+from flockstep.codecs.identity import Identity
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.expression import Component, parse
+from flockstep.strategies.base import Strategy
+from flockstep.testing.expressions import base_of, check_component
+from flockstep.topologies.base import Topology
+from flockstep.topologies.ring import RingGraph
+
+EVERY = [(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
+WITH_ARGUMENTS = {
+    ("compute", "constant"): "constant(0.1)",
+    ("compute", "normal"): "normal(0.1, cv=0.1)",
+    ("compute", "exponential"): "exponential(0.1)",
+    ("compute", "lognormal"): "lognormal(0.1)",
+    ("compute", "pareto"): "pareto(0.1)",
+    ("compute", "speeds"): "speeds(base=exponential(0.05), factors=(1, 1, 2.5))",
+    ("compute", "slow_spells"): "slow_spells(base=constant(0.05), probability=0.01, factor=5, length=20)",
+    ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
+    ("network", "link"): "link('1gbit')",
+    ("network", "switch"): "switch(bandwidth='1gbit', latency=0.001, backbone='2gbit')",
+    ("network", "two_tier"): "two_tier(4, '10gbit', 0.0001, '100mbit', 0.01)",
+}
+"""What has hyper-parameters without a default."""
+
+IN_THE_DOCUMENTS = [
+    "ps(consistency=ssp(3), shards=2)",
+    "ps(consistency=ssp(0))",
+    "easgd(period=10, alpha=0.1)",
+    "dpsgd(topology=torus)",
+    "bsp",
+    "asgd",
+]
+SHORT = [(noun, alias) for noun in registry.nouns() for alias in registry.aliases(noun)]
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """The registry, put back afterwards."""
+    for noun in registry.nouns():
+        monkeypatch.setitem(registry._TABLE, noun, dict(registry._TABLE[noun]))
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_names", dict(registry._names))
+
+
+@pytest.mark.parametrize(("noun", "name"), EVERY)
+def test_every_line_leads_to_a_component_of_its_noun(noun, name):
+    kind = registry.load(noun, name)
+    assert issubclass(kind, Component)
+    assert kind.noun == noun
+    assert registry.name_of(kind) == name
+    assert registry.load(noun, name) is kind
+    assert kind.__doc__, f"{kind.__name__} has no docstring"
+    assert not kind.__doc__.startswith(f"{kind.__name__}("), (
+        f"{kind.__name__} has only the docstring that dataclass makes"
+    )
+
+
+@pytest.mark.parametrize(("noun", "name"), EVERY)
+def test_every_component_is_a_value(noun, name):
+    kind = registry.load(noun, name)
+    base = next(kind for kind in kind.__mro__[::-1] if "noun" in vars(kind))
+    component = parse(WITH_ARGUMENTS.get((noun, name), name), base)
+    assert type(component) is kind
+    check_component(component)
+
+
+@pytest.mark.parametrize("text", IN_THE_DOCUMENTS)
+def test_the_strategies_of_the_documents_are_values(text):
+    component = Strategy.parse(text)
+    check_component(component)
+    assert Strategy.parse(str(component)) == component
+
+
+@pytest.mark.parametrize(("noun", "alias"), SHORT)
+def test_every_alias_is_the_expression_it_stands_for(noun, alias):
+    text = registry.aliases(noun)[alias]
+    some = registry.load(noun, registry.names(noun)[0])
+    base = next(kind for kind in some.__mro__[::-1] if "noun" in vars(kind))
+    component = parse(alias, base)
+    assert component == parse(text, base)
+    assert base_of(component) is base
+    assert alias not in registry.names(noun), "the alias hides a name"
+
+
+def test_names_come_in_the_order_of_registration():
+    assert registry.names("codec")[:2] == ["identity", "half"]
+    assert registry.nouns()[:2] == ["strategy", "consistency"]
+
+
+def test_what_is_handed_out_can_be_changed_without_harm():
+    registry.names("codec").clear()
+    registry.nouns().clear()
+    registry.aliases("strategy").clear()
+    assert registry.names("codec")
+    assert registry.alias("strategy", "bsp") == "ps(consistency=bsp)"
+
+
+def test_unknown_names_come_with_the_nearest():
+    with pytest.raises(UnknownName, match="no codec is called 'hlaf'; did you mean 'half'"):
+        registry.load("codec", "hlaf")
+    with pytest.raises(UnknownName, match="no noun is called 'codecs'; did you mean 'codec'"):
+        registry.names("codecs")
+    with pytest.raises(UnknownName, match="no strategy is called 'asdg'; did you mean 'asgd'"):
+        registry.load("strategy", "asdg")
+    assert registry.alias("codec", "half") is None
+
+
+@dataclass(frozen=True)
+class Mine(RingGraph):
+    """A ring of my own."""
+
+    width: int = 1
+
+
+@pytest.mark.usefixtures("table")
+def test_a_class_of_your_own_is_used_by_name():
+    registry.register("topology", "mine", Mine)
+    registry.register("topology", "mine", Mine)
+    assert registry.names("topology")[-1] == "mine"
+    assert parse("mine(3)", Topology) == Mine(3)
+    check_component(Mine(3))
+
+
+@pytest.mark.usefixtures("table")
+def test_a_local_class_can_be_registered():
+    @dataclass(frozen=True)
+    class Local(RingGraph):
+        pass
+
+    registry.register("topology", "local", Local)
+    assert parse("local", Topology) == Local()
+
+
+def test_an_unregistered_class_goes_by_its_own_name():
+    assert registry.name_of(Mine) == "Mine"
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("noun", "name", "message"),
+    [
+        ("topology", "ring", "'ring' is taken by flockstep.topologies.ring:RingGraph; choose another"),
+        ("strategy", "bsp", r"'bsp' is taken by ps\(consistency=bsp\); choose another"),
+        ("topology", "my-ring", "must be an identifier, got 'my-ring'"),
+        ("topology", "lambda", "must be an identifier, got 'lambda'"),
+        ("topology", "", "must be an identifier, got ''"),
+        ("topologies", "mine", "no noun is called 'topologies'; did you mean 'topology'"),
+    ],
+)
+def test_names_that_cannot_be_registered(noun, name, message):
+    with pytest.raises(ConfigurationError, match=message):
+        registry.register(noun, name, Mine)
+    assert name == "ring" or noun == "topologies" or name not in registry.names(noun)
+
+
+class Loose(Topology):
+    def graph(self, n):
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Forgets(Loose):
+    note: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Halves(Loose):
+    rate: float = 0.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "rate", self.rate / 2)
+
+
+@dataclass(frozen=True)
+class Bare(Loose):
+    def __repr__(self):
+        return object.__repr__(self)
+
+
+@dataclass
+class Thawed(Loose):
+    size: int = 1
+
+
+class Inherits(Mine):
+    pass
+
+
+@dataclass(frozen=True)
+class Tells(Loose):
+    size: int = 1
+
+    def __str__(self):
+        return "tells"
+
+
+@dataclass(frozen=True)
+class Stranger(Loose):
+    pass
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    ("component", "complaint"),
+    [
+        (Forgets(note="x"), "leaves note out"),
+        (Halves(1.0), "does not equal a copy"),
+        (Bare(), "the repr of"),
+        (Thawed(), "not frozen"),
+        (Inherits(), "lacks a @dataclass"),
+        (Loose(), "no dataclass"),
+        (Stranger(), "not registered"),
+        (Tells(2), "is written as 'tells', which is read as"),
+    ],
+)
+def test_a_broken_component_is_caught(component, complaint):
+    if not isinstance(component, Stranger):
+        registry.register("topology", type(component).__name__.lower(), type(component))
+    with pytest.raises(AssertionError, match=complaint):
+        check_component(component)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_value_of_the_wrong_type_is_caught():
+    registry.register("topology", "mine", Mine)
+    with pytest.raises(ConfigurationError, match=r"width of mine must be a whole number, got 1\.5"):
+        check_component(Mine(width=1.5))
+
+
+def test_the_same_class_keeps_its_name():
+    assert [registry.name_of(kind) for kind in (Identity, Half)] == ["identity", "half"]
+    registry.register("codec", "half", Half)
+    assert registry.name_of(Half) == "half"
+
+
+def test_nothing_is_imported_before_it_is_asked_for():
+    source = str(registry.__file__).rsplit("/flockstep/", 1)[0]
+    code = (
+        f"import sys; sys.path.insert(0, {source!r}); from flockstep import registry; registry.names('codec');"
+        "before = [m for m in sys.modules if m.startswith('flockstep.codecs')]; registry.load('codec', 'half');"
+        "print(before, 'flockstep.codecs.half' in sys.modules, 'flockstep.codecs.identity' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "True", "False"]

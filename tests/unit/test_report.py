@@ -1,0 +1,348 @@
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flockstep.errors import ConfigurationError
+from flockstep.records import RunConfig, summarise
+from flockstep.records.events import Event, Lost, Snapshot, Update
+from flockstep.records.folder import Record
+from flockstep.report import render, rows, table, words, write_report
+from flockstep.report.activity import per_step, per_worker, timeline
+from flockstep.report.figures import progress, staleness
+from flockstep.report.findings import findings
+from flockstep.report.ranking import labels
+from flockstep.report.style import Series
+from support.records import RUNS, invent
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return [invent(made, seed) for seed, made in enumerate(RUNS)]
+
+
+@pytest.fixture(scope="module")
+def page(records: list[Record]) -> str:
+    return render(records)
+
+
+def series_of(records: list[Record]) -> list[Series]:
+    names = labels([record.summary for record in records])
+    return [Series(name, record, place) for place, (name, record) in enumerate(zip(names, records, strict=True))]
+
+
+class Reader(HTMLParser):
+    """Collects tags and their attributes, and fails on one that is closed but was not open."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open and self.open[-1] == "script" else self.text).append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_is_well_formed_and_loads_nothing(page: str) -> None:
+    reader = read(page)
+    for tag, attributes in reader.tags:
+        for name in ("src", "href", "srcset", "data", "action"):
+            assert name not in attributes, f"{tag} has {name}"
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    policy = [a["content"] for tag, a in reader.tags if tag == "meta" and a.get("http-equiv")]
+    assert policy[0] is not None
+    assert policy[0].startswith("default-src 'none'")
+    assert "http" not in policy[0]
+
+
+def test_nothing_on_the_page_uploads_data(page: str) -> None:
+    drawing = next(code for code in read(page).scripts if "Plotly.newPlot(place" in code)
+    assert '"sendChartToCloud"' in drawing
+    assert 'plotlyServerURL: ""' in drawing
+
+
+def test_the_reader_notices_a_broken_page() -> None:
+    with pytest.raises(AssertionError):
+        read("<p><b>bold</p>")
+
+
+def test_plotly_is_inlined_once(page: str) -> None:
+    assert page.count("* plotly.js v") == 1
+    assert len(page) < 12_000_000
+
+
+def test_every_strategy_is_in_the_table_and_in_the_details(page: str, records: list[Record]) -> None:
+    text = " ".join(read(page).text)
+    for record in records:
+        assert text.count(record.config.strategy) >= 2, record.config.strategy
+        assert record.config.command in text
+    assert "ps(consistency=ssp(4))" not in text
+
+
+def test_the_clock_is_said_plainly(records: list[Record], page: str) -> None:
+    assert "Virtual seconds: gradients are real, time is modelled" in page
+    assert "Real seconds" not in page
+    real = render([invent(RUNS[0], kind="train")])
+    assert "Real seconds: measured on real processes" in real
+    assert "irtual seconds" not in "".join(read(real).text)
+
+
+def test_a_failed_run_is_listed_with_its_reason(page: str) -> None:
+    text = " ".join("".join(read(page).text).split())
+    assert "failed after" in text
+    assert "loss of worker 2 at step 125 is not finite" in text
+    assert "worker 2 lost after" in text
+
+
+def test_data_on_the_page_is_json_that_plotly_accepts(page: str) -> None:
+    import plotly.graph_objects as go
+
+    blocks = re.findall(r'<script type="application/json" id="data-([\w-]+)">(.*?)</script>', page, re.DOTALL)
+    assert [name for name, _ in blocks] == ["progress", "per-step", "per-worker", "staleness", "timeline"]
+    for _, text in blocks:
+        figure = json.loads(text)
+        assert len(go.Figure(figure).data) == len(figure["data"]) > 0
+    with pytest.raises(ValueError, match="property"):
+        go.Figure({"data": [{"type": "bar", "colour": "red"}], "layout": {}})
+
+
+EVIL = "</script><script>alert(1)</script><b>&\"'"
+
+
+def test_what_users_write_is_never_markup(tmp_path: Path) -> None:
+    record = invent(RUNS[0])
+    config = replace(record.config, strategy=EVIL, job=EVIL, facts={EVIL: EVIL})
+    summary = summarise(config, [*record.events, Lost(1.0, 1, EVIL)], "failed", EVIL)
+    plain = render([record])
+    page = render([Record(config, summary, record.events)], title=EVIL)
+    tags = [tag for tag, _ in read(page).tags]
+    assert tags.count("script") == [tag for tag, _ in read(plain).tags].count("script")
+    assert "alert(1)" not in "".join(code for code in read(page).scripts if "Plotly.newPlot" in code)
+    blocks = re.findall(r'<script type="application/json" id="[\w-]+">(.*?)</script>', page, re.DOTALL)
+    for block in blocks:
+        assert "<" not in block
+        assert "<script" not in block.encode().decode("unicode_escape")
+
+
+def test_the_report_is_written_where_asked(tmp_path: Path) -> None:
+    path = write_report([invent(RUNS[0])], tmp_path / "new" / "report.html")
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_real_and_virtual_runs_share_no_report() -> None:
+    with pytest.raises(ConfigurationError, match="different clocks do not compare, got real and virtual"):
+        render([invent(RUNS[0]), invent(RUNS[1], kind="train")])
+    with pytest.raises(ConfigurationError, match="at least one run"):
+        render([])
+
+
+def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
+    config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, target=0.9)
+    events: list[Event] = [Lost(0.5, 1, "killed")]
+    empty = Record(config, summarise(config, events, "interrupted", "stopped by Ctrl-C"), events)
+    page = render([empty])
+    assert "stopped by Ctrl-C" in page
+    assert "never" in page
+    assert 'class="plot"' not in page
+    read(page)
+
+
+def test_twelve_runs_look_different(records: list[Record]) -> None:
+    series = series_of([invent(made, 1) for made in RUNS] + [invent(made, 2) for made in RUNS[:4]])
+    assert len({(one.colour, one.stroke) for one in series}) == 12
+    assert len({one.colour for one in series}) == 12
+    assert len({one.label for one in series}) == 12
+
+
+def test_each_run_has_one_colour_in_all_figures(records: list[Record]) -> None:
+    series = series_of(records)
+    curves = {(t["name"], t["line"]["color"]) for t in progress(series)["data"] if t["mode"] == "lines"}
+    bars = staleness(series)
+    assert bars is not None
+    histograms = {(t["name"], t["marker"]["color"]) for t in bars["data"]}
+    assert curves == {(one.name, one.colour) for one in series}
+    assert histograms <= curves
+
+
+def test_progress_draws_exactly_the_evaluations(records: list[Record]) -> None:
+    series = series_of(records[:1])
+    shots = [event for event in records[0].events if isinstance(event, Snapshot)]
+    lines = [trace for trace in progress(series)["data"] if trace["mode"] == "lines"]
+    assert [trace["x"] for trace in lines[:3]] == [
+        [s.t for s in shots],
+        [s.bytes / 1e6 for s in shots],
+        [s.samples for s in shots],
+    ]
+    assert lines[0]["y"] == [s.metric for s in shots]
+    assert lines[3]["y"] == [s.loss for s in shots]
+    rings = [trace for trace in progress(series)["data"] if trace["mode"] == "markers"]
+    assert [trace["x"] for trace in rings] == [
+        [records[0].summary.time_to_target],
+        [(records[0].summary.bytes_to_target or 0) / 1e6],
+        [records[0].summary.samples_to_target],
+    ]
+
+
+def test_a_step_s_bars_add_up_to_the_recorded_time(records: list[Record]) -> None:
+    data = per_step(series_of(records))["data"]
+    for index, record in enumerate(records):
+        total = sum(worker.seconds for worker in record.summary.per_worker)
+        assert sum(trace["x"][index] for trace in data) == pytest.approx(1e3 * total / record.summary.steps)
+
+
+def test_each_worker_s_shares_add_up_to_one(records: list[Record]) -> None:
+    data = per_worker(series_of(records[:1]))["data"]
+    assert [sum(trace["y"][rank] for trace in data) for rank in range(4)] == pytest.approx([1.0] * 4)
+
+
+def test_a_histogram_holds_every_update_also_when_binned() -> None:
+    config = RunConfig(kind="train", job="j", strategy="s", workers=200)
+    events: list[Event] = [Update(1.0, -1, 0, late + 1, late) for late in range(300)]
+    figure = staleness(series_of([Record(config, summarise(config, events, "finished"), events)]))
+    assert figure is not None
+    (trace,) = figure["data"]
+    assert len(trace["x"]) <= 41
+    assert sum(trace["y"]) == pytest.approx(1.0)
+    assert sum(count for _, count in trace["customdata"]) == 300 * 301 // 2
+
+
+def test_no_staleness_and_no_spans_mean_no_figure() -> None:
+    config = RunConfig(kind="train", job="j", strategy="s", workers=1)
+    series = series_of([Record(config, summarise(config, [], "finished"), [])])
+    assert staleness(series) is None
+    assert timeline(series) is None
+
+
+def test_the_timeline_of_many_workers_shows_a_few() -> None:
+    figure = timeline(series_of([invent(replace(RUNS[1], comm=0.001), workers=40)]))
+    assert figure is not None
+    names = figure["layout"]["yaxis"]["ticktext"]
+    assert names == [*(f"worker {rank}" for rank in range(8)), "server 0"]
+    assert max(max(trace["y"]) for trace in figure["data"]) == 8
+
+
+def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> None:
+    ranked = [records[row] for row in ranking(records)]
+    series = series_of(ranked)
+    sentences = findings(series)
+    best, worst = ranked[0].summary, ranked[-2].summary
+    assert sentences[0].startswith(
+        f"{best.strategy} reached accuracy 0.95 first, after {words.number(best.time_to_target)} virtual s"
+    )
+    assert any(worst.strategy in text and "samples" in text for text in sentences[1:])
+    assert any("computing" in text and "sent" in text for text in sentences)
+    assert "virtual" in sentences[-1]
+    assert not any("partial" in text for text in sentences[:1])
+
+
+def ranking(records: list[Record]) -> list[int]:
+    from flockstep.report.ranking import order
+
+    return order([record.summary for record in records])
+
+
+def test_the_reason_is_an_identity() -> None:
+    """Time ratio = samples ratio ÷ speed ratio: the sentence gives the latter two of hand-made figures."""
+    pair = []
+    for name, t, samples in (("quick", 2.0, 3000), ("slow", 8.0, 1500)):
+        config = RunConfig(kind="train", job="j", strategy=name, workers=1, target=0.9)
+        events: list[Event] = [Snapshot(0.0, 0, 0, 0.0, 2.0, 0.1, None), Snapshot(t, 1, samples, 1e6, 0.1, 0.95, None)]
+        pair.append(Record(config, summarise(config, events, "finished"), events))
+    sentences = findings(series_of(pair))
+    assert (
+        "quick took 25 % of that: it needed 2.0 times the samples, but it went through 8.0 times as many"
+        in sentences[1]
+    )
+    assert "evaluations are too far apart" in sentences[0]
+
+
+def test_a_target_that_nobody_reached_is_said() -> None:
+    records = [invent(made, target=0.999) for made in RUNS[:2]]
+    assert findings(series_of(records))[0].startswith("No run reached accuracy 0.999.")
+    assert "no target" in findings(series_of([invent(RUNS[0], target=None)]))[0]
+    assert findings(series_of([invent(RUNS[-1])])) == ["No run ended without an error, so there is nothing to compare."]
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_the_terminal_table_shows_every_run(records: list[Record], width: int) -> None:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table([record.summary for record in records]))
+    text = console.export_text()
+    assert text.count("finished") == 7
+    for record in records:
+        assert record.config.strategy[:10] in text
+        assert width < 120 or record.config.strategy in text
+    assert "VIRTUAL seconds" in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert any(line.startswith("1 ") for line in lines)
+    assert any(line.startswith(f"{words.NONE} ") and "failed" in line for line in lines)
+
+
+def test_markup_in_a_strategy_stays_text() -> None:
+    record = invent(replace(RUNS[0], strategy="[red]x[/red]"))
+    console = Console(width=180, record=True, file=io.StringIO())
+    console.print(table([record.summary]))
+    assert "[red]x[/red]" in console.export_text()
+
+
+def test_rows_are_json_in_the_order_of_rank(records: list[Record]) -> None:
+    data = json.loads(json.dumps(rows([record.summary for record in records])))
+    assert [row["rank"] for row in data] == [1, 2, 3, 4, 5, 6, 7, None]
+    times = [row["time_to_target"] for row in data[:-1] if row["time_to_target"] is not None]
+    assert times == sorted(times)
+    assert data[0]["mb_sent_per_worker"] > 0
+    assert rows([]) == []
+    assert table([]).row_count == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (words.number(None), "–"),
+        (words.number(0.0), "0"),
+        (words.number(12.345), "12.3"),
+        (words.number(1234.5), "1,234"),
+        (words.number(0.01234), "0.0123"),
+        (words.number(1.2e-5), "1.20e-05"),
+        (words.seconds(0.0), "0 s"),
+        (words.seconds(0.0123), "12.3 ms"),
+        (words.seconds(2e-6), "2.00 µs"),
+        (words.size(1500), "1.50 kB"),
+        (words.size(2.5e9), "2.50 GB"),
+        (words.share(1.0), "100 %"),
+        (words.share(0.9999), "99.9 %"),
+        (words.share(0.0), "0 %"),
+        (words.share(0.0001), "< 0.1 %"),
+        (words.share(1.25), "125.0 %"),
+        (words.metric(0.95), "0.9500"),
+    ],
+)
+def test_figures_read_well(text: str, expected: str) -> None:
+    assert text == expected

@@ -1,0 +1,208 @@
+import math
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from flockstep.records import RunConfig, Summary, summarise
+from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+
+CONFIG = RunConfig(kind="train", job="digits", strategy="gossip", workers=3, target=0.9)
+
+
+def step(t: float, rank: int, number: int, sent: int = 10) -> Step:
+    return Step(t, rank, number, 0.5, 0.5, 0.25, 0.25, sent, 20, 1, 2)
+
+
+def node(address: int, steps: int = 10, end: str = "same", compute: float = 1.0, wait: float = 1.0) -> Node:
+    return Node(address, 5.0, steps, compute, wait, 2.0, 100, 200, 3, 4, 7 * 64, end)
+
+
+def shot(t: float, metric: float, samples: int = 0, sent: float = 0.0, divergence: float | None = None) -> Snapshot:
+    return Snapshot(t, 1.0, samples, sent, 1 - metric, metric, divergence)
+
+
+WORKERS: list[Event] = [node(0), node(1), node(2)]
+
+
+def of(*events: Event, config: RunConfig = CONFIG) -> Summary:
+    return summarise(config, events, "finished")
+
+
+def test_nothing_on_the_record_is_no_figure() -> None:
+    summary = summarise(CONFIG, [], "failed", "worker 1 died")
+    assert (summary.status, summary.error, summary.clock, summary.seconds) == ("failed", "worker 1 died", "real", 0.0)
+    for name in ("time_to_target", "final_metric", "best_metric", "staleness_mean", "utilisation", "completeness"):
+        assert getattr(summary, name) is None, name
+    assert summary.replicas_agree is None
+    assert summary.divergence is None
+    assert summary.staleness_counts == {}
+
+
+def test_the_clock_is_virtual_for_a_simulation() -> None:
+    assert of(config=replace(CONFIG, kind="simulate")).clock == "virtual"
+
+
+def test_the_target_is_reached_at_the_first_evaluation_that_is_good_enough() -> None:
+    summary = of(shot(3.0, 0.95, 30, 300.0), shot(2.0, 0.9, 20, 200.0), shot(1.0, 0.899, 10, 100.0), shot(4.0, 0.8, 40))
+    assert (summary.time_to_target, summary.samples_to_target, summary.bytes_to_target) == (2.0, 20, 200.0)
+    assert (summary.final_metric, summary.best_metric) == (0.8, 0.95)
+    assert summary.final_loss == pytest.approx(0.2)
+    assert (summary.seconds, summary.samples) == (4.0, 40)
+
+
+def test_a_target_never_reached_is_none() -> None:
+    summary = of(shot(1.0, 0.899), shot(2.0, math.nan))
+    assert summary.time_to_target is None
+    assert summary.samples_to_target is None
+    assert summary.bytes_to_target is None
+    assert (summary.best_metric, summary.final_metric) == (0.899, None)
+
+
+def test_without_a_target_nothing_is_reached() -> None:
+    assert of(shot(1.0, 0.99), config=replace(CONFIG, target=None)).time_to_target is None
+
+
+def test_lower_may_be_better() -> None:
+    config = replace(CONFIG, higher_is_better=False, target=2.0, metric="perplexity")
+    summary = of(shot(1.0, 9.0), shot(2.0, 1.5), shot(3.0, 1.8), config=config)
+    assert (summary.time_to_target, summary.best_metric, summary.metric) == (2.0, 1.5, "perplexity")
+
+
+def test_target_reached_at_time_zero_counts() -> None:
+    assert of(shot(0.0, 0.95)).time_to_target == 0.0
+
+
+def test_totals_come_from_the_nodes_and_not_twice() -> None:
+    summary = of(step(1.0, 0, 1), node(0, compute=3.0), node(1), node(2))
+    assert (summary.sent_per_worker, summary.received_per_worker) == (100, 200)
+    assert summary.bytes_per_worker == 300
+    assert (summary.messages_per_worker, summary.header_bytes_per_worker) == (7, 448)
+    assert summary.utilisation == pytest.approx((3 / 6 + 1 / 4 + 1 / 4) / 3)
+    assert [(w.compute, w.wait, w.comm) for w in summary.per_worker] == [(3, 1, 2), (1, 1, 2), (1, 1, 2)]
+
+
+def test_servers_are_no_workers() -> None:
+    assert of(*WORKERS) == replace_hashes(of(*WORKERS, node(-1, steps=0, end="other")), of(*WORKERS))
+
+
+def replace_hashes(summary: Summary, other: Summary) -> Summary:
+    return msgspec.structs.replace(summary, hashes=other.hashes)
+
+
+def test_a_worker_that_died_is_counted_by_its_steps() -> None:
+    summary = of(node(0), node(1), step(1.0, 2, 1), step(2.0, 2, 2, sent=30))
+    dead = summary.per_worker[2]
+    assert (dead.steps, dead.compute, dead.wait, dead.comm) == (2, 1.0, 0.5, 0.5)
+    assert (dead.sent, dead.received, dead.messages_sent, dead.messages_received) == (40, 40, 2, 4)
+    assert summary.sent_per_worker == pytest.approx((100 + 100 + 40) / 3)
+    assert summary.replicas_agree is None
+    assert summary.steps == 22
+
+
+def test_utilisation_leaves_out_workers_without_time() -> None:
+    idle = Node(1, 5.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, "same")
+    assert of(node(0), idle, node(2)).utilisation == 0.25
+
+
+def test_staleness_is_weighted_by_the_number_of_updates() -> None:
+    summary = of(Update(1.0, -1, 0, 3, 0), Update(2.0, -1, 1, 1, 4), Update(3.0, -1, 2, 5, None))
+    assert summary.staleness_mean == 1.0
+    assert summary.staleness_max == 4
+    assert summary.staleness_counts == {0: 3, 4: 1}
+
+
+def test_a_round_counts_for_each_of_the_others() -> None:
+    assert of(Update(1.0, 0, None, 2, 0), Update(2.0, 0, 1, 1, 5)).staleness_counts == {0: 4, 5: 1}
+    assert of(Update(1.0, -1, None, 2, 0)).staleness_counts == {0: 6}
+
+
+def test_synchronous_rounds_are_complete() -> None:
+    rounds: list[Event] = [Update(1.0, rank, None, 10, 0) for rank in range(3)]
+    summary = of(*WORKERS, *rounds)
+    assert summary.completeness == 1.0
+    assert [w.completeness for w in summary.per_worker] == [1.0, 1.0, 1.0]
+
+
+def test_a_missing_round_is_not_complete() -> None:
+    summary = of(*WORKERS, Update(1.0, 0, None, 10, 0), Update(1.0, 1, None, 9, 0))
+    assert [w.completeness for w in summary.per_worker] == [1.0, 0.9, 0.0]
+    assert summary.completeness == pytest.approx(38 / 60)
+
+
+def test_completeness_counts_the_others_steps_only() -> None:
+    events: list[Event] = [
+        node(0, steps=10),
+        node(1, steps=2),
+        node(2, steps=4),
+        Update(1.0, 0, 1, 2, 1),
+        Update(1.0, 0, 0, 99, 0),
+    ]
+    summary = of(*events)
+    assert [w.completeness for w in summary.per_worker] == [2 / 6, 0.0, 0.0]
+    assert summary.completeness == 2 / (6 + 14 + 12)
+
+
+def test_server_updates_are_a_share_of_all_steps_and_servers() -> None:
+    servers: list[Event] = [node(-1, steps=0), node(-2, steps=0)]
+    updates = [*(Update(1.0, -1, rank, 10, 0) for rank in range(3)), Update(1.0, -2, 0, 10, 0)]
+    summary = of(*WORKERS, *servers, *updates)
+    assert summary.completeness == pytest.approx(40 / 60)
+    assert {w.completeness for w in summary.per_worker} == {summary.completeness}
+
+
+def test_a_server_that_never_applied_anything_still_counts() -> None:
+    updates = [Update(1.0, -1, None, 10, 0)]
+    assert of(*WORKERS, *updates).completeness == 1.0
+    assert of(*WORKERS, node(-2, steps=0), *updates).completeness == 0.5
+
+
+def test_completeness_above_one_shows() -> None:
+    assert of(*WORKERS, Update(1.0, -1, None, 20, 0)).completeness == 2.0
+
+
+def test_one_worker_has_nobody_to_hear_from() -> None:
+    summary = of(node(0), Update(1.0, 0, None, 10, 0), config=replace(CONFIG, workers=1))
+    assert summary.completeness is None
+    assert summary.staleness_mean is None
+    assert summary.replicas_agree is True
+
+
+def test_agreement_is_equality_of_all_workers_hashes() -> None:
+    assert of(*WORKERS).replicas_agree is True
+    assert of(*WORKERS, node(-1, end="other")).replicas_agree is True
+    assert of(node(0), node(1, end="other"), node(2)).replicas_agree is False
+    assert of(node(0), node(1)).replicas_agree is None
+    assert of(*WORKERS, node(-1, end="s")).hashes == {
+        "worker 0": "same",
+        "worker 1": "same",
+        "worker 2": "same",
+        "server 0": "s",
+    }
+
+
+def test_divergence_is_that_of_the_last_evaluation() -> None:
+    assert of(shot(1.0, 0.5, divergence=3.0), shot(2.0, 0.5, divergence=1.0)).divergence == 1.0
+    assert of(shot(1.0, 0.5, divergence=3.0), shot(2.0, 0.5)).divergence is None
+    assert of(shot(2.0, 0.5), *WORKERS).divergence == 0.0
+    assert of(shot(2.0, 0.5), node(0), node(1), node(2, end="other")).divergence is None
+
+
+def test_a_lost_node_is_listed_once() -> None:
+    summary = of(Lost(3.0, 1, "silent"), Lost(2.0, 1, "killed"), Lost(4.0, -1, "killed"))
+    assert summary.lost == [Lost(2.0, 1, "killed"), Lost(4.0, -1, "killed")]
+
+
+def test_seconds_are_those_of_the_last_event_whatever_it_is() -> None:
+    assert of(step(1.0, 0, 1), Span(0, "wait", 0.0, 7.0)).seconds == 7.0
+
+
+def test_the_order_of_events_does_not_matter_and_json_loses_nothing() -> None:
+    events: list[Event] = [
+        *WORKERS, node(-1), shot(1.0, 0.5), shot(2.0, 0.95, 5, 6.0, 0.25), Update(1.5, -1, 1, 2, 3), Lost(4.0, 2, "x")
+    ]  # fmt: skip
+    expected = of(*events)
+    random.Random(0).shuffle(events)
+    assert of(*events) == expected
+    assert msgspec.json.decode(msgspec.json.encode(expected), type=Summary) == expected
