@@ -1,10 +1,10 @@
 """Worker-steps per second in virtual time, beside a plain loop over the same gradients and the bare batched call.
 
 The MLP of the workload `tabular` (9,871 parameters), batch 8 per worker, one thread, lognormal compute times,
-10 Gbit/s links. The plain loop holds one torch model and optimiser and computes the same gradients one after the
-other, each followed by the optimiser's step: what training n replicas on one machine costs without a simulator. Both
-baselines and every strategy take turns, round after round. Peak memory is that of a fresh process for each number of
-replicas.
+10 Gbit/s links. The plain loop computes the same gradients one after the other: each replica has a torch model and an
+optimiser of its own, and every gradient is followed by the optimiser's step. That is what training n replicas on one
+machine costs without a simulator. Both baselines and every strategy take turns, round after round. Peak memory is that
+of a fresh process for each number of replicas, the loop's models included.
 
     python benchmarks/simulator.py [--replicas 64,256,1024] [--rounds 5] [--json]
 """
@@ -75,7 +75,7 @@ def measure(replicas: int, rounds: int) -> dict[str, object]:
     """All ways, in turn."""
     torch.set_num_threads(1)
     engine = TorchEngine(JOB, 0)
-    ways: dict[str, Callable[[], int]] = {"loop": plain_loop(), "bare": bare(engine, replicas)}
+    ways: dict[str, Callable[[], int]] = {"loop": plain_loop(replicas), "bare": bare(engine, replicas)}
     for text in STRATEGIES:
         ways[text] = simulated(engine, text, replicas)
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -106,22 +106,22 @@ def median_ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def plain_loop() -> Callable[[], int]:
-    """Forward, backward, step for one replica after the other."""
-    model = JOB.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+def plain_loop(replicas: int) -> Callable[[], int]:
+    """Forward, backward, step for one replica after the other, each with a model and an optimiser of its own."""
+    models = [JOB.model() for _ in range(replicas)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for model in models]
     data = JOB.data()
     x, y = torch.as_tensor(data.train_x), torch.as_tensor(data.train_y)
     assert JOB.loss is not None
     loss_fn = JOB.loss
-    indices = torch.as_tensor(np.random.default_rng(1).integers(0, len(x), (256, BATCH)))
+    indices = torch.as_tensor(np.random.default_rng(1).integers(0, len(x), (replicas, BATCH)))
 
     def run() -> int:
-        for row in indices:
+        for row, model, optimizer in zip(indices, models, optimizers, strict=True):
             loss_fn(model(x[row]), y[row]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return len(indices)
+        return replicas
 
     return run
 

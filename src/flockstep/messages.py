@@ -79,49 +79,70 @@ class Wanted:
     source: Address | None = None
     reply_to: int | None = None
 
-    def matches(self, message: Message) -> bool:
-        """Whether `message` is one of those. Replies go only to who waits for that reply."""
-        if self.reply_to is not None:
-            return message.reply_to == self.reply_to and message.source == self.source
-        return (
-            message.reply_to == 0
-            and (self.tag is None or message.tag == self.tag)
-            and (self.source is None or message.source == self.source)
-        )
-
     def __str__(self) -> str:
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
 
 
 class Mailbox:
-    """Messages that arrived and were not asked for yet, in order of arrival."""
+    """Messages that arrived and were not asked for yet.
+
+    Kept by tag, and replies by what they answer, so that finding one takes no longer the more others wait.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[Message] = deque()
+        self._queues: dict[str, deque[tuple[int, Message]]] = {}
+        self._replies: dict[tuple[Address | None, int], Message] = {}
+        self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._queues.values())) + len(self._replies)
 
     def put(self, message: Message) -> None:
         """Add an arrival."""
-        self._waiting.append(message)
+        if message.reply_to:
+            self._replies[message.source, message.reply_to] = message
+            return
+        self._arrivals += 1
+        queue = self._queues.get(message.tag)
+        if queue is None:
+            queue = self._queues[message.tag] = deque()
+        queue.append((self._arrivals, message))
 
     def take(self, wanted: Wanted) -> Message | None:
-        """Remove and return the first match, or None."""
-        waiting = self._waiting
-        if waiting and wanted.matches(waiting[0]):
-            return waiting.popleft()
-        for index, message in enumerate(waiting):
-            if wanted.matches(message):
-                del waiting[index]
-                return message
-        return None
+        """Remove and return the first match in order of arrival, or None."""
+        if wanted.reply_to is not None:
+            return self._replies.pop((wanted.source, wanted.reply_to), None)
+        if wanted.tag is not None:
+            queue = self._queues.get(wanted.tag)
+            return _first(queue, wanted.source) if queue else None
+        waiting = [queue for queue in self._queues.values() if queue]
+        if wanted.source is not None:
+            waiting = [queue for queue in waiting if any(m.source == wanted.source for _, m in queue)]
+        if not waiting:
+            return None
+        return _first(min(waiting, key=lambda queue: _arrival(queue, wanted.source)), wanted.source)
 
     def take_all(self, wanted: Wanted) -> Iterator[Message]:
         """Remove and yield every match that is here now."""
         while (message := self.take(wanted)) is not None:
             yield message
+
+
+def _arrival(queue: deque[tuple[int, Message]], source: Address | None) -> int:
+    """When the first message of `source` (None: of anyone) in the queue arrived."""
+    return next(number for number, message in queue if source is None or message.source == source)
+
+
+def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message | None:
+    """Remove and return the queue's first message of `source` (None: of anyone), or None."""
+    if source is None or queue[0][1].source == source:
+        return queue.popleft()[1]
+    for index, (_, message) in enumerate(queue):
+        if message.source == source:
+            del queue[index]
+            return message
+    return None
 
 
 def frozen(array: Array) -> Array:

@@ -52,7 +52,7 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategies = ["-s", "gossip", "-s", "all_reduce"]
-    options = ["-n", "2", "--epochs", "40"]
+    options = ["-n", "2", "--epochs", "20"]
     run = RealRun(["compare", "softmax", *strategies, *options], tmp_path / "c")
     wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), 40, "the first run finished")
     run.record = tmp_path / "c/all-reduce"

@@ -45,10 +45,14 @@ def content(path: str | Path) -> bytes:
         return b""
 
 
+def status(pid: int) -> list[str]:
+    """Its state (R, S, D, T, Z, …; X for a process that is gone), its parent, and more."""
+    return content(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split() or ["X"]
+
+
 def state(pid: int) -> str:
-    """R, S, D, T, Z, …; X for a process that is gone."""
-    fields = content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return fields[0].decode() if fields else "X"
+    """The first of these."""
+    return status(pid)[0]
 
 
 def alive(pid: int) -> bool:
@@ -115,6 +119,14 @@ class RealRun:
         mark = f"TMPDIR={self.scratch}\0".encode()
         everyone = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
         return {pid for pid in everyone if mark in content(f"/proc/{pid}/environ") + b"\0" and alive(pid)}
+
+    def children(self) -> list[int]:
+        """What the command itself has started: scripts, and what forks workers."""
+        return sorted(pid for pid in self.processes() if status(pid)[1:2] == [str(self.main.pid)])
+
+    def writes(self, pid: int) -> list[str]:
+        """The nodes whose events a process writes."""
+        return [Path(file).stem for file in open_files(pid) if file.startswith(f"{self.record.resolve()}/events/")]
 
     def events(self, node: str) -> bytes:
         """What a node has written by now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,19 +120,18 @@ def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(make: Make, monkey
         while sent < 10_000:
             second.send(0, Message(1, "push", large, number=sent + 1))
             sent += 1
-    assert sent >= 10
-    received = 0
-    while received < sent + 5:
-        got = first.receive(0.01)
-        if got is not None:
-            received += 1
-            assert got.number == received
-        if sent < received + 5:
-            try:
-                second.send(0, Message(1, "push", large, number=sent + 1))
-                sent += 1
-            except Backlog:
-                continue
+    assert sent > 0
+    for number in range(1, 51):
+        got = None
+        while got is None:
+            if sent < 50:
+                with contextlib.suppress(Backlog):
+                    second.send(0, Message(1, "push", large, number=sent + 1))
+                    sent += 1
+            got = first.receive(0.01)
+        assert got.number == number
+    assert sent == 50
+    assert first.receive(0) is None
 
 
 @pytest.mark.parametrize("name", [None, b"n", b"nobody", routing_id(7), b"n" + b"\xff" * 4])
@@ -192,13 +192,15 @@ def test_a_message_larger_than_the_model_is_not_even_taken_in(make: Make, strang
         bytes(range(256)) * 8,
         b"",
     ],
+    ids=["http", "greeting", "huge length", "all bytes", "nothing"],
 )
 def test_raw_bytes_do_not_disturb(bytes_sent: bytes, make: Make) -> None:
     first, second = introduced(make)
     host, _, port = first.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as raw:
-        raw.sendall(bytes_sent)
-        raw.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may have been hung up on already
+            raw.sendall(bytes_sent)
+            raw.shutdown(socket.SHUT_WR)
         assert first.receive(0.2) is None
         second.send(0, Message(1, "push"))
         assert first.receive(10) is not None

@@ -1,4 +1,4 @@
-"""Workers push gradients to servers and pull parameters from them; a consistency rule says who waits."""
+"""Workers push gradients to servers and are answered with parameters; a consistency rule says who waits."""
 
 from __future__ import annotations
 

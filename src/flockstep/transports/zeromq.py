@@ -84,7 +84,7 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
             if address.startswith("tcp:")
             else "set TMPDIR to a folder with a short path, or use --transport tcp"
         )
-        raise ConfigurationError(f"cannot listen on {address}: {error.strerror}; {way_out}") from None
+        raise ConfigurationError(f"cannot listen on {address}: {zmq.strerror(error.errno or 0)}; {way_out}") from None
     endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
     return endpoint.decode().rstrip("\0")
 

@@ -1,0 +1,332 @@
+"""Users' own scripts under `flockstep launch`: what they may do, what they do wrong, and what happens to them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flockstep
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.supervisor import GRACE
+from flockstep.records.folder import RunFolder
+from support.processes import PATIENCE, Ended, RealRun, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()
+
+
+TORCH = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import flockstep
+from flockstep.drivers.loop import ticket_from_environment
+
+HERE = Path(__file__).parent
+rank = ticket_from_environment().address
+"""
+NUMPY = """
+import os, subprocess, sys, time
+from pathlib import Path
+import numpy as np
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop, ticket_from_environment
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+HERE = Path(__file__).parent
+rank = ticket_from_environment().address
+
+def until(name):
+    while not (HERE / name).exists():
+        time.sleep(0.01)
+
+def start(strategy="all_reduce", size=20):
+    global params, gradient, optimizer
+    params, gradient = np.full(size, rank, np.float32), np.zeros(size, np.float32)
+    arguments = Schema.of({"w": (size,)}), Strategy.parse(strategy), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
+    optimizer = Loop(params, gradient, *arguments)
+
+def steps(count):
+    for _ in range(count):
+        gradient[:] = params - rank
+        optimizer.step()
+
+"""
+FOREVER = 10**9
+
+
+def launched(body: str, folder: Path, workers: int = 2, before: str = NUMPY) -> RealRun:
+    """Most scripts do with numpy what `flockstep.distribute` does with PyTorch: they start ten times as fast."""
+    script = folder / "script.py"
+    script.write_text(before + body)
+    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=before == TORCH)
+
+
+def outcome(body: str, folder: Path, workers: int = 2, before: str = NUMPY) -> Ended:
+    return launched(body, folder, workers, before).end()
+
+
+def failed(ended: Ended, pattern: str, code: int = 1) -> None:
+    """One sentence on standard error, no traceback, and a record that says the same."""
+    assert re.fullmatch(f"flockstep: {pattern}\n", ended.err), ended.err
+    assert ended.code == code
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+    assert f"flockstep: {ended.summary['error']}\n" == ended.err
+
+
+def test_all_models_are_equal_after_the_end(tmp_path: Path) -> None:
+    body = """
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False))
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9), "all_reduce")
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+frozen = model[3].weight.clone()
+rates = []
+for _ in range(12):
+    x = torch.randn(8, 4)
+    model.zero_grad(set_to_none=True)
+    (model(x) - x[:, :2]).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+    rates.append(optimizer.param_groups[0]["lr"])
+optimizer.finish()
+assert rates == [0.4] * 4 + [0.2] * 5 + [0.1] * 3, rates
+assert torch.equal(frozen, model[3].weight)
+torch.save([p.detach() for p in model.parameters() if p.requires_grad], HERE / f"model-{rank}")
+"""
+    ended = outcome(body, tmp_path, 4, TORCH)
+    assert (ended.code, ended.out) == (0, "")
+    models = [torch.load(tmp_path / f"model-{rank}") for rank in range(4)]
+    for other in models[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(models[0], other, strict=True))
+    result = torch.from_numpy(RunFolder(tmp_path / "run").read_result()[0])
+    assert torch.equal(result, torch.cat([p.flatten() for p in models[0]]))
+    assert ended.summary is not None
+    assert ended.summary["replicas_agree"] is True
+    assert ended.summary["strategy"] == "all_reduce"
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [12] * 4
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bsp", "gossip"])
+def test_a_script_need_not_call_finish(strategy: str, tmp_path: Path) -> None:
+    ended = outcome(f"start({strategy!r}); steps(20)", tmp_path)
+    assert ended.code == 0
+    assert ended.summary is not None
+    assert ended.summary["status"] == "finished"
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [20, 20]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bsp"])
+def test_a_killed_worker(strategy: str, tmp_path: Path) -> None:
+    run = launched(f"start({strategy!r}); steps({FOREVER})", tmp_path)
+    run.wait_for_work()
+    run.fault(signal.SIGKILL, "worker-1")
+    ended = run.end()
+    assert ended.seconds < 5
+    failed(ended, r"worker 1 was killed by SIGKILL at step \d+; (worker 0|server 0) at step \d+ .*")
+    assert ended.summary is not None
+    assert [lost["node"] for lost in ended.summary["lost"]] == [1]
+
+
+def test_a_killed_worker_that_was_done_is_done_without_where_that_is_possible(tmp_path: Path) -> None:
+    body = """
+start("asgd")
+steps(20 + 20 * (1 - rank))
+if rank == 0:
+    until("killed")
+    steps(20)
+"""
+    run = launched(body, tmp_path)
+    wait_until(lambda: b'"type":"node"' in run.events("worker-1"), PATIENCE, "worker 1 is done")
+    run.nodes["worker-1"] = next(pid for pid in run.children() if "worker-0" not in run.writes(pid))
+    run.fault(signal.SIGKILL, "worker-1")
+    (tmp_path / "killed").touch()
+    ended = run.end()
+    assert ended.code == 0
+    assert ended.summary is not None
+    assert ended.summary["status"] == "finished"
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [60, 20]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bsp", "local_sgd(period=4)", "dpsgd"])
+def test_a_worker_that_leaves_early_ends_a_run_in_which_all_go_in_step(strategy: str, tmp_path: Path) -> None:
+    ended = outcome(f"start({strategy!r}); steps(10 if rank else 50)", tmp_path)
+    failed(ended, r"worker 1 left after step 10; worker 0 at step 1[12] waited for .*")
+
+
+def test_a_worker_may_leave_early_where_nobody_waits_for_it(tmp_path: Path) -> None:
+    ended = outcome("start('asgd'); steps(10 if rank else 50)", tmp_path)
+    assert ended.code == 0
+    assert ended.summary is not None
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [50, 10]
+
+
+def test_a_script_that_raises_is_named(tmp_path: Path) -> None:
+    ended = outcome(f"start(); steps(5)\nif rank: raise ValueError('boom')\nsteps({FOREVER})", tmp_path)
+    assert ended.code == 1
+    assert "Traceback (most recent call last)" in ended.err, "it is the user's own script: that one is shown as ever"
+    assert ended.err.count("Traceback") == 1
+    lines = ended.err.splitlines()
+    assert lines[-2] == "ValueError: boom"
+    assert lines[-1] == "flockstep: worker 1 at step 5 raised ValueError: boom; --debug shows the traceback"
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+
+
+def test_a_script_that_catches_the_runs_error_gets_it_again(tmp_path: Path) -> None:
+    body = """
+start(); steps(5)
+if rank: os._exit(7)
+for attempt in range(3):
+    try:
+        steps(2)
+    except Exception as error:
+        (HERE / f"caught-{attempt}").write_text(f"{type(error).__name__}: {error}")
+"""
+    failed(outcome(body, tmp_path), "worker 1 exited with code 7 at step 5; worker 0 at step 6 waited for .*")
+    caught = {path.read_text() for path in tmp_path.glob("caught-*")}
+    assert len(list(tmp_path.glob("caught-*"))) == 3
+    assert len(caught) == 1
+    assert caught.pop().startswith("PeerLost: worker 1 exited with code 7")
+
+
+@pytest.mark.parametrize("who", ["True", "rank"])
+def test_a_script_that_never_calls_distribute(who: str, tmp_path: Path) -> None:
+    ended = outcome(f"if {who}: sys.exit()\nstart(); steps(5)", tmp_path)
+    failed(ended, r"worker [01] exited with code 0 without joining the run before the run started")
+
+
+def test_workers_that_ask_for_different_strategies(tmp_path: Path) -> None:
+    ended = outcome("start('gossip' if rank else 'all_reduce'); steps(5)", tmp_path)
+    pattern = r"worker \d asks for \w+ where others ask for \w+; give every worker the same strategy"
+    failed(ended, pattern, code=2)
+
+
+def test_workers_with_different_models(tmp_path: Path) -> None:
+    pattern = r"the model of worker \d differs: .*; build the same model on every worker"
+    failed(outcome("start(size=3 if rank else 2)", tmp_path), pattern, code=2)
+
+
+def test_a_script_takes_part_once(tmp_path: Path) -> None:
+    pattern = "this process takes part in a run already; call flockstep.distribute once in a script"
+    failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
+
+
+def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
+    ended = outcome("start(); steps(2); optimizer.finish(); optimizer.finish()\nif rank: steps(1)", tmp_path)
+    assert ended.code == 1
+    assert ended.err == "flockstep: worker 1 exited with code 1 after the run had ended\n"
+    assert ended.summary is not None
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [2, 2]
+
+
+def test_a_script_that_fails_after_the_end_is_not_a_success(tmp_path: Path) -> None:
+    ended = outcome("start(); steps(2); optimizer.finish(); sys.exit(rank * 3)", tmp_path)
+    failed(ended, "worker 1 exited with code 3 after the run had ended")
+    assert RunFolder(tmp_path / "run").read_result()[0].shape == (20,)
+
+
+def test_a_script_may_go_on_after_the_end_for_as_long_as_it_likes(tmp_path: Path) -> None:
+    run = launched("start(); steps(2); optimizer.finish(); (HERE / f'over-{rank}').touch(); until('go')", tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("over-*"))) == 2, PATIENCE, "the run is over")
+    over = time.monotonic()
+    wait_until(lambda: time.monotonic() > over + GRACE + 0.5, PATIENCE, "longer than processes of ours get")
+    assert len(run.children()) == 2
+    (tmp_path / "go").touch()
+    assert run.end().code == 0
+
+
+def test_what_a_script_starts_does_not_belong_to_the_run(tmp_path: Path) -> None:
+    body = """
+start(); steps(2)
+if rank:
+    program = "from flockstep.drivers.loop import ticket_from_environment; print(ticket_from_environment())"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    (HERE / "said").write_text(said.stdout + said.stderr)
+steps(2)
+"""
+    ended = outcome(body, tmp_path)
+    assert ended.code == 0
+    assert (tmp_path / "said").read_text() == "None\n"
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, tmp_path: Path) -> None:
+    last = f"start(); steps({FOREVER})" if joined else "until('never')"
+    run = launched(f"(HERE / f'here-{{rank}}').touch(); {last}", tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, PATIENCE, "both scripts run")
+    if joined:
+        run.wait_for_work()
+    assert len(run.children()) == 2
+    run.fault(kind, "main" if kind == signal.SIGKILL else "group")
+    wait_until(lambda: not run.processes(), 5, "all processes gone")
+    if kind == signal.SIGINT:
+        ended = run.end()
+        assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+        assert ended.summary is not None
+        assert ended.summary["status"] == "interrupted"
+
+
+def train(strategy: str | None, **options: Any) -> list[torch.Tensor]:
+    """The parameters after a few steps of the same training, by plain PyTorch or by a single worker."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    plain = torch.optim.SGD(model.parameters(), lr=0.3, **options)
+    optimizer: Any = plain if strategy is None else flockstep.distribute(model, plain, strategy)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    for _ in range(30):
+        x = torch.randn(8, 4)
+        optimizer.zero_grad()
+        (model(x) - x[:, :2]).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    if strategy is not None:
+        optimizer.finish()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+OPTIONS = [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd", "gossip", "broadcast", "dpsgd"])
+def test_a_single_worker_that_steps_itself_is_plain_pytorch_bit_for_bit(strategy: str, options: dict[str, Any]) -> None:
+    assert all(map(torch.equal, train(strategy, **options), train(None, **options)))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("strategy", ["bsp", "asgd", "ps(consistency=ssp(3), shards=2)"])
+def test_a_single_worker_with_servers_is_plain_pytorch_up_to_rounding(strategy: str, options: dict[str, Any]) -> None:
+    for ours, plain in zip(train(strategy, **options), train(None, **options), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_single_worker_that_has_finished_is_finished() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.finish()
+    optimizer.finish()
+    with pytest.raises(ConfigurationError, match="the run has been finished"):
+        optimizer.step()

@@ -1,0 +1,171 @@
+"""The job itself fails in a worker: the sentence names the first cause, and the others end."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from flockstep.launchers.supervisor import GRACE
+from support.processes import PATIENCE, RealRun, wait_until
+
+ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10"]
+
+JOB = """
+import multiprocessing, os, sys, time
+from flockstep.workloads.softmax import Softmax
+
+HERE = os.path.dirname(__file__)
+
+def first(name):
+    '''Whether this process is the first worker to ask.'''
+    if multiprocessing.parent_process() is None:
+        return False
+    try:
+        os.close(os.open(os.path.join(HERE, name), os.O_CREAT | os.O_EXCL))
+        return True
+    except FileExistsError:
+        return False
+
+def job():
+    job = Softmax().job(0)
+    plain = type(job.model()).gradients
+    chosen, calls = first("chosen"), []
+
+    class Faulty(type(job.model())):
+        def gradients(self, *arguments):
+            calls.append(1)
+            if chosen and len(calls) == 40:
+                misfortune()
+            return plain(self, *arguments)
+
+    def model():
+        model = job.model()
+        model.__class__ = Faulty
+        return model
+
+    return type(job)(model, job.data, job.optimizer, batch=4)
+
+def misfortune():
+    {misfortune}
+"""
+
+
+def failing(misfortune: str, folder: Path, *options: str, strategy: str = "all_reduce") -> RealRun:
+    (folder / "faulty.py").write_text(JOB.replace("{misfortune}", misfortune))
+    return RealRun(["train", str(folder / "faulty.py"), "-s", strategy, *ENDLESS, *options], folder / "run")
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "asgd"])
+def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, tmp_path: Path) -> None:
+    ended = failing("raise OverflowError('too many cooks')", tmp_path, strategy=strategy).end()
+    assert ended.code == 1
+    pattern = r"flockstep: (worker \d at step 3\d raised OverflowError: too many cooks); --debug shows the traceback\n"
+    found = re.fullmatch(pattern, ended.err)
+    assert found, ended.err
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+    assert found[1] in ended.summary["error"]
+    assert ended.summary["lost"] == []
+    assert ended.summary["best_metric"] is not None, "evaluations handed in before are kept"
+
+
+def test_its_traceback_is_shown_on_request(tmp_path: Path) -> None:
+    ended = failing("raise OverflowError('too many cooks')", tmp_path, "--debug").end()
+    assert ended.code == 1
+    assert "raise OverflowError('too many cooks')" in ended.err
+    assert f'File "{tmp_path / "faulty.py"}"' in ended.err
+    assert ended.err.splitlines()[-1].startswith("flockstep: worker ")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_just_exits_is_a_lost_worker(code: int, tmp_path: Path) -> None:
+    ended = failing(f"os._exit({code})", tmp_path).end()
+    assert ended.code == 1
+    assert re.match(rf"flockstep: worker \d exited with code {code} at step 38; ", ended.err)
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_a_crash_in_native_code_is_a_lost_worker(tmp_path: Path) -> None:
+    ended = failing("os.kill(os.getpid(), 11)", tmp_path).end()
+    assert re.match(r"flockstep: worker \d was killed by SIGSEGV at step 38; ", ended.err)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+    ended = RealRun(["train", "quadratic", "-s", "asgd", *ENDLESS, "--lr", "50"], tmp_path / "run").end()
+    assert ended.code == 1
+    assert re.fullmatch(r"flockstep: the loss of worker \d is (inf|nan) at step \d+; lower .*\n", ended.err)
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+
+
+OTHER_MODEL = """
+from faulty import first
+from flockstep.workloads.softmax import Softmax
+
+def job():
+    small = first("small")
+    return Softmax(features=19 if small else 20).job(0)
+"""
+
+
+def test_workers_with_different_models_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(JOB)
+    (tmp_path / "other.py").write_text(OTHER_MODEL)
+    ended = RealRun(["train", str(tmp_path / "other.py"), "-s", "bsp", *ENDLESS], tmp_path / "run").end()
+    assert (tmp_path / "small").exists()
+    assert ended.code == 2
+    pattern = (
+        r"flockstep: the model of worker \d differs: .* where others have .*; build the same model on every worker\n"
+    )
+    assert re.fullmatch(pattern, ended.err), ended.err
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+
+
+IN_MODEL = """
+from faulty import first
+from flockstep.workloads.softmax import Softmax
+
+def job():
+    if first("broken"):
+        raise LookupError("no such data here")
+    return Softmax().job(0)
+"""
+
+
+def test_a_worker_that_cannot_even_build_its_job_is_named(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(JOB)
+    (tmp_path / "other.py").write_text(IN_MODEL)
+    ended = RealRun(["train", str(tmp_path / "other.py"), "-s", "bsp", *ENDLESS], tmp_path / "run").end()
+    assert ended.code == 2
+    assert "raised LookupError: no such data here" in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+BUSY = "open(os.path.join(HERE, 'busy'), 'w').close()\n    while True: pass"
+
+
+def test_a_second_interrupt_ends_at_once_what_does_not_react_to_the_first(tmp_path: Path) -> None:
+    run = failing(BUSY, tmp_path)
+    wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
+    everyone = len(run.processes())
+    run.fault(signal.SIGINT, "group")
+    wait_until(lambda: len(run.processes()) == everyone - 2, GRACE, "the two others have ended")
+    run.fault(signal.SIGINT, "group")
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+    assert ended.seconds < GRACE
+    assert ended.summary is not None
+    assert ended.summary["status"] == "interrupted"
+
+
+def test_what_does_not_react_to_an_interrupt_is_killed(tmp_path: Path) -> None:
+    run = failing(BUSY, tmp_path)
+    wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
+    run.fault(signal.SIGTERM, "main")
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+    assert ended.seconds < 5

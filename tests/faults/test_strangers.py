@@ -1,0 +1,151 @@
+"""Whatever else connects to a run over TCP, or is slow in it, does not disturb it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from flockstep.transports.zeromq import LAUNCHER, routing_id
+from support.processes import PATIENCE, RealRun, content, open_files, wait_until
+
+STEPS = 2500
+LISTEN = "0A"  # in /proc/net/tcp
+GARBAGE = [
+    b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64),
+    b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f\x03\x00" + bytes(64),
+    b"\xff" + bytes(8) + b"\x01\x7f\x03\x00NULL" + bytes(48) + b"\x02" + b"\xff" * 8,
+    bytes(range(256)) * 256,
+    b"",
+]
+
+
+def listening(run: RealRun) -> set[tuple[str, int]]:
+    """Where the processes of a run listen."""
+    inodes = {file for pid in run.processes() for file in open_files(pid) if file.startswith("socket:")}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in content(f"/proc/net/{table}").decode().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and f"socket:[{fields[9]}]" in inodes:
+                host, port = fields[1].split(":")
+                words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+@contextlib.contextmanager
+def strangers(ports: set[int]) -> Iterator[None]:
+    """Peers that speak ZeroMQ, but do not belong to the run: nameless, with a node's name, and with the launcher's."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers = []
+    for port in ports:
+        for name in (None, b"somebody", routing_id(0), routing_id(2), routing_id(-1), routing_id(LAUNCHER)):
+            peer = context.socket(zmq.DEALER)
+            peers.append(peer)
+            if name is not None:
+                peer.setsockopt(zmq.ROUTING_ID, name)
+            peer.connect(f"tcp://127.0.0.1:{port}")
+            for frames in ([b""], [b"junk"], [msgspec.msgpack.encode(["hello"])], [b"a", b"b", b"c"], [bytes(1 << 20)]):
+                peer.send_multipart(frames)
+    yield
+    for peer in peers:
+        peer.close(0)
+    context.term()
+
+
+def test_strangers_and_garbage_do_not_disturb_a_run_over_tcp(tmp_path: Path) -> None:
+    options = ["-n", "3", "--transport", "tcp", "--steps", str(STEPS), "--seed", "1"]
+    run = RealRun(["train", "softmax", "-s", "bsp", *options], tmp_path / "run")
+    run.wait_for_work()
+    where = listening(run)
+    assert {host for host, _ in where} == {"127.0.0.1"}
+    ports = {port for _, port in where}
+    assert len(ports) == 5, "three workers, a server and the supervisor"
+    raw = []
+    with strangers(ports):
+        for port in ports:
+            for garbage in GARBAGE:
+                raw.append(socket.create_connection(("127.0.0.1", port)))
+                with contextlib.suppress(OSError):  # it may have been hung up on already
+                    raw[-1].sendall(garbage)
+        seen = run.steps(0)
+        wait_until(lambda: run.steps(0) > seen + 200, PATIENCE, "work goes on among strangers")
+        assert run.going()
+        ended = run.end()
+    for connection in raw:
+        connection.close()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [STEPS] * 3
+    quiet = RealRun(["train", "softmax", "-s", "bsp", *options[:2], *options[4:]], tmp_path / "quiet").end()
+    assert quiet.summary is not None
+    assert quiet.summary["hashes"] == ended.summary["hashes"], "nothing that strangers said had an effect"
+
+
+def test_a_run_over_ipc_listens_nowhere_and_leaves_no_way_in(tmp_path: Path) -> None:
+    run = RealRun(["train", "softmax", "-s", "bsp", "-n", "2", "--steps", "3000"], tmp_path / "run")
+    run.wait_for_work()
+    assert listening(run) == set()
+    assert list(run.scratch.glob("flockstep-*")) == []
+    assert run.end().code == 0
+
+
+def test_a_host_of_another_machine_is_refused(tmp_path: Path) -> None:
+    run = RealRun(["train", "softmax", "-s", "bsp", "--transport", "tcp(host='192.0.2.1')"], tmp_path / "run")
+    ended = run.end()
+    assert ended.code == 2
+    assert ended.err == (
+        "flockstep: cannot listen on tcp://192.0.2.1:*: Cannot assign requested address; use an address of this "
+        "machine, such as 127.0.0.1\n"
+    )
+
+
+SLOW = """
+import multiprocessing, os, time
+from flockstep.workloads.softmax import Softmax
+
+def job():
+    job = Softmax().job(0)
+    plain, slow = type(job.model()).gradients, False
+    if multiprocessing.parent_process() is not None:
+        try:
+            os.close(os.open(__file__ + ".slow", os.O_CREAT | os.O_EXCL))
+            slow = True
+        except FileExistsError:
+            pass
+
+    class Slow(type(job.model())):
+        def gradients(self, *arguments):
+            until = time.monotonic() + (0.03 if slow else 0.003)
+            while time.monotonic() < until:
+                pass
+            return plain(self, *arguments)
+
+    def model():
+        model = job.model()
+        model.__class__ = Slow
+        return model
+
+    return type(job)(model, job.data, job.optimizer, batch=4)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["broadcast", "ps(consistency=ssp(3))"])
+def test_a_slow_worker_is_waited_for_and_not_lost(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    arguments = ["train", str(tmp_path / "slow.py"), "-s", strategy, "-n", "3", "--steps", "60", "--heartbeat", "1"]
+    ended = RealRun(arguments, tmp_path / "run").end()
+    assert (tmp_path / "slow.py.slow").exists()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [60] * 3
+    assert ended.summary["staleness_max"] > (10 if strategy == "broadcast" else 2)
