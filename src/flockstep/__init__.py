@@ -36,6 +36,11 @@ def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Str
         from flockstep.drivers.torch_loop import DistributedOptimizer
     except ImportError:
         raise MissingDependency.of("PyTorch", "torch", "flockstep.distribute") from None
+    from flockstep.drivers.loop import ticket_from_environment
+    from flockstep.frameworks.job import import_components
+
+    ticket = ticket_from_environment()
+    import_components(ticket.imports if ticket is not None else ())
     return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
 
 

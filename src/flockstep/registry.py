@@ -152,6 +152,9 @@ def load(noun: str, name: str) -> Any:
     """
     table = _table(noun)
     if name not in table:
+        others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
+        if others:
+            raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; known: {', '.join(table)}")
         raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {})])
     key = noun, name
     if key not in _loaded:

@@ -66,7 +66,7 @@ def missed(summary: Summary) -> str | None:
         return None
     return (
         f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
-        f"{summary.best_metric:.4g}; train longer (--epochs or --steps), or change --lr or --target"
+        f"{summary.best_metric:.4g}; train longer (--epochs, --steps), lower --lr if it went astray, or change --target"
     )
 
 

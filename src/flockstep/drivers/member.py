@@ -91,6 +91,8 @@ class Ticket:
     """Process id of the only process that may use this; 0: whoever was handed it."""
     claimed: bool = False
     """Whether that process has used it."""
+    imports: tuple[str, ...] = ()
+    """Files that register components of the user's own, for a script to import."""
 
 
 class Member:

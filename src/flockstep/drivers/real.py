@@ -13,7 +13,7 @@ from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.member import PAUSE, Member, stopped
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
-from flockstep.messages import Address, Message, Wanted, node_name
+from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Effect, NeedGradient, Node, Program
 from flockstep.records.events import Lost
 from flockstep.transports.zeromq import LAUNCHER, Backlog
@@ -128,6 +128,8 @@ class Seat:
         if self.progress is not None:
             self.progress.saw(message.source, message.step)
         self.node.deliver(message)
+        if message.tag == BYE:
+            self._release(message.source)
 
     def _obey(self, message: Message) -> None:
         if message.tag == "stop":
@@ -138,13 +140,19 @@ class Seat:
             if not self._survives or address < 0:
                 raise PeerLost(f"{reason}; {self._doing()}")
             self.node.lose(address)
-        if message.tag == "left" and not self._survives:
+        if message.tag == "left":
             self._left[int(message.note["address"])] = int(message.note["step"])
+            self._release(int(message.note["address"]))
+
+    def _release(self, address: Address) -> None:
+        """Once a worker has left and its last message is here, a server that could do without it has to."""
+        if self._survives and self.node.address < 0 and address in self._left and address in self.node.departed:
+            self.node.deliver(Message(address, BYE, note={"lost": 1}))
 
     def _look_for_leavers(self) -> None:
         """Where all go in step, nobody can go on once one has left after fewer steps."""
         for address, step in self._left.items():
-            if self.node.step > step:
+            if not self._survives and self.node.step > step:
                 raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")
 
     def _doing(self) -> str:

@@ -43,7 +43,11 @@ class Health:
         if code is None:
             return f"{node_name(address)} has not answered for {self._heartbeat:g} s"
         how = f"{node_name(address)} {how_it_ended(code)}"
-        return f"{how} without joining the run" if code == 0 and link is None else how
+        return (
+            f"{how} without joining the run (a script joins it by calling flockstep.distribute)"
+            if code == 0 and link is None
+            else how
+        )
 
 
 def last_step(events: Path) -> int:

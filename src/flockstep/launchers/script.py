@@ -46,10 +46,7 @@ def launch(
     record.create(config)
 
     def start_worker(ticket: Ticket) -> Child:
-        command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
-        # A script cannot be told otherwise; without this, every process would use every core.
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.threads or 1))
-        return Script(command, {**os.environ, **threads, TICKET: ticket_to_text(ticket)})
+        return start_script(script, arguments, dataclasses.replace(ticket, imports=config.imports), config.threads or 1)
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
@@ -69,16 +66,29 @@ def launch(
     if outcome.strategy is not None:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)
+    with finished(record, config):
+        settle(record, outcome)
+        if outcome.error is not None:
+            raise outcome.error
+    return record.read_summary()
+
+
+def settle(record: RunFolder, outcome: Outcome) -> None:
+    """Complete the record with what only the supervisor knows."""
     with EventWriter(record.node_events_file(None)) as events:
         for lost in outcome.lost.values():
             events.write(lost)
     result = result_of(outcome)
     if result is not None and outcome.schema is not None:
         record.write_result(result, outcome.schema)
-    with finished(record, config):
-        if outcome.error is not None:
-            raise outcome.error
-    return record.read_summary()
+
+
+def start_script(script: Path, arguments: Sequence[str], ticket: Ticket, threads: int) -> Script:
+    """Start the script as one worker."""
+    command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
+    # A script cannot be told otherwise; without this, every process would use every core.
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return Script(command, {**os.environ, **limits, TICKET: ticket_to_text(ticket)})
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:
