@@ -13,24 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flockstep.arrays.schema import slices
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
 from flockstep.optimizers.base import Optimizer, OptimizerState
-
-
-class NeedGradient:
-    """What a suspended worker waits for when it asked for a gradient."""
-
-
-GRADIENT = NeedGradient()
-Effect = NeedGradient | Wanted
-Program = Coroutine[Effect, Any, None]
-
-
-@types.coroutine
-def _suspend(effect: Effect) -> Generator[Effect, Any, Any]:
-    return (yield effect)
+from flockstep.programs import GRADIENT, Effect, NeedGradient, Task, suspend
 
 
 class Port(Protocol):
@@ -83,6 +69,34 @@ class Node:
         self.departed: set[Address] = set()
         self._port = port
         self._sent: dict[Address, int] = {}
+        self._tasks: list[Task] = []
+        self._channel = ""
+        self._started = 0
+
+    def background(self, channel: str, program: Coroutine[Effect, Any, Any]) -> Task:
+        """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
+
+        In a process of its own messages are looked at between gradients only; in virtual time as they arrive.
+        """
+        self._started += 1
+        task = Task(self._started, f"/{channel}", program)
+        self._advance(task, None)
+        if not task.done:
+            self._tasks.append(task)
+        return task
+
+    async def finished(self, task: Task) -> Any:
+        """Wait until a task has ended; return what it returned."""
+        ended = Wanted(source=self.address, reply_to=-task.number)
+        if not task.done:
+            await suspend(ended)
+        self.mailbox.take(ended)
+        return task.result
+
+    @property
+    def busy(self) -> bool:
+        """Whether a background task is under way."""
+        return bool(self._tasks)
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
@@ -111,7 +125,7 @@ class Node:
         Raises:
             PeerLost: the node has left or was lost, and no such message can come any more.
         """
-        return await self._await(Wanted(tag, source))
+        return await self._await(Wanted(None if tag is None else tag + self._channel, source))
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> Message:
         """Send a request and wait for its reply."""
@@ -129,7 +143,7 @@ class Node:
     def arrived(self, tag: str) -> Iterator[Message]:
         """The messages with that tag that are here by now; does not wait."""
         self._port.collect()
-        return self.mailbox.take_all(Wanted(tag))
+        return self.mailbox.take_all(Wanted(tag + self._channel))
 
     async def messages(self) -> AsyncIterator[Message]:
         """Every message in order of arrival, until all other workers have left.
@@ -148,6 +162,8 @@ class Node:
         if message.tag == BYE:
             self.departed.add(message.source)
         self.mailbox.put(message)
+        if self._tasks:
+            self._advance_tasks()
 
     def lose(self, address: Address) -> None:
         """Called by the driver: that node is dead; programs see it leave."""
@@ -159,7 +175,27 @@ class Node:
         """Tell the record that `count` updates of `source` took effect here, `staleness` versions late."""
         self._port.updates(source, count, staleness)
 
+    def _advance_tasks(self) -> None:
+        """Let every task go on as far as what is here allows; tell of those that have ended."""
+        for task in list(self._tasks):
+            while (found := task.take(self.mailbox)) is not None:
+                self._advance(task, found)
+            while (wanted := task.wanted) is not None and wanted.source in self.departed:
+                task.fail(self.missed(wanted))
+            if task.done and task in self._tasks:
+                self._tasks.remove(task)
+                self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
+
+    def _advance(self, task: Task, message: Message | None) -> None:
+        outer, self._channel = self._channel, task.channel
+        try:
+            task.resume(message)
+        finally:
+            self._channel = outer
+
     def _post(self, to: Address, tag: str, array: Array | None, note: Note | None, reply_to: int = 0) -> int:
+        if not reply_to:
+            tag += self._channel
         number = self._sent[to] = self._sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:
@@ -174,7 +210,7 @@ class Node:
             return message
         if wanted.source is not None and wanted.source in self.departed:
             raise self.missed(wanted)
-        arrived: Message = await _suspend(wanted)
+        arrived: Message = await suspend(wanted)
         return arrived
 
     def missed(self, wanted: Wanted) -> PeerLost:
@@ -198,9 +234,17 @@ class Worker(Node):
         random: np.random.Generator,
         stepper: Stepper,
         steps: int | None,
+        optimizer: Optimizer | None = None,
+        train_size: int = 0,
     ):
         super().__init__(rank, cluster, params, port, random)
         self.steps = steps
+        self.loss = 0.0
+        """Mean loss of the last gradient's samples; set by the driver of a declared job."""
+        self.optimizer = optimizer
+        """The job's optimiser in the form that can step a slice of the parameters, as servers have it."""
+        self.train_size = train_size
+        """Number of training samples of a declared job; 0 in a script's own loop."""
         self._stepper = stepper
         self._peers: list[int] | None = None
 
@@ -234,12 +278,40 @@ class Worker(Node):
 
     def gradient(self) -> Awaitable[Array]:
         """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
-        return self._gradient()
+        return self._gradient(GRADIENT)
+
+    def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
+        """The same, given up as soon as a message with that tag is here: then that message. Counts as a step anyway.
+
+        In virtual time computing ends at once; in a process the gradient is completed first, and dropped.
+        """
+        return self._gradient(NeedGradient(unless=tag + self._channel))
+
+    async def gradient_parts(self, parts: Sequence[slice]) -> AsyncIterator[tuple[slice, Array]]:
+        """The gradient of one mini-batch in parts as backward completes them: from the end of the flat array.
+
+        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, the whole
+        array), of which that part and those before are complete.
+        """
+        for part in parts:
+            share = 1 - part.start / max(len(self.params), 1)
+            yield part, await self._gradient(NeedGradient(share=share, closes=part.start == 0))
+
+    def gradient_of(self, block: int, last: bool = True) -> Awaitable[Array]:
+        """The gradient of the next mini-batch of worker `block`'s part of the data; `last` says that it ends the step.
+
+        Every worker that asks for the k-th batch of a block gets the same one. Needs a declared job.
+        """
+        return self._gradient(NeedGradient(block=block, closes=last))
+
+    def gradient_over(self, start: int, stop: int, last: bool = True) -> Awaitable[Array]:
+        """The mean gradient over training samples start..stop-1; `loss` is their mean loss. Needs a declared job."""
+        return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
     @types.coroutine
-    def _gradient(self) -> Generator[Effect, Array, Array]:
-        gradient = yield GRADIENT
-        self.step += 1
+    def _gradient(self, need: NeedGradient) -> Generator[Effect, Any, Any]:
+        gradient = yield need
+        self.step += need.closes
         return gradient
 
     def optimizer_step(self, gradient: Array) -> None:
@@ -278,9 +350,3 @@ class Server(Node):
         """Apply one optimiser step to the shared parameters; the version grows by one."""
         self.optimizer.step(self.params, gradient, self.optimizer_state, self.optimizer.lr if lr is None else lr)
         self.version += 1
-
-
-def part(params: Array, cluster: Cluster, index: int) -> Array:
-    """The slice of the flat array that the index-th server holds."""
-    view: Array = params[slices(len(params), cluster.servers)[index]]
-    return view

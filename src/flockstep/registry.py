@@ -27,6 +27,11 @@ _TABLE: dict[str, dict[str, str]] = {
         "ssp": "flockstep.strategies.consistency:StaleSynchronous",
         "asynchronous": "flockstep.strategies.consistency:Asynchronous",
     },
+    "rule": {
+        "plain": "flockstep.strategies.rules.plain:Plain",
+    },
+    "schedule": {},
+    "claim": {},
     "topology": {
         "ring": "flockstep.topologies.ring:RingGraph",
         "complete": "flockstep.topologies.complete:CompleteGraph",

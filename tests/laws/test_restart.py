@@ -45,7 +45,7 @@ def same(one, other):
         again = second[address]
         assert equal_bits(saved.params, again.params), address
         assert (saved.step, saved.version, saved.random) == (again.step, again.version, again.random), address
-        assert saved.sampler == again.sampler
+        assert saved.batches == again.batches
         assert saved.optimizer.steps == again.optimizer.steps
         for name, slot in saved.optimizer.slots.items():
             assert equal_bits(slot, again.optimizer.slots[name]), (address, name)
@@ -164,7 +164,7 @@ def test_a_new_ledger_is_noticed():
     assert not equal_bits(one.result, other.result)
 
 
-@pytest.mark.parametrize("lost", ["params", "optimizer", "sampler", "state", "random", "step"])
+@pytest.mark.parametrize("lost", ["params", "optimizer", "batches", "state", "random", "step"])
 def test_everything_that_is_saved_is_needed(lost):
     """Forgetting any one part shows in the result of one strategy or another."""
     job = small_job("sgd(lr=0.1, momentum=0.9)")

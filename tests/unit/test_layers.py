@@ -18,8 +18,10 @@ import flockstep
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
-    errors registry expression arrays optimizers topologies codecs feedback messages nodes transports collectives
-    strategies systems simulation frameworks workloads records drivers launchers report testing cli
+    errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
+    transports collectives
+    strategies systems simulation frameworks workloads records drivers launchers report testing claims
+    cli
 """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")

@@ -18,7 +18,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.solo import SoloSeat
-from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.nodes import Cluster, Stepper, Worker
 from flockstep.optimizers.base import Optimizer
@@ -82,12 +82,17 @@ class Loop:
         ticket = _claim_ticket()
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
         strategy.check(self.workers)
+        if strategy.traits.needs_job:
+            raise CompositionError(
+                f"{strategy} needs gradients that a script's own loop cannot give; declare a job() "
+                "and use flockstep train"
+            )
         if ticket is None:
             cluster = self._alone(server_optimizer)
         else:
             cluster = self._together(ticket, schema, server_optimizer)
         random = np.random.default_rng(np.random.SeedSequence((0x5747, self.rank)))
-        worker = self._worker = Worker(self.rank, cluster, params, self._seat, random, stepper, None)
+        worker = self._worker = Worker(self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer)
         worker.state = strategy.worker_state(worker)
         self._seat.node = worker
         self._runner = Runner(strategy.worker(worker), self._seat)
@@ -119,7 +124,7 @@ class Loop:
         assert self._worker is not None
         Runner(self.strategy.finish(self._worker), self._seat).advance(None)
         if isinstance(self._seat, SoloSeat):
-            if self.strategy.servers and self.strategy.traits.results[0] == "server":
+            if self.strategy.servers_for(1) and self.strategy.traits.results[0] == "server":
                 self._params[:] = self._seat.served()
             return
         assert self._member is not None
@@ -134,7 +139,7 @@ class Loop:
     def _alone(self, optimizer: Optimizer) -> Cluster:
         self._seat = SoloSeat()
         self._seat.serve(self.strategy, self._params, optimizer)
-        return Cluster(1, self.strategy.servers)
+        return Cluster(1, self.strategy.servers_for(1))
 
     def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
         die_with(ticket.supervisor)

@@ -12,7 +12,9 @@ from flockstep.frameworks.base import Indices
 from flockstep.messages import Address
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
+from flockstep.programs import NeedGradient
 from flockstep.strategies.base import ResultPolicy, Strategy
+from flockstep.workloads.sampler import Sampler, SamplerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +32,43 @@ class Plan:
     evaluate_every: int
     """Steps per worker between two evaluations of the model, which happen off the clock."""
 
+    def held(self, size: int) -> list[slice]:
+        """For each server, which of the parameters it holds."""
+        return self.strategy.held(self.cluster.workers, size)
+
     def random(self, address: Address) -> np.random.Generator:
         """The node's own stream, for what its strategy draws."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, 0x5747, address + (1 << 31))))
+
+
+class Batches:
+    """Which samples a worker's gradients are over: batches of its own part of the data, or what it asks for."""
+
+    def __init__(self, plan: Plan, rank: int):
+        self._plan = plan
+        self._rank = rank
+        self._samplers: dict[int, Sampler] = {}
+
+    def next(self, need: NeedGradient) -> Indices:
+        """The samples of the gradient that is needed; a block's k-th batch is the same whoever asks."""
+        if need.samples is not None:
+            return np.arange(*need.samples, dtype=np.int64)
+        block = self._rank if need.block is None else need.block
+        if block not in self._samplers:
+            plan = self._plan
+            self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
+        return self._samplers[block].next()
+
+    def state(self) -> dict[int, SamplerState]:
+        """How far each block has been read."""
+        return {block: sampler.state() for block, sampler in self._samplers.items()}
+
+    def restore(self, state: dict[int, SamplerState]) -> None:
+        """Go on from there."""
+        for block, saved in state.items():
+            plan = self._plan
+            self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
+            self._samplers[block].restore(saved)
 
 
 class LocalOptimizer:

@@ -11,16 +11,15 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
-from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.frameworks.base import Engine
-from flockstep.nodes import Server, Worker, part
+from flockstep.nodes import Server, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.workloads.sampler import Sampler
 
 
 def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
@@ -29,7 +28,6 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         engine, plan = make()
         initial = engine.initial()
         member = guard.member = Member(ticket, engine.schema, engine.buffers(ticket.address).nbytes)
-        sampler = Sampler(plan.parts[ticket.address], plan.batch, plan.seed, ticket.address)
         _warm_up(engine, initial, plan, ticket.address)
         cluster, start = member.join(to_text(plan.strategy), to_data(plan.optimizer), initial)
         params = engine.home()
@@ -38,12 +36,20 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             seat = Seat(member, plan.strategy.traits.survives, plan.evaluate_every, events.write)
             stepper = LocalOptimizer(plan.optimizer, params)
             worker = guard.worker = Worker(
-                ticket.address, cluster, params, seat, plan.random(ticket.address), stepper, plan.steps
+                ticket.address,
+                cluster,
+                params,
+                seat,
+                plan.random(ticket.address),
+                stepper,
+                plan.steps,
+                plan.optimizer,
+                engine.train_size,
             )
             worker.state = plan.strategy.worker_state(worker)
             seat.node = worker
             seat.buffers = lambda: engine.buffers(ticket.address)
-            _train(engine, worker, seat, plan, sampler)
+            _train(engine, worker, seat, plan)
             seat.close()
         member.wait_for_end()
     return guard.code
@@ -58,11 +64,12 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         rule = Strategy.parse(strategy)
         spec = Optimizer.parse(optimizer)
         cluster, params = member.join(to_text(rule), to_data(spec), None)
+        held = rule.held(cluster.workers, len(params))[index]
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
             seat = Seat(member, rule.traits.survives, every, events.write)
             seat.progress = Progress(cluster, every) if every else None
             random = np.random.default_rng(ticket.address + (1 << 31))
-            node = Server(index, cluster, part(params, cluster, index).copy(), seat, random, spec)
+            node = Server(index, cluster, params[held].copy(), seat, random, spec)
             node.state = rule.master_state(node)
             seat.node = node
             Runner(rule.master(node), seat).advance(None)
@@ -71,19 +78,20 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
     return guard.code
 
 
-def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan, sampler: Sampler) -> None:
+def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan) -> None:
+    batches = Batches(plan, worker.rank)
     gradient = np.zeros_like(worker.params)
     runner = Runner(plan.strategy.worker(worker), seat)
     value: FlatArray | None = None
     loss: float | None = None
     while runner.advance(value, loss):
-        loss = engine.gradient(worker.params, sampler.next(), gradient, worker.rank, worker.step)
+        loss = engine.gradient(worker.params, batches.next(runner.need), gradient, worker.rank, worker.step)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss of worker {worker.rank} is {loss} at step {worker.step}; lower the learning rate, "
                 f"now {worker.lr:g}"
             )
-        value = gradient
+        worker.loss, value = loss, gradient
     Runner(plan.strategy.finish(worker), seat).advance(None)
 
 

@@ -14,7 +14,8 @@ from flockstep.drivers.member import PAUSE, Member, stopped
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
-from flockstep.nodes import Effect, NeedGradient, Node, Program
+from flockstep.nodes import Node
+from flockstep.programs import GRADIENT, Effect, NeedGradient, Program
 from flockstep.records.events import Lost
 from flockstep.transports.zeromq import LAUNCHER, Backlog
 
@@ -173,10 +174,14 @@ class AnySeat(Protocol):
     """What a runner needs of a seat."""
 
     account: Account
+    node: Node
 
     @property
     def now(self) -> float:
         """Seconds since the start."""
+
+    def collect(self) -> None:
+        """Take in what has arrived by now."""
 
     def wait(self, wanted: Wanted) -> Message:
         """The message that the program waits for."""
@@ -192,12 +197,14 @@ class AnySeat(Protocol):
 
 
 class Runner:
-    """Drives a program from one gradient to the next."""
+    """Drives a program from one gradient to the next. `need` is the gradient that it waits for."""
 
     def __init__(self, program: Program, seat: AnySeat):
+        self.need = GRADIENT
         self._program = program
         self._seat = seat
         self._last = seat.now
+        self._whole: tuple[FlatArray, float | None] | None = None
 
     def advance(self, value: FlatArray | None, loss: float | None = None) -> bool:
         """Resume the program, with the gradient that it has asked for and the loss it belongs to.
@@ -205,11 +212,11 @@ class Runner:
         Returns whether it asks for (another) gradient; False means that it has ended.
         """
         seat = self._seat
+        reply: FlatArray | Message | None = value
         if value is not None:
             self._lap("compute")
-            seat.account.step(self._last, loss)
-            seat.report(loss)
-        reply: FlatArray | Message | None = value
+            reply = self._given_up() or value
+            self._used(value, loss)
         while True:
             try:
                 effect: Effect = self._program.send(reply)
@@ -218,6 +225,9 @@ class Runner:
                 return False
             if isinstance(effect, NeedGradient):
                 self._lap("comm")
+                reply = self._at_hand(effect)
+                if reply is not None:
+                    continue
                 seat.tick()
                 self._last = seat.now
                 return True
@@ -229,6 +239,31 @@ class Runner:
     def close(self) -> None:
         """End the program where it is."""
         self._program.close()
+
+    def _used(self, value: FlatArray, loss: float | None) -> None:
+        """The gradient goes to the program: a step is complete, unless only a part of it has been asked for."""
+        self._whole = (value, loss) if self.need.share < 1 else None
+        if self.need.closes:
+            self._seat.account.step(self._last, loss)
+            self._seat.report(loss)
+
+    def _at_hand(self, need: NeedGradient) -> FlatArray | Message | None:
+        """What can be had without computing: the rest of a gradient, or the message that makes one needless."""
+        rest = self._whole if self.need.share < need.share else None
+        self.need = need
+        if rest is not None:
+            self._used(*rest)
+            return rest[0]
+        given_up = self._given_up()
+        if given_up is not None and need.closes:
+            self._seat.account.step(self._seat.now, None)
+        return given_up
+
+    def _given_up(self) -> Message | None:
+        if self.need.unless is None:
+            return None
+        self._seat.collect()
+        return self._seat.node.mailbox.take(Wanted(self.need.unless))
 
     def _lap(self, kind: str) -> None:
         now = self._seat.now

@@ -103,7 +103,7 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
     every = int(config.evaluate_every or max(1, steps // EVALUATIONS))
     parts = Split.parse(config.split).assign(engine.labels, engine.train_size, config.workers, config.seed)
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
-    cluster = Cluster(config.workers, strategy.servers)
+    cluster = Cluster(config.workers, strategy.servers_for(config.workers))
     plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every)
     resolved = dataclasses.replace(
         config,

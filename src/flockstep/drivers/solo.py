@@ -10,8 +10,9 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account
 from flockstep.errors import RunError
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
-from flockstep.nodes import Cluster, Node, Program, Server, part
+from flockstep.nodes import Cluster, Node, Server
 from flockstep.optimizers.base import Optimizer
+from flockstep.programs import Program
 from flockstep.strategies.base import Strategy
 
 
@@ -22,6 +23,7 @@ class SoloSeat:
         self.account = Account(0, lambda event: None)
         self.node: Node
         self._servers: dict[Address, _Local] = {}
+        self._held: list[slice] = []
         self._start = time.monotonic()
 
     @property
@@ -31,17 +33,21 @@ class SoloSeat:
 
     def serve(self, strategy: Strategy, params: FlatArray, optimizer: Optimizer) -> None:
         """Start the strategy's servers."""
-        cluster = Cluster(1, strategy.servers)
-        for index in range(strategy.servers):
+        cluster, held = Cluster(1, strategy.servers_for(1)), strategy.held(1, len(params))
+        self._held = held
+        for index, part in enumerate(held):
             local = self._servers[server(index)] = _Local(self)
             random = np.random.default_rng(index)
-            node = Server(index, cluster, part(params, cluster, index).copy(), local, random, optimizer)
+            node = Server(index, cluster, params[part].copy(), local, random, optimizer)
             node.state = strategy.master_state(node)
             local.start(node, strategy)
 
     def served(self) -> FlatArray:
         """The parameters that the servers hold."""
-        return np.concatenate([local.node.params for local in self._servers.values()])
+        whole = self.node.params.copy()
+        for index in reversed(range(len(self._held))):
+            whole[self._held[index]] = self._servers[server(index)].node.params
+        return whole
 
     def send(self, to: Address, message: Message) -> None:
         """Let the server handle it at once."""

@@ -7,6 +7,7 @@ policy would choose then is evaluated, and the replicas' distance from their mea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,27 +66,41 @@ class Tick:
         mean_offset = self.offset / self.workers
         return math.sqrt(max(0.0, self.squares / self.workers - float(mean_offset @ mean_offset)))
 
-    def model(self, policy: ResultPolicy, servers: int) -> FlatArray | None:
+    def model(self, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray | None:
         """The model that a policy chooses without evaluating any; None where the node that holds it is missing."""
         if policy == "mean":
             return self.mean() if self.workers else None
         if policy == "server":
-            parts = [self.kept.get(server(i)) for i in range(servers)]
-            known = [part for part in parts if part is not None]
-            return np.concatenate(known) if len(known) == servers else None
+            return self._served(held)
         # The first replica that is still there stands in for a lost rank 0.
         return self.kept.get(0, self.reference)
+
+    def _served(self, held: Sequence[slice]) -> FlatArray | None:
+        """What the servers hold together; where two hold the same, what the first one does."""
+        if not self.kept:
+            return None
+        size, dtype = max(part.stop for part in held), next(iter(self.kept.values())).dtype
+        whole, known = np.empty(size, dtype), np.zeros(size, bool)
+        for index in reversed(range(len(held))):
+            params = self.kept.get(server(index))
+            if params is not None:
+                whole[held[index]], known[held[index]] = params, True
+        return whole if known.all() else None
 
 
 class Tracker:
     """Collects the ticks of one run; evaluates each once it is complete."""
 
-    def __init__(self, engine: Engine, policy: ResultPolicy, cluster: Cluster, batch: int, emit: Emit):
+    def __init__(
+        self, engine: Engine, policy: ResultPolicy, cluster: Cluster, held: Sequence[slice], batch: int, emit: Emit
+    ):
+        """`held`: for each server, which of the parameters it holds."""
         self.result: FlatArray | None = None
         self.evaluation: Evaluation | None = None
         self._engine = engine
         self._policy = policy
         self._cluster = cluster
+        self._held = held
         self._batch = batch
         self._emit = emit
         self._alive = set(cluster.addresses)
@@ -145,7 +160,7 @@ class Tracker:
 
     def _choose(self, entry: Tick) -> FlatArray | None:
         if self._policy != "best":
-            return entry.model(self._policy, self._cluster.servers)
+            return entry.model(self._policy, self._held)
         return self._best([(self._engine.evaluate(p, [rank]), p) for rank, p in sorted(entry.kept.items())])
 
     def _best(self, ranked: list[tuple[Evaluation, FlatArray]]) -> FlatArray | None:

@@ -17,19 +17,20 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
-from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
 from flockstep.drivers.pool import ROWS, GradientPool
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
 from flockstep.errors import Diverged, RunError
-from flockstep.frameworks.base import Engine
+from flockstep.frameworks.base import Engine, Indices
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
-from flockstep.nodes import Effect, NeedGradient, Node, Program, Server, Worker, part
+from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
+from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network, Transit
 from flockstep.simulation.queue import EventQueue
 from flockstep.strategies.base import Strategy
-from flockstep.workloads.sampler import Sampler, SamplerState
+from flockstep.workloads.sampler import SamplerState
 
 
 @dataclass(slots=True)
@@ -43,10 +44,16 @@ class Arrival:
 
 @dataclass(slots=True)
 class Ready:
-    """Event: a worker's gradient is due."""
+    """Event: a worker's gradient is due, or the share of it that was asked for; void if that was given up."""
 
     seat: Seat
+    need: NeedGradient
+    began: float
+    """When the whole gradient was begun."""
     started: float
+    """Since when the worker waits for this share."""
+    finish: float
+    void: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Saved:
     random: dict[str, Any]
     optimizer: OptimizerState
     version: int
-    sampler: SamplerState | None
+    batches: dict[int, SamplerState]
 
 
 class Seat:
@@ -68,6 +75,7 @@ class Seat:
     def __init__(self, simulation: Simulation, account: Account):
         self.account = account
         self.waiting: Wanted | None = None
+        self.computing: Ready | None = None
         self.blocked_at = 0.0
         self.done = False
         self.node: Node
@@ -102,7 +110,7 @@ class Simulation:
     ):
         n = plan.cluster.workers
         self.plan = plan
-        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.batch, emit)
+        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.batch, emit)
         self._engine = engine
         self._emit = emit
         self._report = progress
@@ -112,9 +120,9 @@ class Simulation:
         self._params = np.tile(engine.initial(), (n, 1))
         self._gradients = GradientPool(engine.schema.size, self._params.dtype)
         self._losses = np.zeros(n)
-        self._batches = np.zeros((n, plan.batch), np.int64)
+        self._indices: list[Indices] = [np.zeros(0, np.int64)] * n
         self._pending: set[int] = set()
-        self._samplers = [Sampler(plan.parts[rank], plan.batch, plan.seed, rank) for rank in range(n)]
+        self._batches = [Batches(plan, rank) for rank in range(n)]
         self._steps = 0
         self._progress = {server(i): Progress(plan.cluster, plan.evaluate_every) for i in range(plan.cluster.servers)}
         self._steppers: dict[int, LocalOptimizer] = {}
@@ -168,7 +176,8 @@ class Simulation:
         plan, params = self.plan, self._params[rank]
         seat = self.seats[rank] = Seat(self, Account(rank, self._emit))
         stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params)
-        worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps)
+        facts = plan.optimizer, self._engine.train_size
+        worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
         worker.state = plan.strategy.worker_state(worker)
         seat.node = worker
         seat.program = _life(plan.strategy, worker)
@@ -176,7 +185,7 @@ class Simulation:
     def _seat_server(self, index: int, params: FlatArray) -> None:
         plan, address = self.plan, server(index)
         seat = self.seats[address] = Seat(self, Account(address, self._emit))
-        held = part(params, plan.cluster, index).copy()
+        held = params[plan.held(len(params))[index]].copy()
         node = Server(index, plan.cluster, held, seat, plan.random(address), plan.optimizer)
         node.state = plan.strategy.master_state(node)
         seat.node = node
@@ -199,7 +208,7 @@ class Simulation:
                 dict(node.random.bit_generator.state),
                 optimizer,
                 node.version if isinstance(node, Server) else 0,
-                self._samplers[node.address].state() if isinstance(node, Worker) else None,
+                self._batches[node.address].state() if isinstance(node, Worker) else {},
             )
         )
 
@@ -210,9 +219,9 @@ class Simulation:
         node.random.bit_generator.state = saved.random
         if isinstance(node, Server):
             node.optimizer_state, node.version = saved.optimizer, saved.version
-        elif saved.sampler is not None:
+        else:
             self._steppers[node.address].state = saved.optimizer
-            self._samplers[node.address].restore(saved.sampler)
+            self._batches[node.address].restore(saved.batches)
 
     def _resume(self, seat: Seat, value: FlatArray | Message | None) -> None:
         try:
@@ -221,24 +230,51 @@ class Simulation:
             self._ended(seat)
             return
         if isinstance(effect, NeedGradient):
-            self._start_gradient(seat)
+            self._start_gradient(seat, effect)
         else:
             seat.waiting = effect
             seat.blocked_at = self.now
             if seat.node.address < 0:
                 self._server_tick(seat)
 
-    def _start_gradient(self, seat: Seat) -> None:
-        rank, step = seat.node.address, seat.node.step
+    def _start_gradient(self, seat: Seat, need: NeedGradient) -> None:
+        rank, step, now = seat.node.address, seat.node.step, self.now
+        before, seat.computing = seat.computing, None
+        if before is not None and before.need.share < need.share:  # the rest of the gradient that is under way
+            seat.computing = Ready(seat, need, before.began, now, before.finish)
+            self._queue.schedule(max(now, due(before.began, before.finish, need.share)), seat.computing)
+            return
         if step % self.plan.evaluate_every == 0:
             self._hand_in(step // self.plan.evaluate_every, seat)
         self._gradients.give_back(rank)
-        self._batches[rank] = self._samplers[rank].next()
+        indices = self._indices[rank] = self._batches[rank].next(need)
         self._pending.add(rank)
-        self._queue.schedule(self._clock.finish(rank, self.now), Ready(seat, self.now))
+        finish = self._clock.finish(rank, now)
+        if len(indices) != self.plan.batch:
+            finish = now + (finish - now) * len(indices) / self.plan.batch
+        seat.computing = Ready(seat, need, now, now, finish)
+        self._queue.schedule(due(now, finish, need.share), seat.computing)
+        if need.unless is not None:
+            self._give_up(seat)
+
+    def _give_up(self, seat: Seat) -> None:
+        """End a worker's computing if the message that makes it needless is here."""
+        ready = seat.computing
+        assert ready is not None
+        found = seat.node.mailbox.take(Wanted(ready.need.unless))
+        if found is None:
+            return
+        ready.void, seat.computing = True, None
+        self._pending.discard(seat.node.address)
+        seat.account.spent("compute", ready.started, self.now)
+        if ready.need.closes:
+            seat.account.step(self.now, None)
+        self._resume(seat, found)
 
     def _gradient_due(self, event: Ready) -> None:
         seat, rank = event.seat, event.seat.node.address
+        if event.void:
+            return
         if rank in self._pending:
             self._compute_pending()
         loss = float(self._losses[rank])
@@ -248,21 +284,37 @@ class Simulation:
                 f"now {self.plan.optimizer.lr:g}"
             )
         seat.account.spent("compute", event.started, self.now)
-        seat.account.step(self.now, loss)
-        self._steps += 1
-        if self._report is not None:
-            self._report(self._steps, self.now)
+        if event.need.closes:
+            seat.account.step(self.now, loss)
+            self._steps += 1
+            if self._report is not None:
+                self._report(self._steps, self.now)
+        if event.need.share == 1:
+            seat.computing = None
+        if isinstance(seat.node, Worker):
+            seat.node.loss = loss
         self._resume(seat, self._gradients.row(rank))
 
     def _compute_pending(self) -> None:
         pending = sorted(self._pending)
         self._pending.clear()
+        for rank in pending:
+            if len(self._indices[rank]) != self.plan.batch:
+                self._compute_alone(rank)
+        pending = [rank for rank in pending if len(self._indices[rank]) == self.plan.batch]
         for start in range(0, len(pending), ROWS):
             ranks = pending[start : start + ROWS]
             steps = [self.seats[rank].node.step for rank in ranks]
+            indices = np.stack([self._indices[rank] for rank in ranks])
             params = np.take(self._params, ranks, 0, self._gradients.gathered[: len(ranks)], "clip")
             out = self._gradients.take(ranks)
-            self._losses[ranks] = self._engine.gradients(params, self._batches[ranks], out, ranks, steps)
+            self._losses[ranks] = self._engine.gradients(params, indices, out, ranks, steps)
+
+    def _compute_alone(self, rank: int) -> None:
+        """A gradient over another number of samples than a batch."""
+        out = self._gradients.take([rank])[0]
+        step = self.seats[rank].node.step
+        self._losses[rank] = self._engine.gradient(self._params[rank], self._indices[rank], out, rank, step)
 
     def _forward(self, event: Arrival) -> None:
         transit = event.transit
@@ -274,8 +326,12 @@ class Simulation:
         seat.account.received(message)
         if node.address < 0 and message.source >= 0:
             self._progress[node.address].saw(message.source, message.step)
+        if node.busy and node.address in self._pending:
+            self._compute_pending()  # a background task may change the parameters that this gradient is of
         node.deliver(message)
         if seat.waiting is None:
+            if seat.computing is not None and seat.computing.need.unless is not None:
+                self._give_up(seat)
             return
         found = node.mailbox.take(seat.waiting)
         if found is None:
@@ -307,3 +363,12 @@ class Simulation:
 async def _life(strategy: Strategy, me: Worker) -> None:
     await strategy.worker(me)
     await strategy.finish(me)
+
+
+FORWARD = 1 / 3
+"""Share of a gradient's time that goes by before backward begins: backward does about twice the work."""
+
+
+def due(began: float, finish: float, share: float) -> float:
+    """When that share of the gradient, counted from the end of the flat array, is complete."""
+    return finish if share >= 1 else began + (finish - began) * (FORWARD + (1 - FORWARD) * share)

@@ -101,4 +101,7 @@ def result_of(outcome: Outcome) -> FlatArray | None:
             final.kept[item.address] = item.params
             if item.address >= 0:
                 final.add_worker(item.params, item.step, item.sent)
-    return final.model(outcome.strategy.traits.results[0], outcome.strategy.servers) if final.workers else None
+    if final.reference is None:
+        return None
+    held = outcome.strategy.held(outcome.workers, len(final.reference))
+    return final.model(outcome.strategy.traits.results[0], held)

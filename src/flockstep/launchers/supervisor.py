@@ -62,6 +62,7 @@ class Standing:
 class Outcome:
     """What a supervised run left."""
 
+    workers: int = 0
     schema: Schema | None = None
     strategy: Strategy | None = None
     handed_in: list[HandedIn] = field(default_factory=list)
@@ -87,7 +88,7 @@ class Supervisor:
 
         None is for users' scripts: as long as they like, and they have to exit with code 0.
         """
-        self.outcome = Outcome()
+        self.outcome = Outcome(workers)
         self.standings: dict[Address, Standing] = {rank: Standing() for rank in range(workers)}
         self.children: dict[Address, Child] = {}
         self._workers = workers
@@ -236,7 +237,7 @@ class Supervisor:
         strategy = self.outcome.strategy
         if strategy is None or len([a for a in self._links if a >= 0]) < self._workers:
             return
-        for index in range(strategy.servers):
+        for index in range(strategy.servers_for(self._workers)):
             if server(index) not in self.children:
                 self.standings[server(index)] = Standing()
                 hello = self._links[0].hello
@@ -245,12 +246,16 @@ class Supervisor:
     def _welcome(self) -> None:
         """Once everyone is linked and the initial parameters are known, let everyone in."""
         strategy = self.outcome.strategy
-        if strategy is None or self._initial is None or len(self._links) < self._workers + strategy.servers:
+        if (
+            strategy is None
+            or self._initial is None
+            or len(self._links) < self._workers + strategy.servers_for(self._workers)
+        ):
             return
         peers = {address: link.hello.endpoint for address, link in self._links.items()}
         note: dict[str, int | float | str] = {
             "workers": self._workers,
-            "servers": strategy.servers,
+            "servers": strategy.servers_for(self._workers),
             "peers": msgspec.json.encode(peers).decode(),
         }
         for link in self._links.values():

@@ -75,7 +75,7 @@ def settle(record: RunFolder, engine: Engine, plan: Plan, outcome: Outcome) -> N
         RunError: the evaluation itself failed.
     """
     with EventWriter(record.node_events_file(None)) as events:
-        tracker = Tracker(engine, plan.result, plan.cluster, plan.batch, events.write)
+        tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.batch, events.write)
         try:
             for item in sorted(outcome.handed_in, key=lambda item: item.tick):
                 if item.buffers is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class AllReduce(Strategy):
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
         return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """Gradients are all-reduced; every worker holds the one model."""
+        return Cell("central", "sync", "all-reduce", "replicated PS")
 
     async def worker(self, me: Worker) -> None:
         """Compute, sum, step."""

@@ -6,11 +6,38 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.nodes import Server, Worker
 
 ResultPolicy = Literal["server", "mean", "rank0", "best"]
+Optimisation = Literal["central", "decentral"]
+Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
+Exchange = Literal[
+    "none",
+    "scatter-reduce",
+    "reduce",
+    "2:1 reduce",
+    "binomial tree",
+    "all-reduce",
+    "ad hoc",
+    "ad hoc with eager scatter",
+]
+Places = Literal[
+    "none",
+    "single PS",
+    "distributed PS",
+    "distributed PS (k = n)",
+    "hierarchical PS",
+    "replicated PS",
+    "shared memory",
+    "closed ring",
+    "graph",
+    "tree",
+    "p2p mesh",
+    "dedicated master",
+]
 
 
 @dataclass(frozen=True)
@@ -25,7 +52,20 @@ class Traits:
     results: tuple[ResultPolicy, ...]
     """The policies for choosing the resulting model that make sense; the first is the default."""
     server_optimizer: bool = False
-    """Gradients are applied by the servers, whose optimiser is rebuilt from the worker's."""
+    """Gradients are applied by the servers (or by slices), whose optimiser is rebuilt from the worker's."""
+    needs_job: bool = False
+    """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a composed strategy stands in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
+
+    optimisation: Optimisation
+    """Central: gradients are exchanged and one model is optimised; decentral: replicas are, and exchange parameters."""
+    scheduling: Scheduling
+    exchange: Exchange
+    topology: Places
 
 
 class Strategy(Component):
@@ -43,9 +83,23 @@ class Strategy(Component):
         """What this strategy promises; checks and drivers read these, never a name."""
 
     @property
+    def cell(self) -> Cell | None:
+        """Its cell of the taxonomy; None for what has no place there."""
+        return None
+
+    @property
     def servers(self) -> int:
         """Number of servers that run `master`; server i of k holds the i-th of k slices of the parameters."""
         return 0
+
+    def servers_for(self, workers: int) -> int:
+        """The same where it depends on the number of workers."""
+        return self.servers
+
+    def held(self, workers: int, size: int) -> list[slice]:
+        """For each server, which of the `size` parameters it holds; where two hold the same, the first one's count."""
+        count = self.servers_for(workers)
+        return slices(size, count) if count else []
 
     def check(self, workers: int) -> None:
         """Raise `ConfigurationError` unless this strategy can run on that many workers."""

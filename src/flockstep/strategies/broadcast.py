@@ -9,7 +9,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 @dataclass
@@ -39,6 +39,11 @@ class Broadcast(Strategy):
     def traits(self) -> Traits:
         """Complete, with unbounded delay; workers may die."""
         return Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Every update reaches every replica: one model, held by all, once the queues drain."""
+        return Cell("central", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> BroadcastState:
         """The ledger starts at the initial parameters."""

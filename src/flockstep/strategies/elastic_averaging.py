@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class ElasticAveraging(Strategy):
     def traits(self) -> Traits:
         """The centre hears part of every replica; workers may die."""
         return Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Each worker meets the master by itself."""
+        return Cell("decentral", "async", "ad hoc", "dedicated master")
 
     @property
     def servers(self) -> int:

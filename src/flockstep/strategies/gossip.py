@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
@@ -39,6 +39,11 @@ class Gossip(Strategy):
     def traits(self) -> Traits:
         """Random and one-way; workers may die."""
         return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Anyone may send to anyone; nothing bounds how far replicas drift but chance."""
+        return Cell("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> GossipState:
         """Equal masses; the units that do not divide go to the first ranks."""

@@ -8,7 +8,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class LocalSGD(Strategy):
     def traits(self) -> Traits:
         """Every update reaches everyone at the next average; a dead worker stops everyone."""
         return Traits(completeness=2 if self.period > 1 else 1, survives=False, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Replicas meet at an average; the collective stands in for the master."""
+        return Cell("decentral", "sync", "reduce", "dedicated master")
 
     async def worker(self, me: Worker) -> None:
         """Step; average every `period` steps."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.topologies.base import Topology, require_doubly_stochastic
 from flockstep.topologies.ring import RingGraph
 
@@ -29,6 +29,12 @@ class NeighbourAveraging(Strategy):
     def traits(self) -> Traits:
         """Updates diffuse over the graph; a dead neighbour stops everyone."""
         return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Replicas average with their neighbours."""
+        ring = isinstance(self.topology, RingGraph)
+        return Cell("decentral", "sync", "2:1 reduce" if ring else "reduce", "closed ring" if ring else "graph")
 
     def check(self, workers: int) -> None:
         """The mixing matrix must keep the mean."""

@@ -14,36 +14,11 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition, encode
 from flockstep.messages import BYE, Address, Message, Note, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Exchange, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push
-
-
-@dataclass
-class PushState:
-    """What a worker remembers: the versions it read, and per shard what its codec dropped."""
-
-    versions: list[int]
-    errors: list[FlatArray | None]
-
-
-@dataclass
-class ServerState:
-    """What a server remembers: how often each live worker pushed, and what waits for its turn."""
-
-    clocks: dict[int, int]
-    slowest: int = 0
-    """The least of the clocks."""
-    pushes: list[Push] = field(default_factory=list)
-    reads: list[Message] = field(default_factory=list)
-
-    def advance(self, rank: int, clock: int | None) -> bool:
-        """Set a worker's clock (None takes a dead worker out); return whether the slowest clock has moved."""
-        before, slowest = self.clocks.pop(rank, None), self.slowest
-        if clock is not None:
-            self.clocks[rank] = clock
-        if before == self.slowest:
-            self.slowest = min(self.clocks.values(), default=self.slowest)
-        return self.slowest != slowest
+from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_state import PushState, ServerState
 
 
 @dataclass(frozen=True)
@@ -51,16 +26,16 @@ class ParameterServer(Strategy):
     """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
 
     A worker computes g at the w it has read, pushes g, and reads again: the push asks for the parameters too, and is
-    answered when `consistency` admits the read. A server applies what `consistency` releases, with the optimiser of
-    the job, rebuilt on the server. Gradients released together are averaged in
-    order of rank. The staleness of a gradient is the number of updates between the version it was computed on and the
-    one it is applied to (Zhang et al. 2016). Shards decide independently of each other.
+    answered when `consistency` admits the read. A server applies what `consistency` releases, as `rule` says, with the
+    optimiser of the job rebuilt on the server. The staleness of a gradient is the number of updates between the version
+    it was computed on and the one it is applied to (Zhang et al. 2016). Shards decide independently of each other.
     """
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
     shards: int = 1
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
+    rule: Rule = field(default_factory=Plain)
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -74,6 +49,14 @@ class ParameterServer(Strategy):
         return Traits(rule.completeness, rule.survives, ("server", "mean", "rank0", "best"), server_optimizer=True)
 
     @property
+    def cell(self) -> Cell:
+        """As the consistency rule schedules."""
+        scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async"}
+        when = scheduling[self.consistency.completeness]
+        how: Exchange = "reduce" if when == "sync" else "ad hoc"
+        return Cell("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
+
+    @property
     def servers(self) -> int:
         """One per shard."""
         return self.shards
@@ -84,7 +67,7 @@ class ParameterServer(Strategy):
 
     def master_state(self, me: Server) -> ServerState:
         """Everyone at clock 0."""
-        return ServerState(dict.fromkeys(range(me.cluster.workers), 0))
+        return ServerState(dict.fromkeys(range(me.cluster.workers), 0), rule=self.rule.start(me))
 
     async def worker(self, me: Worker) -> None:
         """Compute, push, take the parameters that come back."""
@@ -128,13 +111,7 @@ class ParameterServer(Strategy):
         for group in self.consistency.releases(pushes, state.slowest):
             for push in group:
                 me.record_update(push.rank, me.version - push.version)
-            mean = group[0].gradient
-            if len(group) > 1:
-                mean = mean.copy()
-                for push in group[1:]:
-                    mean += push.gradient
-                mean /= len(group)
-            me.update(mean, group[0].lr)
+            self.rule.apply(me, state.rule, group)
             taken = set(map(id, group))
             state.pushes = [push for push in state.pushes if id(push) not in taken]
 
@@ -143,4 +120,6 @@ class ParameterServer(Strategy):
         if admitted:
             answered = set(map(id, admitted))
             state.reads = [read for read in state.reads if id(read) not in answered]
+            for read in admitted:
+                self.rule.read(me, state.rule, read.source)
             me.reply_all(admitted, me.params, {"version": me.version})

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flockstep.arrays.ledger import Ledger, on_grid
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.broadcast import BroadcastState, absorb_arrived, drain, own_update
 
 
@@ -47,6 +47,11 @@ class PartialBroadcast(Strategy):
     def traits(self) -> Traits:
         """Partial where updates are dropped, complete with unbounded delay where they are deferred."""
         return Traits(completeness=4 if self.rest == "drop" else 3, survives=True, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Replicas hear part of the updates."""
+        return Cell("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> PartialState:
         """Nothing is owed to begin with."""

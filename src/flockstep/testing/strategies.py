@@ -77,7 +77,7 @@ def check_traits(strategy: Strategy) -> None:
     traits = strategy.traits
     assert traits.completeness in (1, 2, 3, 4), f"{strategy} is of class {traits.completeness}; there are 1, 2, 3 and 4"
     assert traits.results, f"{strategy} names no policy for its result"
-    held = strategy.servers > 0
+    held = strategy.servers_for(2) > 0
     assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
     assert held or not traits.server_optimizer, f"{strategy} lets servers apply gradients, but has none"
 
@@ -342,7 +342,7 @@ def run_strategy(
     strategy = Strategy.parse(strategy)
     strategy.check(workers)
     job = job or small_job()
-    bench, cluster = Bench(workers, job, seed), Cluster(workers, strategy.servers)
+    bench, cluster = Bench(workers, job, seed), Cluster(workers, strategy.servers_for(workers))
     policy, every = choose_result(strategy, result), evaluate_every or steps
     plan = Plan(strategy, cluster, bench.engine.optimizer, bench.parts, job.batch, steps, seed, policy, every)
     models = ComputeModel.parse(compute), Network.parse(network)

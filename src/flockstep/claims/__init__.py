@@ -1,0 +1,1 @@
+"""Published results, and what flockstep makes of them."""

@@ -1,0 +1,80 @@
+"""What a program is: a coroutine that is suspended where time passes, and what it may wait for."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Coroutine, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.errors import PeerLost
+from flockstep.messages import Mailbox, Message, Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class NeedGradient:
+    """What a suspended worker waits for when it asked for a gradient."""
+
+    unless: str | None = None
+    """Give up when a message with that tag is here first; the worker is handed the message."""
+    share: float = 1.0
+    """Wait for this share of the gradient only, counted from the end of the flat array, where backward begins."""
+    block: int | None = None
+    """Use the next batch of that worker's part of the data; None: of one's own."""
+    samples: tuple[int, int] | None = None
+    """Use these training samples, first and one past the last, instead of a batch."""
+    closes: bool = True
+    """The step ends with it. A step may take several gradients; the last one closes it."""
+
+
+GRADIENT = NeedGradient()
+Effect = NeedGradient | Wanted
+Program = Coroutine[Effect, Any, None]
+
+
+@types.coroutine
+def suspend(effect: Effect) -> Generator[Effect, Any, Any]:
+    """Hand an effect to the driver; what it resumes the program with."""
+    return (yield effect)
+
+
+class Task:
+    """A coroutine that goes on in the background whenever what it waits for arrives, also while a gradient is computed.
+
+    Its messages travel in a channel of their own: both ends must start it under the same name.
+    """
+
+    def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any]):
+        self.number = number
+        self.channel = channel
+        self.done = False
+        self.result: Any = None
+        self.wanted: Wanted | None = None
+        self._program = program
+
+    def take(self, mailbox: Mailbox) -> Message | None:
+        """The message that it waits for, if it is here; None while it runs."""
+        return None if self.wanted is None else mailbox.take(self.wanted)
+
+    def resume(self, message: Message | None) -> None:
+        """Run it up to the next message that it waits for, or to its end."""
+        self.wanted = None
+        try:
+            effect = self._program.send(message)
+        except StopIteration as end:
+            self.done, self.result = True, end.value
+            return
+        if not isinstance(effect, Wanted):
+            raise TypeError("a background task cannot ask for a gradient; ask in the worker's program")
+        self.wanted = effect
+
+    def fail(self, error: PeerLost) -> None:
+        """Raise `error` where it waits; what it does not handle goes on to the driver."""
+        self.wanted = None
+        try:
+            effect = self._program.throw(error)
+        except StopIteration as end:
+            self.done, self.result = True, end.value
+            return
+        assert isinstance(effect, Wanted)
+        self.wanted = effect

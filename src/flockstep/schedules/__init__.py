@@ -1,0 +1,1 @@
+"""How learning rate and batch change in the course of training."""

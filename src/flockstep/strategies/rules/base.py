@@ -1,0 +1,43 @@
+"""The contract of a server's update rule."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.expression import Component
+from flockstep.nodes import Server
+from flockstep.strategies.consistency import Push
+
+
+class Rule(Component):
+    """How released gradients change the server's parameters."""
+
+    noun: ClassVar[str] = "rule"
+
+    def start(self, me: Server) -> Any:
+        """What the rule remembers, before the first gradient; it belongs to the server's state."""
+        return None
+
+    @abstractmethod
+    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+        """Apply gradients that were released together, in this order, as one step: `me.version` grows by one.
+
+        The staleness of a gradient is `me.version - push.version`.
+        """
+
+    def read(self, me: Server, state: Any, rank: int) -> None:
+        """Worker `rank` is being handed the parameters as they are now."""
+
+
+def mean_of(gradients: Sequence[FlatArray]) -> FlatArray:
+    """Their mean, summed in this order; a single one is returned as it is."""
+    if len(gradients) == 1:
+        return gradients[0]
+    mean: FlatArray = gradients[0].copy()
+    for gradient in gradients[1:]:
+        mean += gradient
+    mean /= len(gradients)
+    return mean

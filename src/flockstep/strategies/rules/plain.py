@@ -1,0 +1,20 @@
+"""The optimiser's step along the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.nodes import Server
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.rules.base import Rule, mean_of
+
+
+@dataclass(frozen=True)
+class Plain(Rule):
+    """One step of the job's optimiser along the mean of the released gradients."""
+
+    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+        """Average, step."""
+        me.update(mean_of([push.gradient for push in group]), group[0].lr)
