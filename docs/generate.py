@@ -9,6 +9,7 @@ each strategy; nothing is kept by hand.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -26,6 +27,7 @@ import typer
 from flockstep import registry
 from flockstep.cli.app import app
 from flockstep.cli.listing import listing
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
 from flockstep.strategies.base import Strategy
@@ -88,10 +90,13 @@ def _variants(kind: type[Strategy]) -> Iterator[tuple[Strategy, type]]:
     """The strategy with each value of each hyper-parameter that has a list of values; and the class to cite."""
     for name, hint in fields_of(kind).items():
         if typing.get_origin(hint) is Literal:
-            yield from ((kind(**{name: value}), kind) for value in typing.get_args(hint))
+            for value in typing.get_args(hint):
+                with contextlib.suppress(CompositionError, ConfigurationError):  # it needs another one to go with it
+                    yield kind(**{name: value}), kind
         elif isinstance(hint, type) and issubclass(hint, Component) and hint.noun == "consistency":
-            parts = [registry.load(hint.noun, other) for other in registry.names(hint.noun)]
-            yield from ((kind(**{name: part()}), part) for part in parts)
+            for part in (registry.load(hint.noun, other) for other in registry.names(hint.noun)):
+                with contextlib.suppress(CompositionError):
+                    yield kind(**{name: part()}), part
 
 
 def _traffic(strategy: Strategy) -> tuple[str, str]:

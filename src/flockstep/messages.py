@@ -94,12 +94,19 @@ class Mailbox:
         self._queues: dict[str, deque[tuple[int, Message]]] = {}
         self._replies: dict[tuple[Address | None, int], Message] = {}
         self._arrivals = 0
+        self._heard: dict[Address, int] = {}
+        self._missing: dict[Address, int] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values())) + len(self._replies)
 
     def put(self, message: Message) -> None:
         """Add an arrival."""
+        if message.number:
+            source, due = message.source, self._heard.get(message.source, 0) + 1
+            if message.number > due:
+                self._missing.setdefault(source, due)
+            self._heard[source] = message.number
         if message.reply_to:
             self._replies[message.source, message.reply_to] = message
             return
@@ -108,6 +115,18 @@ class Mailbox:
         if queue is None:
             queue = self._queues[message.tag] = deque()
         queue.append((self._arrivals, message))
+
+    def require_all(self, source: Address) -> None:
+        """What came from that node is only good if nothing got lost on the way, as for a sum in several messages.
+
+        Raises:
+            ProtocolError: the numbers of its messages have a gap.
+        """
+        if source in self._missing:
+            raise ProtocolError(
+                f"message {self._missing[source]} from {node_name(source)} got lost, and what came after it cannot be "
+                "used without it; start the run again"
+            )
 
     def take(self, wanted: Wanted) -> Message | None:
         """Remove and return the first match in order of arrival, or None."""
@@ -146,7 +165,18 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
 
 
 def frozen(array: Array) -> Array:
-    """A read-only copy of `array` as it is now: what a message carries."""
+    """A read-only copy of `array` as it is now: what a message carries. One that nobody can change is not copied."""
+    if array.flags.c_contiguous and _unchangeable(array):
+        return array
     copy = np.array(array, order="C", copy=True)
     copy.flags.writeable = False
     return copy
+
+
+def _unchangeable(array: Array | None) -> bool:
+    """Whether neither the array nor any other that it is a view of can be written."""
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return False
+        array = array.base
+    return array is None

@@ -7,12 +7,13 @@ resumed by a driver, which alone knows whether that time is real. Everything els
 from __future__ import annotations
 
 import types
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from flockstep.arrays.factors import Layer, Packing
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
 from flockstep.optimizers.base import Optimizer, OptimizerState
@@ -30,6 +31,9 @@ class Port(Protocol):
 
     def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
         """Note that updates took effect here (source None: from every other worker)."""
+
+    def figure(self, name: str, value: float) -> None:
+        """Note a figure of the strategy's own."""
 
 
 class Stepper(Protocol):
@@ -67,6 +71,8 @@ class Node:
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
+        self.freeze: Callable[[Array], Array] = frozen
+        """Makes the copies that messages carry; a driver may have a way of its own."""
         self._port = port
         self._sent: dict[Address, int] = {}
         self._tasks: list[Task] = []
@@ -76,7 +82,8 @@ class Node:
     def background(self, channel: str, program: Coroutine[Effect, Any, Any]) -> Task:
         """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
 
-        In a process of its own messages are looked at between gradients only; in virtual time as they arrive.
+        In a process of its own messages are looked at between gradients only; in virtual time as they arrive. What is
+        sent from elsewhere to a task that waits for tag "x" in channel "c" has the tag "x/c".
         """
         self._started += 1
         task = Task(self._started, f"/{channel}", program)
@@ -100,22 +107,22 @@ class Node:
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
-        self._post(to, tag, None if array is None else frozen(array), note)
+        self._post(to, tag, None if array is None else self.freeze(array), note)
 
     def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Note | None = None) -> None:
         """Send the same message to several nodes; the array is copied once."""
-        copy = None if array is None else frozen(array)
+        copy = None if array is None else self.freeze(array)
         for address in to:
             self._post(address, tag, copy, note)
 
     def reply(self, message: Message, array: Array | None = None, note: Note | None = None) -> None:
         """Answer a request."""
-        copy = None if array is None else frozen(array)
+        copy = None if array is None else self.freeze(array)
         self._post(message.source, message.tag, copy, note, reply_to=message.number)
 
     def reply_all(self, requests: Iterable[Message], array: Array, note: Note | None = None) -> None:
         """Answer several requests with the same array, which is copied once."""
-        copy = frozen(array)
+        copy = self.freeze(array)
         for message in requests:
             self._post(message.source, message.tag, copy, note, reply_to=message.number)
 
@@ -133,7 +140,7 @@ class Node:
 
     async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Note]]) -> list[Message]:
         """Send several requests at once and wait for all replies, in the order of the requests."""
-        numbers = [(to, self._post(to, tag, None if a is None else frozen(a), note)) for to, a, note in requests]
+        numbers = [(to, self._post(to, tag, None if a is None else self.freeze(a), note)) for to, a, note in requests]
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
 
     async def request(self, to: Address, tag: str, array: Array | None = None) -> Array:
@@ -171,9 +178,16 @@ class Node:
         if address not in self.departed:
             self.deliver(Message(address, BYE, note={"lost": 1}))
 
-    def record_update(self, source: Address, staleness: int | None = None, count: int = 1) -> None:
-        """Tell the record that `count` updates of `source` took effect here, `staleness` versions late."""
+    def record_update(self, source: Address | None, staleness: int | None = None, count: int = 1) -> None:
+        """Tell the record that `count` updates of `source` (None: of every worker) took effect here.
+
+        `staleness` is the number of versions by which they were late; None where that has been counted elsewhere.
+        """
         self._port.updates(source, count, staleness)
+
+    def record_figure(self, name: str, value: float) -> None:
+        """Put a figure of the strategy's own on the record."""
+        self._port.figure(name, value)
 
     def _advance_tasks(self) -> None:
         """Let every task go on as far as what is here allows; tell of those that have ended."""
@@ -194,7 +208,7 @@ class Node:
             self._channel = outer
 
     def _post(self, to: Address, tag: str, array: Array | None, note: Note | None, reply_to: int = 0) -> int:
-        if not reply_to:
+        if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
             tag += self._channel
         number = self._sent[to] = self._sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
@@ -236,6 +250,7 @@ class Worker(Node):
         steps: int | None,
         optimizer: Optimizer | None = None,
         train_size: int = 0,
+        tensors: Sequence[slice] = (),
     ):
         super().__init__(rank, cluster, params, port, random)
         self.steps = steps
@@ -245,6 +260,10 @@ class Worker(Node):
         """The job's optimiser in the form that can step a slice of the parameters, as servers have it."""
         self.train_size = train_size
         """Number of training samples of a declared job; 0 in a script's own loop."""
+        self.tensors = tuple(tensors) or (slice(0, len(params)),)
+        """Where each of the model's tensors lies in the flat array, in order."""
+        self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
+        """Finds the layers that can be factored; set by the driver of a declared job."""
         self._stepper = stepper
         self._peers: list[int] | None = None
 
@@ -297,21 +316,39 @@ class Worker(Node):
             share = 1 - part.start / max(len(self.params), 1)
             yield part, await self._gradient(NeedGradient(share=share, closes=part.start == 0))
 
-    def gradient_of(self, block: int, last: bool = True) -> Awaitable[Array]:
-        """The gradient of the next mini-batch of worker `block`'s part of the data; `last` says that it ends the step.
+    def gradient_of(
+        self, block: int, turn: int | None = None, last: bool = True, unless: str | None = None
+    ) -> Awaitable[Array | Message]:
+        """The gradient of a mini-batch of worker `block`'s part of the data; `last` says that it ends the step.
 
-        Every worker that asks for the k-th batch of a block gets the same one. Needs a declared job.
+        `turn` numbers the batches of a block from 0, the same for every worker that asks; None is the next one. A
+        message with the tag `unless` makes it needless, as in `gradient_unless`. Needs a declared job.
         """
-        return self._gradient(NeedGradient(block=block, closes=last))
+        tag = None if unless is None else unless + self._channel
+        return self._gradient(NeedGradient(unless=tag, block=block, turn=turn, closes=last))
 
     def gradient_over(self, start: int, stop: int, last: bool = True) -> Awaitable[Array]:
         """The mean gradient over training samples start..stop-1; `loss` is their mean loss. Needs a declared job."""
         return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
+    def gradient_towards(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
+        """The mean gradient of loss + weight × distance to the mean prediction of `teachers`. Needs a declared job."""
+        return self._gradient(NeedGradient(teachers=tuple(teachers), weight=weight))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The fully connected layers whose gradients can be had as factors; none in a script's own loop."""
+        return self.find_layers()
+
+    async def gradient_in_factors(self, layers: Sequence[Layer]) -> Array:
+        """The gradient of the next mini-batch with those of `layers` as factors, as `Packing(K, layers)` lays out."""
+        packed: Array = await self._gradient(NeedGradient(layers=tuple(layers)))
+        return packed[: Packing(len(self.params), layers).size]
+
     @types.coroutine
     def _gradient(self, need: NeedGradient) -> Generator[Effect, Any, Any]:
         gradient = yield need
-        self.step += need.closes
+        self.step += need.closes or isinstance(gradient, Message)
         return gradient
 
     def optimizer_step(self, gradient: Array) -> None:

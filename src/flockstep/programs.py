@@ -7,8 +7,9 @@ from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any
 
+from flockstep.arrays.factors import Layer
 from flockstep.errors import PeerLost
-from flockstep.messages import Mailbox, Message, Wanted
+from flockstep.messages import Array, Mailbox, Message, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,19 @@ class NeedGradient:
     share: float = 1.0
     """Wait for this share of the gradient only, counted from the end of the flat array, where backward begins."""
     block: int | None = None
-    """Use the next batch of that worker's part of the data; None: of one's own."""
+    """Use a batch of that worker's part of the data; None: of one's own."""
+    turn: int | None = None
+    """Which batch of it, from 0; None: the next one."""
     samples: tuple[int, int] | None = None
     """Use these training samples, first and one past the last, instead of a batch."""
+    teachers: tuple[Array, ...] = ()
+    """Also draw the predictions towards the mean prediction of these models."""
+    weight: float = 0.0
+    """How much that counts beside the loss."""
+    layers: tuple[Layer, ...] = ()
+    """Give the gradients of these layers as factors."""
     closes: bool = True
-    """The step ends with it. A step may take several gradients; the last one closes it."""
+    """The step ends with it. A step may take several gradients; the last one closes it, or the one given up."""
 
 
 GRADIENT = NeedGradient()

@@ -19,25 +19,76 @@ _TABLE: dict[str, dict[str, str]] = {
         "easgd": "flockstep.strategies.elastic_averaging:ElasticAveraging",
         "gossip": "flockstep.strategies.gossip:Gossip",
         "dpsgd": "flockstep.strategies.neighbour_averaging:NeighbourAveraging",
+        "adpsgd": "flockstep.strategies.pairwise:PairwiseAveraging",
+        "sgp": "flockstep.strategies.gradient_push:GradientPush",
         "broadcast": "flockstep.strategies.broadcast:Broadcast",
+        "codistillation": "flockstep.strategies.codistillation:Codistillation",
+        "sandblaster": "flockstep.strategies.sandblaster:Sandblaster",
+        "tree_server": "flockstep.strategies.tree_server:TreeServer",
+        "bucketed": "flockstep.strategies.bucketed:Bucketed",
+        "fused": "flockstep.strategies.fused:Fused",
+        "ensemble": "flockstep.strategies.ensemble:Ensemble",
+        "hogwild": "flockstep.strategies.hogwild:Hogwild",
+        "gradient_coding": "flockstep.strategies.gradient_coding:GradientCoding",
         "partial": "flockstep.strategies.partial_broadcast:PartialBroadcast",
+        "downpour": "flockstep.strategies.downpour:Downpour",
+        "scatter_reduce": "flockstep.strategies.scatter_reduce:ScatterReduce",
+        "slice_servers": "flockstep.strategies.slice_servers:SliceServers",
+        "hierarchical": "flockstep.strategies.hierarchical:Hierarchical",
+        "sufficient_factors": "flockstep.strategies.sufficient_factors:SufficientFactors",
+        "factor_server": "flockstep.strategies.sufficient_factors_server:FactorServer",
     },
     "consistency": {
-        "bsp": "flockstep.strategies.consistency:BulkSynchronous",
-        "ssp": "flockstep.strategies.consistency:StaleSynchronous",
-        "asynchronous": "flockstep.strategies.consistency:Asynchronous",
+        "bsp": "flockstep.strategies.consistency.bulk_synchronous:BulkSynchronous",
+        "ssp": "flockstep.strategies.consistency.stale_synchronous:StaleSynchronous",
+        "essp": "flockstep.strategies.consistency.eager_stale_synchronous:EagerStaleSynchronous",
+        "bounded_delay": "flockstep.strategies.consistency.bounded_delay:BoundedDelay",
+        "value_bound": "flockstep.strategies.consistency.value_bound:ValueBound",
+        "backup": "flockstep.strategies.consistency.first_of:BackupWorkers",
+        "k_sync": "flockstep.strategies.consistency.first_of:KSync",
+        "k_batch_sync": "flockstep.strategies.consistency.first_of:KBatchSync",
+        "k_async": "flockstep.strategies.consistency.k_async:KAsync",
+        "k_batch_async": "flockstep.strategies.consistency.k_async:KBatchAsync",
+        "softsync": "flockstep.strategies.consistency.softsync:SoftSync",
+        "asynchronous": "flockstep.strategies.consistency.asynchronous:Asynchronous",
     },
     "rule": {
         "plain": "flockstep.strategies.rules.plain:Plain",
+        "staleness_scaled": "flockstep.strategies.rules.staleness_scaled:StalenessScaled",
+        "delay_compensated": "flockstep.strategies.rules.delay_compensated:DelayCompensated",
+        "momentum_corrected": "flockstep.strategies.rules.momentum_corrected:MomentumCorrected",
+        "negative_momentum": "flockstep.strategies.rules.negative_momentum:NegativeMomentum",
+        "with_optimizer": "flockstep.strategies.rules.with_optimizer:WithOptimizer",
+        "proximal": "flockstep.strategies.rules.proximal:Proximal",
+    },
+    "filter": {
+        "significantly_modified": "flockstep.strategies.filters.significantly_modified:SignificantlyModified",
+        "random_skip": "flockstep.strategies.filters.random_skip:RandomSkip",
+        "support": "flockstep.strategies.filters.support:Support",
+        "kkt": "flockstep.strategies.filters.kkt:Kkt",
+        "key_caching": "flockstep.strategies.filters.key_caching:KeyCaching",
     },
     "schedule": {},
-    "claim": {},
+    "claim": {
+        "A7": "flockstep.claims.a07_ring_bytes:RingBytes",
+        "A18": "flockstep.claims.a18_statement_1:StatementOne",
+        "C18": "flockstep.claims.c18_reproducible:Reproducible",
+        "A15": "flockstep.claims.a15_gradient_coding:GradientCodingExact",
+        "C16": "flockstep.claims.c16_hierarchical_server:HierarchicalServer",
+        "C21": "flockstep.claims.c21_largest_learning_rate:LargestLearningRate",
+    },
     "topology": {
         "ring": "flockstep.topologies.ring:RingGraph",
         "complete": "flockstep.topologies.complete:CompleteGraph",
         "star": "flockstep.topologies.star:StarGraph",
         "torus": "flockstep.topologies.torus:TorusGraph",
         "exponential": "flockstep.topologies.exponential:ExponentialGraph",
+        "directed_exponential": "flockstep.topologies.directed_exponential:DirectedExponentialGraph",
+        "one_peer_exponential": "flockstep.topologies.one_peer_exponential:OnePeerExponentialGraph",
+        "random_regular": "flockstep.topologies.random_regular:RandomRegularGraph",
+        "tree": "flockstep.topologies.tree:TreeGraph",
+        "hierarchical": "flockstep.topologies.hierarchical:HierarchicalGraph",
+        "graph": "flockstep.topologies.weighted:WeightedGraph",
     },
     "codec": {
         "identity": "flockstep.codecs.identity:Identity",
@@ -77,6 +128,11 @@ _TABLE: dict[str, dict[str, str]] = {
         "switch": "flockstep.simulation.network:Switch",
         "two_tier": "flockstep.simulation.network:TwoTier",
     },
+    "fault": {
+        "dies": "flockstep.simulation.faults:Dies",
+        "drops": "flockstep.simulation.faults:Drops",
+        "slows": "flockstep.simulation.faults:Slows",
+    },
     "split": {
         "iid": "flockstep.workloads.split:Iid",
         "by_label": "flockstep.workloads.split:ByLabel",
@@ -107,6 +163,9 @@ _ALIASES: dict[str, dict[str, str]] = {
     "split": {"by-label": "by_label"},
 }
 
+_CATALOGUES = {"strategy": "flockstep.systems.catalogue"}
+"""Modules with further short names: `names()`, and `expression(name)` for what one stands for."""
+
 _loaded: dict[tuple[str, str], Any] = {}
 _names: dict[type, str] = {}
 
@@ -128,7 +187,16 @@ def aliases(noun: str) -> dict[str, str]:
 
 def alias(noun: str, name: str) -> str | None:
     """The expression that the short name stands for, or None."""
-    return _ALIASES.get(noun, {}).get(name)
+    short = _ALIASES.get(noun, {}).get(name)
+    if short is None and noun in _CATALOGUES and name not in _TABLE[noun] and "(" not in name:
+        found: str | None = importlib.import_module(_CATALOGUES[noun]).expression(name)
+        return found
+    return short
+
+
+def catalogue(noun: str) -> list[str]:
+    """Names of published compositions that may be written for a `noun`."""
+    return list(importlib.import_module(_CATALOGUES[noun]).names()) if noun in _CATALOGUES else []
 
 
 def register(noun: str, name: str, target: type) -> None:
@@ -160,7 +228,7 @@ def load(noun: str, name: str) -> Any:
         others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
         if others:
             raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; known: {', '.join(table)}")
-        raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {})])
+        raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalogue(noun)])
     key = noun, name
     if key not in _loaded:
         module, _, attribute = table[name].partition(":")

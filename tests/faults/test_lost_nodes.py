@@ -34,7 +34,7 @@ def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tm
     assert ended.code == 1
     assert ended.err.startswith("flockstep: worker 1 was killed by SIGKILL")
     assert "at step" in ended.err
-    assert "waited for" in ended.err
+    assert "waited for" in ended.err or "could not go on" in ended.err, "a server between two messages waits for none"
     assert len(ended.err.strip().splitlines()) == 1
     assert ended.summary is not None
     assert ended.summary["status"] == "failed"

@@ -84,6 +84,7 @@ def test_alone_is_plain_sgd(p):
     assert equal_bits(run_strategy(f"gossip({p})", 1, 15).result, w)
 
 
+@pytest.mark.oracle("strategy:gossip")
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("p", [0.1, 0.5, 1])
 @pytest.mark.parametrize("seed", [0, 1])
@@ -182,6 +183,7 @@ class FloatMass(Gossip):
                 me.record_update(message.source)
 
 
+@pytest.mark.negative_control("strategy:gossip")
 def test_float_mass_drifts():
     run = run_strategy(FloatMass(1), 5, 60, simulation=Weighed)
     assert len(set(run.simulation.totals)) > 1
@@ -220,6 +222,7 @@ def test_the_mass_notices_a_cheat():
     assert max(run.simulation.totals) > TOTAL_MASS
 
 
+@pytest.mark.negative_control("strategy:gossip")
 @pytest.mark.parametrize("broken", [KeepsItsMass(0.5), EqualWeights(1)], ids=lambda s: type(s).__name__)
 def test_the_mean_notices_wrong_weights(broken):
     start = np.random.default_rng(0).normal(size=(5, 8))

@@ -35,6 +35,28 @@ def oracle(topology, n, steps, optimizer="sgd(lr=0.1)"):
     return w
 
 
+def scheduled_oracle(topology, n, steps):
+    """The same with a matrix for each step."""
+    bench, w = Bench(n, bowl_job()), np.tile(Bench(n, bowl_job()).start(), (n, 1))
+    for step in range(steps):
+        g = np.stack([bench.gradient(rank, w[rank]) for rank in range(n)])
+        schedule = topology.schedule(n)
+        w = schedule[step % len(schedule)] @ w - 0.1 * g
+    return w
+
+
+@pytest.mark.oracle("strategy:dpsgd")
+@pytest.mark.parametrize("name", ["one_peer_exponential", "directed_exponential", "graph"])
+@pytest.mark.parametrize("n", [4, 6])
+def test_graphs_that_change_or_go_one_way_equal_the_oracle(name, n):
+    if name == "graph":
+        name = f"graph('{' '.join(f'{i}>{(i + 1) % n}:0.5' for i in range(n))}')"
+    run = run_strategy(f"dpsgd({name})", n, 13, job=bowl_job())
+    assert np.abs(run.replicas - scheduled_oracle(Topology.parse(name), n, 13)).max() < 1e-13
+    bare = run_strategy(f"dpsgd({name})", n, 6, job=STILL, replicas=np.arange(8.0 * n).reshape(n, 8))
+    assert np.abs(bare.replicas.mean(0) - np.arange(8.0 * n).reshape(n, 8).mean(0)).max() < 1e-13
+
+
 @pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
 def test_alone_is_plain_sgd(topology):
     bench = Bench()
@@ -52,6 +74,7 @@ def test_alone_keeps_even_the_sign_of_zero():
     assert np.signbit(run.result).all()
 
 
+@pytest.mark.oracle("strategy:dpsgd")
 @pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
 @pytest.mark.parametrize("n", [2, 4, 6])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
@@ -163,6 +186,7 @@ def test_weights_that_lose_the_mean_are_refused(topology):
         run_strategy(NeighbourAveraging(topology), 4, 2)
 
 
+@pytest.mark.negative_control("strategy:dpsgd")
 def test_weights_that_lose_the_mean_lose_the_mean():
     start = np.random.default_rng(0).normal(size=(4, 8))
     run = run_strategy(Unchecked(RowsOnly()), 4, 10, job=STILL, replicas=start)
@@ -184,6 +208,7 @@ class MixesLast(NeighbourAveraging):
                     me.params += weights[j] * (await me.receive("model", j)).array
 
 
+@pytest.mark.negative_control("strategy:dpsgd")
 def test_the_oracle_notices_another_order():
     run = run_strategy(MixesLast(), 4, 12)
     expected = oracle(RingGraph(), 4, 12)

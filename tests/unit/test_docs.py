@@ -262,6 +262,6 @@ def test_the_script_of_the_readme_runs_on_two_workers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     scores = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("test accuracy")]
-    assert len(scores) == 2
+    assert len(scores) == 2, done.stdout
     assert scores[0] == scores[1] > 0.85
     assert json.loads(lines[-1])["status"] == "finished"

@@ -20,6 +20,9 @@ from flockstep.topologies.ring import RingGraph
 
 EVERY = [(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
 WITH_ARGUMENTS = {
+    ("fault", "dies"): "dies(1, 0.5)",
+    ("fault", "drops"): "drops(0, 1, nth=2)",
+    ("fault", "slows"): "slows(2, 10, at='50ms')",
     ("compute", "constant"): "constant(0.1)",
     ("compute", "normal"): "normal(0.1, cv=0.1)",
     ("compute", "exponential"): "exponential(0.1)",

@@ -69,6 +69,11 @@ class Schema:
         return self.size * np.dtype(self.dtype).itemsize
 
     @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each tensor lies in the flat array."""
+        return tuple(slice(entry.offset, entry.offset + entry.size) for entry in self.entries)
+
+    @cached_property
     def hash(self) -> str:
         """16 hexadecimal digits that two models share only if their tables are equal."""
         rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}" for e in self.entries]

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from typer.exceptions import TyperException
 
 from flockstep import __version__, registry
 from flockstep.cli import options as o
-from flockstep.errors import FlockstepError, Interrupted
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
 
 INTERRUPTED = 130
 """The exit code of a command that a signal ended."""
@@ -106,6 +105,7 @@ def simulate(
     workers: o.Workers = 16,
     network: o.NetworkText = "1gbit",
     compute: o.ComputeText = "constant(0.01)",
+    faults: o.Faults = None,
     seed: o.Seed = 0,
     epochs: o.Epochs = None,
     steps: o.Steps = None,
@@ -135,6 +135,7 @@ def compare(
     simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time instead of on real processes.")] = False,
     network: o.NetworkText = "1gbit",
     compute: o.ComputeText = "constant(0.01)",
+    faults: o.Faults = None,
     seed: o.Seed = 0,
     epochs: o.Epochs = None,
     steps: o.Steps = None,
@@ -153,6 +154,8 @@ def compare(
     """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
     from flockstep.cli.compare import compare_all
 
+    if faults and not simulate:
+        raise ConfigurationError(f"--fault {faults[0]} happens in virtual time only; add --simulate")
     base = o.configured("simulate" if simulate else "train", {**locals(), "strategy": ""})
     raise typer.Exit(compare_all(base, strategy, o.folder(out, f"compare-{job}"), as_json))
 
@@ -195,6 +198,34 @@ def list_components(
 
 
 @app.command()
+def systems(
+    name: Annotated[str | None, typer.Argument(help="One of them, for all that there is to say about it.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """The systems of the literature, each with its place in the taxonomy, derived from what runs here."""
+    from flockstep.cli.systems import show_systems
+
+    show_systems(name, as_json)
+
+
+@app.command()
+def reproduce(
+    claims: Annotated[list[str] | None, typer.Argument(help="Claims to try, such as A5; none: list them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
+    strict: Annotated[bool, typer.Option(help="Exit code 1 if a claim falls short.")] = False,
+    as_json: o.Json = False,
+) -> None:
+    """Try published results: their number, ours, and whether that holds."""
+    from flockstep.cli.reproduce import list_claims
+    from flockstep.cli.reproduce import reproduce as try_claims
+
+    if not claims and not everything:
+        list_claims(as_json)
+        return
+    raise typer.Exit(try_claims(claims or [], everything, strict, as_json))
+
+
+@app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
@@ -206,8 +237,3 @@ def report(
 
     records = [RunFolder(folder).read() for given in folders for folder in runs_in(given)]
     print(write_report(records, out))
-
-
-def print_json(value: object) -> None:
-    """One JSON document on standard output."""
-    print(msgspec.json.encode(value).decode())

@@ -11,7 +11,7 @@ import msgspec
 from flockstep.cli import show
 from flockstep.cli.options import slug
 from flockstep.cli.runs import as_data, missed
-from flockstep.drivers.setup import check, prepare
+from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -28,7 +28,9 @@ def compare_all(base: RunConfig, strategies: Sequence[str], out: Path, as_json: 
         Interrupted: what was finished is in the report; the same command goes on from there.
     """
     configs = [dataclasses.replace(base, strategy=text) for text in strategies]
-    texts = [str(check(config)) for config in configs]
+    for config in configs:
+        check(config)
+    texts = [canonical(config).title for config in configs]
     for text in texts:
         if texts.count(text) > 1:
             raise ConfigurationError(f"the strategy {text} is given {texts.count(text)} times; give each once")

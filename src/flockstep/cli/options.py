@@ -32,15 +32,17 @@ SplitText = Annotated[
 ]
 Target = Annotated[float | None, typer.Option(help="The metric that time-to-target refers to (default: the job's).")]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
-Result = Annotated[
-    str | None, typer.Option(help="Which model is the result: server, mean, rank0, best (default: the strategy's).")
-]
+Result = Annotated[str | None, typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.")]
 TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: ipc or tcp.")]
 Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
 Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
 NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]
 ComputeText = Annotated[
     str, typer.Option("--compute", help="Seconds per gradient: constant(0.01), exponential(0.05), lognormal(…), ….")
+]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option("--fault", help="What goes wrong: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)'; repeatable."),
 ]
 Imports = Annotated[
     list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")
@@ -49,14 +51,15 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the record (default: 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output; progress on standard error.")]
 
 
-_NOT_OF = {"train": ("network", "compute"), "simulate": ("transport", "heartbeat"), "launch": ()}
+_NOT_OF = {"train": ("network", "compute", "faults"), "simulate": ("transport", "heartbeat"), "launch": ()}
 
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     """The configuration made of a command's options, by name; those that mean nothing for its kind are left out."""
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", *_NOT_OF[kind]}
     chosen = {name: value for name, value in given.items() if name in names}
-    return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ())})
+    faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
+    return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
 
 
 def folder(out: Path | None, what: str) -> Path:

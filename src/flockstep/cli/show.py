@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +20,11 @@ console = Console(stderr=True)
 def page() -> Console:
     """Where tables are printed: as wide as the terminal, or wide enough for a ranked table where there is none."""
     return Console(width=None if Console().is_terminal else 120)
+
+
+def json(value: object) -> None:
+    """One JSON document on standard output."""
+    print(msgspec.json.encode(value).decode())
 
 
 SHOWN = 16

@@ -27,7 +27,9 @@ class Identity(Codec):
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """A copy of the array's bytes."""
-        return array.astype(array.dtype.newbyteorder("<"), order="C").view(np.uint8)
+        copy = array.astype(array.dtype.newbyteorder("<"), order="C")
+        copy.flags.writeable = False  # so that sending it needs no other copy
+        return copy.view(np.uint8)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """The array in `data`; may share its memory.

@@ -21,6 +21,7 @@ class Collective(Component):
 
         Raises:
             PeerLost: a worker died, so that the sum cannot be completed.
+            ProtocolError: a message got lost, so that another one would be taken for it.
         """
 
     async def average(self, me: Worker, array: FlatArray) -> None:
@@ -28,3 +29,15 @@ class Collective(Component):
         if me.workers > 1:
             await self.all_reduce(me, array)
             array /= me.workers
+
+
+async def received(me: Worker, tag: str, source: int) -> FlatArray:
+    """The array of the next message with that tag from that worker, none of whose messages may be missing.
+
+    Raises:
+        PeerLost: the worker has left or was lost.
+        ProtocolError: one of its messages got lost.
+    """
+    message = await me.receive(tag, source)
+    me.mailbox.require_all(source)
+    return message.payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.collectives.base import Collective
+from flockstep.collectives.base import Collective, received
 from flockstep.nodes import Worker
 
 
@@ -22,16 +22,16 @@ class RecursiveDoubling(Collective):
         power = 1 << (me.workers.bit_length() - 1)
         if me.rank >= power:
             me.send(me.rank - power, "fold", array)
-            array[:] = (await me.receive("unfold", me.rank - power)).payload
+            array[:] = await received(me, "unfold", me.rank - power)
             return
         folded = me.rank + power < me.workers
         if folded:
-            array += (await me.receive("fold", me.rank + power)).payload
+            array += await received(me, "fold", me.rank + power)
         distance = 1
         while distance < power:
             partner = me.rank ^ distance
             me.send(partner, "double", array)
-            array += (await me.receive("double", partner)).payload
+            array += await received(me, "double", partner)
             distance *= 2
         if folded:
             me.send(me.rank + power, "unfold", array)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.collectives.base import Collective
+from flockstep.collectives.base import Collective, received
 from flockstep.nodes import Worker
 
 
@@ -24,7 +24,7 @@ class Ring(Collective):
         chunks = [array[part] for part in slices(len(array), n)]
         for hop in range(n - 1):
             me.send(right, "reduce", chunks[(rank - hop) % n])
-            chunks[(rank - hop - 1) % n] += (await me.receive("reduce", left)).payload
+            chunks[(rank - hop - 1) % n] += await received(me, "reduce", left)
         for hop in range(n - 1):
             me.send(right, "gather", chunks[(rank - hop + 1) % n])
-            chunks[(rank - hop) % n][:] = (await me.receive("gather", left)).payload
+            chunks[(rank - hop) % n][:] = await received(me, "gather", left)

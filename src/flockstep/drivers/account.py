@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address, Message
-from flockstep.records.events import Event, Node, Span, Step, Update
+from flockstep.records.events import Event, Figure, Node, Span, Step, Update
 
 Emit = Callable[[Event], None]
 SPAN_STEPS = 8
@@ -80,6 +80,10 @@ class Account:
     def updates(self, t: float, source: Address | None, count: int, staleness: int | None) -> None:
         """Note updates that took effect here."""
         self.emit(Update(t, self.address, source, count, staleness))
+
+    def figure(self, t: float, name: str, value: float) -> None:
+        """Note a figure of the strategy's own."""
+        self.emit(Figure(t, self.address, name, value))
 
     def close(self, t: float, params: FlatArray) -> None:
         """Write the node's totals."""

@@ -53,6 +53,14 @@ def ticket_to_text(ticket: Ticket) -> str:
     return msgspec.json.encode(asdict(ticket)).decode()
 
 
+def _check(strategy: Strategy, workers: int) -> None:
+    strategy.check(workers)
+    if strategy.traits.needs_job:
+        raise CompositionError(
+            f"{strategy} needs gradients that a script's own loop cannot give; declare a job() and use flockstep train"
+        )
+
+
 class Loop:
     """One worker's part in a run, driven by somebody else's loop.
 
@@ -81,18 +89,15 @@ class Loop:
         self._seat: Seat | SoloSeat
         ticket = _claim_ticket()
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
-        strategy.check(self.workers)
-        if strategy.traits.needs_job:
-            raise CompositionError(
-                f"{strategy} needs gradients that a script's own loop cannot give; declare a job() "
-                "and use flockstep train"
-            )
+        _check(strategy, self.workers)
         if ticket is None:
             cluster = self._alone(server_optimizer)
         else:
             cluster = self._together(ticket, schema, server_optimizer)
         random = np.random.default_rng(np.random.SeedSequence((0x5747, self.rank)))
-        worker = self._worker = Worker(self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer)
+        worker = self._worker = Worker(
+            self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
+        )
         worker.state = strategy.worker_state(worker)
         self._seat.node = worker
         self._runner = Runner(strategy.worker(worker), self._seat)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.frameworks.base import Indices
+from flockstep.frameworks.base import Engine, Indices, Lesson
 from flockstep.messages import Address
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
@@ -48,27 +48,47 @@ class Batches:
         self._plan = plan
         self._rank = rank
         self._samplers: dict[int, Sampler] = {}
+        self._turns: dict[int, int] = {}
 
     def next(self, need: NeedGradient) -> Indices:
-        """The samples of the gradient that is needed; a block's k-th batch is the same whoever asks."""
+        """The samples of the gradient that is needed; a block's batch of a given turn is the same whoever asks."""
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)
         block = self._rank if need.block is None else need.block
-        if block not in self._samplers:
-            plan = self._plan
-            self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
+        turn = self._turns.get(block, 0) if need.turn is None else need.turn
+        if block not in self._samplers or turn < self._turns[block]:
+            self._begin(block)
+        for _ in range(self._turns[block], turn):
+            self._samplers[block].next()
+        self._turns[block] = turn + 1
         return self._samplers[block].next()
 
-    def state(self) -> dict[int, SamplerState]:
+    def state(self) -> dict[int, tuple[SamplerState, int]]:
         """How far each block has been read."""
-        return {block: sampler.state() for block, sampler in self._samplers.items()}
+        return {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
 
-    def restore(self, state: dict[int, SamplerState]) -> None:
+    def restore(self, state: dict[int, tuple[SamplerState, int]]) -> None:
         """Go on from there."""
-        for block, saved in state.items():
-            plan = self._plan
-            self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
+        for block, (saved, turn) in state.items():
+            self._begin(block)
             self._samplers[block].restore(saved)
+            self._turns[block] = turn
+
+    def _begin(self, block: int) -> None:
+        plan = self._plan
+        self._samplers[block] = Sampler(plan.parts[block], plan.batch, plan.seed, block)
+        self._turns[block] = 0
+
+
+def computed(
+    engine: Engine, need: NeedGradient, params: FlatArray, indices: Indices, out: FlatArray, rank: int, step: int
+) -> float:
+    """Write the gradient that a worker needs into `out`; return the mean loss."""
+    if need.layers:
+        return engine.factored(params, indices, need.layers, out, rank, step)
+    if need.teachers:
+        return engine.distil(params, indices, out, Lesson(np.stack(need.teachers), need.weight), rank, step)
+    return engine.gradient(params, indices, out, rank, step)
 
 
 class LocalOptimizer:

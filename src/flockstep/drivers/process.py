@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
-from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, FlockstepError
@@ -20,6 +20,7 @@ from flockstep.frameworks.base import Engine
 from flockstep.nodes import Server, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.transports.copies import Copies
 
 
 def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
@@ -45,8 +46,11 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
                 plan.steps,
                 plan.optimizer,
                 engine.train_size,
+                engine.schema.slices,
             )
+            worker.find_layers = lambda: engine.layers(plan.batch)
             worker.state = plan.strategy.worker_state(worker)
+            worker.freeze = Copies().frozen
             seat.node = worker
             seat.buffers = lambda: engine.buffers(ticket.address)
             _train(engine, worker, seat, plan)
@@ -71,6 +75,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             random = np.random.default_rng(ticket.address + (1 << 31))
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
             node.state = rule.master_state(node)
+            node.freeze = Copies().frozen
             seat.node = node
             Runner(rule.master(node), seat).advance(None)
             seat.close()
@@ -85,7 +90,8 @@ def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan) -> None:
     value: FlatArray | None = None
     loss: float | None = None
     while runner.advance(value, loss):
-        loss = engine.gradient(worker.params, batches.next(runner.need), gradient, worker.rank, worker.step)
+        need = runner.need
+        loss = computed(engine, need, worker.params, batches.next(need), gradient, worker.rank, worker.step)
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss of worker {worker.rank} is {loss} at step {worker.step}; lower the learning rate, "

@@ -23,6 +23,14 @@ PROGRESS_PERIOD = 0.2
 """Seconds between two reports of progress to the supervisor."""
 
 
+class Missed(Exception):
+    """What a program waits for cannot come any more: for the program to deal with, if it can."""
+
+    def __init__(self, error: PeerLost):
+        super().__init__(str(error))
+        self.error = error
+
+
 class Seat:
     """The driver's side of a node in this process: its messages, its books, its part in the evaluation."""
 
@@ -69,11 +77,16 @@ class Seat:
         """Write to the record."""
         self.account.updates(self.now, source, count, staleness)
 
+    def figure(self, name: str, value: float) -> None:
+        """Write to the record."""
+        self.account.figure(self.now, name, value)
+
     def wait(self, wanted: Wanted) -> Message:
         """The message that the program waits for.
 
         Raises:
-            PeerLost: it can never come, or the strategy cannot go on without a node that died.
+            Missed: it can never come.
+            PeerLost: the strategy cannot go on without a node that died.
             Interrupted: the supervisor ended the run.
         """
         node, self._wanted = self.node, wanted
@@ -85,7 +98,7 @@ class Seat:
                 self._wanted = None
                 return found
             if wanted.source in node.departed:
-                raise node.missed(wanted)
+                raise Missed(node.missed(wanted))
 
     def report(self, loss: float | None) -> None:
         """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
@@ -127,7 +140,7 @@ class Seat:
             return
         self.account.received(message)
         if self.progress is not None:
-            self.progress.saw(message.source, message.step)
+            self.progress.heard(message)
         self.node.deliver(message)
         if message.tag == BYE:
             self._release(message.source)
@@ -212,14 +225,18 @@ class Runner:
         Returns whether it asks for (another) gradient; False means that it has ended.
         """
         seat = self._seat
-        reply: FlatArray | Message | None = value
+        reply: FlatArray | Message | PeerLost | None = value
         if value is not None:
             self._lap("compute")
-            reply = self._given_up() or value
-            self._used(value, loss)
+            given_up = self._given_up()
+            reply = value if given_up is None else given_up
+            self._used(value, loss, given_up is not None)
         while True:
             try:
-                effect: Effect = self._program.send(reply)
+                if isinstance(reply, PeerLost):
+                    effect: Effect = self._program.throw(reply)
+                else:
+                    effect = self._program.send(reply)
             except StopIteration:
                 self._lap("comm")
                 return False
@@ -233,17 +250,20 @@ class Runner:
                 return True
             seat.server_ticks()
             self._lap("comm")
-            reply = seat.wait(effect)
+            try:
+                reply = seat.wait(effect)
+            except Missed as missed:
+                reply = missed.error
             self._lap("wait")
 
     def close(self) -> None:
         """End the program where it is."""
         self._program.close()
 
-    def _used(self, value: FlatArray, loss: float | None) -> None:
-        """The gradient goes to the program: a step is complete, unless only a part of it has been asked for."""
+    def _used(self, value: FlatArray, loss: float | None, given_up: bool = False) -> None:
+        """The gradient goes to the program: a step is complete, unless more of it or other gradients belong to it."""
         self._whole = (value, loss) if self.need.share < 1 else None
-        if self.need.closes:
+        if self.need.closes or given_up:
             self._seat.account.step(self._last, loss)
             self._seat.report(loss)
 
@@ -255,7 +275,7 @@ class Runner:
             self._used(*rest)
             return rest[0]
         given_up = self._given_up()
-        if given_up is not None and need.closes:
+        if given_up is not None:
             self._seat.account.step(self._seat.now, None)
         return given_up
 

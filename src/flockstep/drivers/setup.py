@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flockstep import registry
 from flockstep.drivers.plan import Plan
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Engine, Job
@@ -16,8 +17,10 @@ from flockstep.frameworks.job import import_components, load_job_file, make_engi
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
+from flockstep.systems import catalogue
 from flockstep.transports.base import Transport
 from flockstep.workloads.base import Workload
 from flockstep.workloads.sampler import steps_for
@@ -45,6 +48,8 @@ def check(config: RunConfig) -> Strategy:
     strategy.check(config.workers)
     canonical(config)
     choose_result(strategy, config.result)  # type: ignore[arg-type]
+    for fault in config.faults:
+        Fault.parse(fault).check(Cluster(config.workers, strategy.servers_for(config.workers)))
     for name in ("steps", "epochs", "batch", "lr", "evaluate_every", "threads", "heartbeat"):
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -62,7 +67,17 @@ def canonical(config: RunConfig) -> RunConfig:
         for name, base in bases.items()
         if getattr(config, name) is not None
     }
+    texts["system"] = config.system or _system(config.strategy)
+    texts["faults"] = tuple(str(Fault.parse(fault)) for fault in config.faults)
     return dataclasses.replace(config, **texts)
+
+
+def _system(strategy: str) -> str | None:
+    """The name of the system, and its mode, if the strategy was given by that."""
+    name, _, mode = strategy.partition(":")
+    if strategy in (*registry.names("strategy"), *registry.aliases("strategy")) or catalogue.expression(name) is None:
+        return None
+    return catalogue.system(name).name + (f": {mode.strip()}" if mode else "")
 
 
 def versions() -> dict[str, str]:

@@ -60,6 +60,9 @@ class SoloSeat:
     def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
         """Nobody keeps a record here."""
 
+    def figure(self, name: str, value: float) -> None:
+        """Nobody keeps a record here."""
+
     def report(self, loss: float | None) -> None:
         """Nobody watches here."""
 
@@ -99,6 +102,9 @@ class _Local:
         pass
 
     def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        pass
+
+    def figure(self, name: str, value: float) -> None:
         pass
 
     def _resume(self, value: Message | None) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Emit
 from flockstep.frameworks.base import Engine, Evaluation
-from flockstep.messages import Address, server
+from flockstep.messages import Address, Message, server
 from flockstep.nodes import Cluster
 from flockstep.records.events import Snapshot
 from flockstep.strategies.base import ResultPolicy
@@ -72,6 +72,8 @@ class Tick:
             return self.mean() if self.workers else None
         if policy == "server":
             return self._served(held)
+        if policy == "ensemble":
+            return None  # everyone keeps its own
         # The first replica that is still there stands in for a lost rank 0.
         return self.kept.get(0, self.reference)
 
@@ -103,12 +105,15 @@ class Tracker:
         self._held = held
         self._batch = batch
         self._emit = emit
-        self._alive = set(cluster.addresses)
+        self._idle = {server(i) for i in range(cluster.servers)} - {server(i) for i in deciding(held)}
+        self._alive = set(cluster.addresses) - self._idle
         self._ticks: dict[float, Tick] = {}
         self._latest = -1.0
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Take a node's parameters as they are now (copied where they are kept)."""
+        """Take a node's parameters as they are now (copied where they are kept); those of a mere cache are dropped."""
+        if address in self._idle:
+            return
         entry = self._ticks.setdefault(tick, Tick(set(self._alive)))
         entry.missing.discard(address)
         entry.t = max(entry.t, t)
@@ -136,14 +141,17 @@ class Tracker:
     def _keeps(self, address: Address) -> bool:
         if self._policy == "server":
             return address < 0
-        return address >= 0 if self._policy == "best" else address == 0 and self._policy == "rank0"
+        return address >= 0 if self._policy in ("best", "ensemble") else address == 0 and self._policy == "rank0"
 
     def _evaluate(self, tick: float) -> None:
         entry = self._ticks.pop(tick)
         params = self._choose(entry)
         if params is None or entry.workers == 0:
             return
-        evaluation = self._engine.evaluate(params, range(self._cluster.workers))
+        if params.ndim == 2:
+            evaluation = self._engine.evaluate_together(params, sorted(entry.kept))
+        else:
+            evaluation = self._engine.evaluate(params, range(self._cluster.workers))
         if tick >= self._latest:
             self._latest, self.result, self.evaluation = tick, params, evaluation
         self._emit(
@@ -159,6 +167,10 @@ class Tracker:
         )
 
     def _choose(self, entry: Tick) -> FlatArray | None:
+        """The resulting model, (K,), or the members of an ensemble, (M, K)."""
+        if self._policy == "ensemble":
+            members = [params for _, params in sorted(entry.kept.items())]
+            return np.stack(members) if len(members) > 1 else next(iter(members), None)
         if self._policy != "best":
             return entry.model(self._policy, self._held)
         return self._best([(self._engine.evaluate(p, [rank]), p) for rank, p in sorted(entry.kept.items())])
@@ -170,9 +182,20 @@ class Tracker:
         return max(ranked, key=lambda pair: sign * pair[0].metric)[1]
 
 
+def deciding(held: Sequence[slice]) -> list[int]:
+    """The servers that count: where several hold the same, the first one's parameters do."""
+    known = np.zeros(max((part.stop for part in held), default=0), bool)
+    indices = []
+    for index, part in enumerate(held):
+        if part.start == part.stop or not known[part].all():
+            indices.append(index)
+        known[part] = True
+    return indices
+
+
 @dataclass
 class Progress:
-    """A server's view of its workers' steps: tells when the next tick is due."""
+    """A server's view of the workers' steps: tells when the next tick is due."""
 
     cluster: Cluster
     every: int
@@ -180,11 +203,13 @@ class Progress:
     total: int = 0
     tick: int = 0
 
-    def saw(self, rank: int, step: int) -> None:
-        """A message said how far a worker is."""
-        if step > self.seen.get(rank, 0):
-            self.total += step - self.seen.get(rank, 0)
-            self.seen[rank] = step
+    def heard(self, message: Message) -> None:
+        """A message says how far its sender is; a server's note may say how many `steps` its workers took."""
+        source = message.source
+        step = message.step if source >= 0 else int(message.note.get("steps", 0))
+        if step > self.seen.get(source, 0):
+            self.total += step - self.seen.get(source, 0)
+            self.seen[source] = step
 
     def due(self) -> list[int]:
         """The ticks that have been reached since the last call."""

@@ -9,90 +9,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
-from flockstep.drivers.plan import Batches, LocalOptimizer, Plan
+from flockstep.drivers.mishaps import Death, Mishaps
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.pool import ROWS, GradientPool
+from flockstep.drivers.seats import FORWARD, Arrival, Ready, Saved, Seat, doing, due
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
-from flockstep.errors import Diverged, RunError
+from flockstep.errors import Diverged, PeerLost, RunError
 from flockstep.frameworks.base import Engine, Indices
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
 from flockstep.nodes import Node, Server, Worker
-from flockstep.optimizers.base import OptimizerState
-from flockstep.programs import Effect, NeedGradient, Program
+from flockstep.programs import GRADIENT, Effect, NeedGradient
+from flockstep.records.events import Lost
 from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.network import Network, Transit
+from flockstep.simulation.faults import Fault
+from flockstep.simulation.network import Network
 from flockstep.simulation.queue import EventQueue
 from flockstep.strategies.base import Strategy
-from flockstep.workloads.sampler import SamplerState
-
-
-@dataclass(slots=True)
-class Arrival:
-    """Event: a message reaches its next hop, or its receiver."""
-
-    transit: Transit
-    message: Message
-    sent_at: float
-
-
-@dataclass(slots=True)
-class Ready:
-    """Event: a worker's gradient is due, or the share of it that was asked for; void if that was given up."""
-
-    seat: Seat
-    need: NeedGradient
-    began: float
-    """When the whole gradient was begun."""
-    started: float
-    """Since when the worker waits for this share."""
-    finish: float
-    void: bool = False
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Everything of a node that must survive a restart: all that its program may rely on between two steps."""
-
-    params: FlatArray
-    step: int
-    state: Any
-    random: dict[str, Any]
-    optimizer: OptimizerState
-    version: int
-    batches: dict[int, SamplerState]
-
-
-class Seat:
-    """A node, its program, and the driver's side of both."""
-
-    def __init__(self, simulation: Simulation, account: Account):
-        self.account = account
-        self.waiting: Wanted | None = None
-        self.computing: Ready | None = None
-        self.blocked_at = 0.0
-        self.done = False
-        self.node: Node
-        self.program: Program
-        self._simulation = simulation
-
-    def send(self, to: Address, message: Message) -> None:
-        """Hand a message to the virtual network."""
-        self.account.sent(message, HEADER_BYTES)
-        self._simulation.send(to, message)
-
-    def collect(self) -> None:
-        """Nothing to do: what has arrived by now is in the mailbox already."""
-
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
-        """Write to the record."""
-        self.account.updates(self._simulation.now, source, count, staleness)
 
 
 class Simulation:
@@ -107,6 +45,7 @@ class Simulation:
         emit: Emit,
         progress: Callable[[int, float], None] | None = None,
         resume: Mapping[Address, Saved] | None = None,
+        faults: Sequence[Fault] = (),
     ):
         n = plan.cluster.workers
         self.plan = plan
@@ -114,8 +53,9 @@ class Simulation:
         self._engine = engine
         self._emit = emit
         self._report = progress
-        self._queue: EventQueue[Arrival | Ready] = EventQueue()
-        self._clock = compute.start(n, plan.seed)
+        self._queue: EventQueue[Arrival | Ready | Death] = EventQueue()
+        self._mishaps = Mishaps(faults, plan.cluster)
+        self._clock = self._mishaps.clock(compute.start(n, plan.seed))
         self._fabric = network.start(plan.cluster)
         self._params = np.tile(engine.initial(), (n, 1))
         self._gradients = GradientPool(engine.schema.size, self._params.dtype)
@@ -149,6 +89,8 @@ class Simulation:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
             for address in (*self._progress, *range(self.plan.cluster.workers)):
                 self._resume(self.seats[address], None)
+            for t, death in self._mishaps.deaths():
+                self._queue.schedule(t, death)
             while self._queue:
                 self._handle(self._queue.pop()[1])
         stuck = [seat for seat in self.seats.values() if not seat.done]
@@ -157,9 +99,11 @@ class Simulation:
             raise RunError(f"deadlock: every program waits for a message that nobody will send: {waits}")
         self.tracker.close()
 
-    def _handle(self, event: Arrival | Ready) -> None:
+    def _handle(self, event: Arrival | Ready | Death) -> None:
         if isinstance(event, Ready):
             self._gradient_due(event)
+        elif isinstance(event, Death):
+            (self._notice if event.noticed else self._die)(event.node)
         elif event.transit.done:
             self._deliver(event)
         else:
@@ -168,6 +112,8 @@ class Simulation:
 
     def send(self, to: Address, message: Message) -> None:
         """Put a message on the virtual network."""
+        if self._mishaps.lost(to, message):
+            return
         nbytes = message.payload_bytes + HEADER_BYTES
         transit = self._fabric.depart(message.source, to, nbytes, self._queue.now)
         self._forward(Arrival(transit, message, self._queue.now))
@@ -176,8 +122,9 @@ class Simulation:
         plan, params = self.plan, self._params[rank]
         seat = self.seats[rank] = Seat(self, Account(rank, self._emit))
         stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params)
-        facts = plan.optimizer, self._engine.train_size
+        facts = plan.optimizer, self._engine.train_size, self._engine.schema.slices
         worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
+        worker.find_layers = lambda: self._engine.layers(plan.batch)
         worker.state = plan.strategy.worker_state(worker)
         seat.node = worker
         seat.program = _life(plan.strategy, worker)
@@ -223,9 +170,37 @@ class Simulation:
             self._steppers[node.address].state = saved.optimizer
             self._batches[node.address].restore(saved.batches)
 
-    def _resume(self, seat: Seat, value: FlatArray | Message | None) -> None:
+    def _die(self, address: Address) -> None:
+        """A node is no more: its program ends where it is, and what reaches it goes nowhere."""
+        seat = self.seats[address]
+        if seat.done:
+            return
+        seat.program.close()
+        seat.done, seat.dead, seat.waiting = True, True, None
+        if seat.computing is not None:
+            seat.computing.void = True
+        self._pending.discard(address)
+
+    def _notice(self, address: Address) -> None:
+        """The others hear that a node is dead; where they cannot do without it, that is the end."""
+        if not self.seats[address].dead:
+            return
+        self._emit(Lost(self.now, address, f"{node_name(address)} died"))
+        self.tracker.lose(address)
+        others = [seat for seat in self.seats.values() if not seat.done]
+        if others and (address < 0 or not self.plan.strategy.traits.survives):
+            waits = "; ".join(f"{node_name(s.node.address)} {doing(s)}" for s in others[:4])
+            raise PeerLost(f"{node_name(address)} died at step {self.seats[address].node.step}; {waits}")
+        for seat in others:
+            seat.node.lose(address)
+            self._wake(seat, self.now)
+
+    def _resume(self, seat: Seat, value: FlatArray | Message | PeerLost | None) -> None:
         try:
-            effect: Effect = seat.program.send(value)
+            if isinstance(value, PeerLost):
+                effect: Effect = seat.program.throw(value)
+            else:
+                effect = seat.program.send(value)
         except StopIteration:
             self._ended(seat)
             return
@@ -250,8 +225,8 @@ class Simulation:
         indices = self._indices[rank] = self._batches[rank].next(need)
         self._pending.add(rank)
         finish = self._clock.finish(rank, now)
-        if len(indices) != self.plan.batch:
-            finish = now + (finish - now) * len(indices) / self.plan.batch
+        if self._is_special(need, indices):
+            finish = now + (finish - now) * len(indices) / self.plan.batch * (1 + FORWARD * len(need.teachers))
         seat.computing = Ready(seat, need, now, now, finish)
         self._queue.schedule(due(now, finish, need.share), seat.computing)
         if need.unless is not None:
@@ -267,8 +242,7 @@ class Simulation:
         ready.void, seat.computing = True, None
         self._pending.discard(seat.node.address)
         seat.account.spent("compute", ready.started, self.now)
-        if ready.need.closes:
-            seat.account.step(self.now, None)
+        seat.account.step(self.now, None)
         self._resume(seat, found)
 
     def _gradient_due(self, event: Ready) -> None:
@@ -298,10 +272,10 @@ class Simulation:
     def _compute_pending(self) -> None:
         pending = sorted(self._pending)
         self._pending.clear()
-        for rank in pending:
-            if len(self._indices[rank]) != self.plan.batch:
-                self._compute_alone(rank)
-        pending = [rank for rank in pending if len(self._indices[rank]) == self.plan.batch]
+        alone = {rank for rank in pending if self._is_special(self._need(rank), self._indices[rank])}
+        for rank in sorted(alone):
+            self._compute_alone(rank)
+        pending = [rank for rank in pending if rank not in alone]
         for start in range(0, len(pending), ROWS):
             ranks = pending[start : start + ROWS]
             steps = [self.seats[rank].node.step for rank in ranks]
@@ -311,10 +285,19 @@ class Simulation:
             self._losses[ranks] = self._engine.gradients(params, indices, out, ranks, steps)
 
     def _compute_alone(self, rank: int) -> None:
-        """A gradient over another number of samples than a batch."""
-        out = self._gradients.take([rank])[0]
-        step = self.seats[rank].node.step
-        self._losses[rank] = self._engine.gradient(self._params[rank], self._indices[rank], out, rank, step)
+        """A gradient that cannot be computed together with those of other workers."""
+        out, step = self._gradients.take([rank])[0], self.seats[rank].node.step
+        self._losses[rank] = computed(
+            self._engine, self._need(rank), self._params[rank], self._indices[rank], out, rank, step
+        )
+
+    def _is_special(self, need: NeedGradient, indices: Indices) -> bool:
+        """Whether a gradient is over another number of samples than a batch, or of more than the loss."""
+        return len(indices) != self.plan.batch or bool(need.teachers or need.layers)
+
+    def _need(self, rank: int) -> NeedGradient:
+        ready = self.seats[rank].computing
+        return GRADIENT if ready is None else ready.need
 
     def _forward(self, event: Arrival) -> None:
         transit = event.transit
@@ -323,23 +306,29 @@ class Simulation:
     def _deliver(self, event: Arrival) -> None:
         seat, message = self.seats[event.transit.to], event.message
         node = seat.node
+        if seat.dead:
+            return
         seat.account.received(message)
-        if node.address < 0 and message.source >= 0:
-            self._progress[node.address].saw(message.source, message.step)
+        if node.address < 0:
+            self._progress[node.address].heard(message)
         if node.busy and node.address in self._pending:
             self._compute_pending()  # a background task may change the parameters that this gradient is of
         node.deliver(message)
+        self._wake(seat, event.sent_at)
+
+    def _wake(self, seat: Seat, sent_at: float) -> None:
+        """Let a program go on if what it waits for is here, or cannot come any more."""
         if seat.waiting is None:
             if seat.computing is not None and seat.computing.need.unless is not None:
                 self._give_up(seat)
             return
-        found = node.mailbox.take(seat.waiting)
+        found: Message | PeerLost | None = seat.node.mailbox.take(seat.waiting)
         if found is None:
-            if seat.waiting.source in node.departed:
-                raise node.missed(seat.waiting)
-            return
+            if seat.waiting.source not in seat.node.departed:
+                return
+            found = seat.node.missed(seat.waiting)
         # What a node waits for is communication once it has been sent, and waiting before.
-        underway = max(seat.blocked_at, event.sent_at)
+        underway = max(seat.blocked_at, sent_at)
         seat.account.spent("wait", seat.blocked_at, underway)
         seat.account.spent("comm", underway, self.now)
         seat.waiting = None
@@ -363,12 +352,3 @@ class Simulation:
 async def _life(strategy: Strategy, me: Worker) -> None:
     await strategy.worker(me)
     await strategy.finish(me)
-
-
-FORWARD = 1 / 3
-"""Share of a gradient's time that goes by before backward begins: backward does about twice the work."""
-
-
-def due(began: float, finish: float, share: float) -> float:
-    """When that share of the gradient, counted from the end of the flat array, is complete."""
-    return finish if share >= 1 else began + (finish - began) * (FORWARD + (1 - FORWARD) * share)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.factors import Layer
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.optimizers.base import Optimizer
 
 Indices = npt.NDArray[np.int64]
@@ -75,6 +76,14 @@ class Job:
             raise ConfigurationError(f"epochs must be > 0, got {self.epochs}")
 
 
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """Models to learn from: `teachers`, (M, K), and how much the distance to their predictions counts."""
+
+    teachers: FlatArray
+    weight: float
+
+
 class Engine(ABC):
     """One job in one process: computes gradients for any number of replicas, given their flat parameters.
 
@@ -112,6 +121,20 @@ class Engine(ABC):
     ) -> npt.NDArray[np.float64]:
         """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
 
+    def layers(self, batch: int) -> tuple[Layer, ...]:
+        """The fully connected layers whose gradient over `batch` samples can be had as factors; none if in doubt."""
+        return ()
+
+    def factored(
+        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+    ) -> float:
+        """As `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` in the beginning of `out`.
+
+        Raises:
+            CompositionError: this framework gives no factors.
+        """
+        raise CompositionError("this framework gives no factors of gradients; use torch, or another strategy")
+
     def buffers(self, replica: int) -> FlatArray:
         """A replica's buffers that change in training, one after the other in float64; empty where there are none."""
         return np.empty(0)
@@ -122,6 +145,27 @@ class Engine(ABC):
             raise ConfigurationError(
                 f"the model has no buffers that change, got {len(values)} values; build the same model"
             )
+
+    def distil(
+        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+    ) -> float:
+        """As `gradient`, of the loss plus the weighted distance to the mean prediction of the lesson's teachers.
+
+        The distance is the cross-entropy with the mean of the teachers' probabilities where there are classes,
+        otherwise the mean squared difference of the outputs. Returns the mean loss without it.
+
+        Raises:
+            CompositionError: this framework or model cannot.
+        """
+        raise CompositionError("this framework cannot learn from the predictions of other models; use torch")
+
+    def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
+        """Loss and metric of the mean prediction of `members`, (M, K): of class probabilities where there are classes.
+
+        Raises:
+            CompositionError: this framework cannot average predictions.
+        """
+        raise CompositionError("this framework cannot average the predictions of several models; use result=best")
 
     @abstractmethod
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:

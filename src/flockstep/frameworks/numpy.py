@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Lesson
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
@@ -41,6 +42,10 @@ class Model(ABC):
 
         params and out: (R, *shape) each; x: (R, batch, …); y: (R, batch, …).
         """
+
+    def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
+        """For one model, the matrices that are fully connected layers: name → U and V with gradient Uᵀ V."""
+        return {}
 
     @abstractmethod
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
@@ -132,14 +137,8 @@ class SoftmaxRegression(Model):
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
         """xᵀ (softmax - onehot) / batch + l2 W, and the mean loss."""
-        scalar = x.dtype.type
-        weight = params["weight"]
-        logits = x @ weight + params["bias"][:, None, :]
-        log_p = _log_softmax(logits)
-        chosen = np.take_along_axis(log_p, y[..., None], axis=2)
-        error = np.exp(log_p)
-        np.put_along_axis(error, y[..., None], np.exp(chosen) - scalar(1), axis=2)
-        error /= scalar(x.shape[1])
+        scalar, weight = x.dtype.type, params["weight"]
+        error, chosen = self._error(params, x, y)
         np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
         np.sum(error, axis=1, out=out["bias"])
         losses: FlatArray = -chosen[:, :, 0].mean(axis=1)
@@ -147,6 +146,23 @@ class SoftmaxRegression(Model):
             out["weight"][...] += scalar(self.l2) * weight
             losses = losses + scalar(self.l2 / 2) * np.sum((weight * weight).reshape(len(weight), -1), axis=1)
         return losses
+
+    def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
+        """x and (softmax - onehot) / batch make up the slope of W, unless W is penalised."""
+        if self.l2:
+            return {}
+        batched = {name: array[None] for name, array in params.items()}
+        return {"weight": (x, self._error(batched, x[None], y[None])[0][0])}
+
+    def _error(self, params: Views, x: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
+        """(softmax - onehot) / batch, and the log-probability of the right class."""
+        logits = x @ params["weight"] + params["bias"][:, None, :]
+        log_p = _log_softmax(logits)
+        chosen = np.take_along_axis(log_p, y[..., None], axis=2)
+        error = np.exp(log_p)
+        np.put_along_axis(error, y[..., None], np.exp(chosen) - x.dtype.type(1), axis=2)
+        error /= x.dtype.type(x.shape[1])
+        return error, chosen
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
         """The logits, (N, classes)."""
@@ -185,6 +201,7 @@ class NumpyEngine(Engine):
         self.model = built
         self.schema = Schema.of(built.shapes, built.dtype)
         self.optimizer = Optimizer.parse(job.optimizer)
+        self.higher_is_better = job.higher_is_better
         self.batching = "batched"
         self._data = _converted(job.data(), built.dtype)
         self.train_size = len(self._data.train_x)
@@ -212,6 +229,27 @@ class NumpyEngine(Engine):
         losses = self.model.gradients(self._rows(params), x, y, self._rows(out))
         return np.asarray(losses, np.float64)
 
+    def layers(self, batch: int) -> tuple[Layer, ...]:
+        """Those that the model names."""
+        indices = np.arange(batch) % self.train_size
+        factors = self._factors(self._start, indices)
+        offsets = {entry.name: entry.offset for entry in self.schema.entries}
+        return tuple(Layer(offsets[name], u.shape[1], v.shape[1], len(u)) for name, (u, v) in factors.items())
+
+    def factored(
+        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+    ) -> float:
+        """As `gradient`, packed."""
+        dense = np.empty_like(params)
+        loss = self.gradient(params, indices, dense, replica, step)
+        factors, names = self._factors(params, indices), {entry.offset: entry.name for entry in self.schema.entries}
+        Packing(len(dense), layers).pack(dense, [factors[names[layer.offset]] for layer in sorted(layers)], out)
+        return loss
+
+    def _factors(self, params: FlatArray, indices: Indices) -> Mapping[str, tuple[FlatArray, FlatArray]]:
+        x, y = self._data.train_x[indices], self._data.train_y[indices]
+        return self.model.factors(self.schema.views(params), x, y)
+
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         """Loss and metric of the model `params` on the test set."""
         views = self.schema.views(params)
@@ -219,11 +257,45 @@ class NumpyEngine(Engine):
         loss = self.model.loss(views, outputs, self._data.test_y)
         return Evaluation(loss, float(self._metric(outputs, self._data.test_y)))
 
+    def distil(
+        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+    ) -> float:
+        """The same of the loss plus the weighted cross-entropy with the mean probabilities of the teachers."""
+        if not isinstance(self.model, SoftmaxRegression):
+            raise CompositionError(
+                f"{type(self.model).__name__} has no classes to learn from other models' predictions"
+            )
+        loss = self.gradient(params, indices, out, replica, step)
+        x, own, views = self._data.train_x[indices], self.schema.views(params), self.schema.views(out)
+        taught = np.exp(
+            _mean_probabilities(np.stack([self.model.outputs(self.schema.views(w), x) for w in lesson.teachers]))
+        )
+        error = (np.exp(_log_softmax(self.model.outputs(own, x))) - taught) * x.dtype.type(lesson.weight / len(x))
+        views["weight"] += x.T @ error
+        views["bias"] += error.sum(axis=0)
+        return loss
+
+    def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
+        """Loss and metric of the mean prediction of `members`, (M, K)."""
+        x, y = self._data.test_x, self._data.test_y
+        every = np.stack([self.model.outputs(self.schema.views(params), x) for params in members])
+        outputs = every.mean(0) if self.labels is None else _mean_probabilities(every)
+        loss = self.model.loss(self.schema.views(members.mean(0)), outputs, y)
+        return Evaluation(loss, float(self._metric(outputs, y)))
+
     def _rows(self, matrix: FlatArray) -> dict[str, FlatArray]:
         """Name → view (R, *shape) of an (R, K) matrix."""
         return {
             e.name: matrix[:, e.offset : e.offset + e.size].reshape(len(matrix), *e.shape) for e in self.schema.entries
         }
+
+
+def _mean_probabilities(logits: FlatArray) -> FlatArray:
+    """The logarithm of the mean softmax over the first axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    mean: FlatArray = (np.exp(shifted) / np.exp(shifted).sum(axis=-1, keepdims=True)).mean(0)
+    logarithms: FlatArray = np.log(np.maximum(mean, np.finfo(mean.dtype).tiny))
+    return logarithms
 
 
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:

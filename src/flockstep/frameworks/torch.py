@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
+from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
+from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
 from flockstep.optimizers.base import Optimizer
@@ -26,15 +28,13 @@ LARGEST_CHUNK = 64
 """Replicas in one batched call: more would not be faster, and need more memory."""
 CHUNK_BYTES = 128 << 20
 """Memory that the gradients and saved activations of one batched call should not exceed."""
-EVALUATED_AT_ONCE = 512
-"""Test samples in one forward pass."""
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
 """Largest relative distance between a batched gradient and a plain one that is put down to rounding."""
 
 Tensors = dict[str, torch.Tensor]
 
 
-class TorchEngine(Engine):
+class TorchEngine(FactoringEngine):
     """Gradients and evaluations of a job whose model is a torch module on the CPU.
 
     Gradients are taken in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
@@ -69,6 +69,7 @@ class TorchEngine(Engine):
         self.params, self.grads = self.flat.params, self.flat.grads
         self._start = self.params.copy()
         self.optimizer = _optimizer(job, self.flat)
+        self.higher_is_better = job.higher_is_better
         self._data = _tensors(data, self.flat.parameters[0].dtype)
         self.train_size = len(self._data.train_x)
         y = self._data.train_y
@@ -96,16 +97,28 @@ class TorchEngine(Engine):
 
         `params` that are not the module's own are copied into it.
         """
+        return self.distil(params, indices, out, Lesson(self._start[None, :][:0], 0.0), replica, step)
+
+    def distil(
+        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+    ) -> float:
+        """The same of the loss plus the weighted distance to the mean prediction of the lesson's teachers."""
         if params is not self.params:
             np.copyto(self.params, params)
         self._bring(replica)
-        index = _tensor(indices)
+        index, classes = _tensor(indices), self.labels is not None
         x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
         with self._stream(replica, step):
-            loss: torch.Tensor = self._loss(self.module(x), y)
-        slopes = torch.autograd.grad(loss, self.flat.parameters, allow_unused=True, materialize_grads=True)
+            outputs = self.module(x)
+        loss = total = self._loss(outputs, y)
+        if len(lesson.teachers):
+            buffers = self._mean_buffers([replica])
+            with torch.no_grad():
+                taught = [functional_call(self.module, self._state_of(w) | buffers, (x,)) for w in lesson.teachers]
+            total = loss + lesson.weight * distance(outputs, combined(taught, classes), classes)
+        slopes = torch.autograd.grad(total, self.flat.parameters, allow_unused=True, materialize_grads=True)
         torch.cat([slope.reshape(-1) for slope in slopes], out=torch.from_numpy(out))
-        return loss.item()
+        return float(loss.item())
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
@@ -123,20 +136,18 @@ class TorchEngine(Engine):
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
         """Loss and metric of the model `params` on the test set, with the mean of the replicas' buffers."""
-        state = dict(zip(self._names, self.flat.views(_tensor(params)), strict=True)) | self._mean_buffers(replicas)
-        data, size = self._data, len(self._data.test_x)
-        loss = metric = 0.0
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                for part in slices(size, -(-size // EVALUATED_AT_ONCE)):
-                    x, y = data.test_x[part], data.test_y[part]
-                    outputs = functional_call(self.module, state, (x,))
-                    loss += float(self._loss(outputs, y)) * len(x)
-                    metric += float(self._metric(outputs, y)) * len(x)
-        finally:
-            self.module.train()
-        return Evaluation(loss / size, metric / size)
+        return self._evaluate([self._state_of(params) | self._mean_buffers(replicas)])
+
+    def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
+        """Loss and metric of the mean prediction of `members`, (M, K), each with its own replica's buffers."""
+        pairs = zip(members, replicas, strict=True)
+        return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
+
+    def _evaluate(self, members: Sequence[Tensors]) -> Evaluation:
+        return evaluate(self.module, members, self._data, self._loss, self._metric, self.labels is not None)
+
+    def _state_of(self, params: FlatArray) -> Tensors:
+        return dict(zip(self._names, self.flat.views(_tensor(params)), strict=True))
 
     @property
     def _names(self) -> list[str]:

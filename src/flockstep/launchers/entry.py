@@ -34,6 +34,7 @@ def server_main(
 ) -> None:
     """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
     die_with(ticket.supervisor)
+    limit_threads(1)
     import_components(imports)
     sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))
 
@@ -43,3 +44,5 @@ def limit_threads(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
+    with contextlib.suppress(ImportError):  # it comes with scikit-learn; numpy alone cannot say it to its BLAS
+        importlib.import_module("threadpoolctl").threadpool_limits(threads)

@@ -14,6 +14,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
 from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 
 
@@ -30,12 +31,21 @@ def simulate(
     engine, plan, config = prepare(config)
     network = Network.parse(config.network or "1gbit")
     compute = ComputeModel.parse(config.compute or "constant(0.01)")
+    faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})
     record = RunFolder(folder)
     record.create(config)
     every_step = plan.steps * plan.cluster.workers
     with finished(record, config), EventWriter(record.node_events_file(None), flush_every=4096) as events:
-        run = Simulation(engine, plan, compute, network, events.write, lambda done, t: progress(done, every_step, t))
+        run = Simulation(
+            engine,
+            plan,
+            compute,
+            network,
+            events.write,
+            lambda done, t: progress(done, every_step, t),
+            faults=faults,
+        )
         run.run()
         if run.tracker.result is not None:
             record.write_result(run.tracker.result, engine.schema)

@@ -47,6 +47,8 @@ class RunConfig:
     """A workload's expression, or the path of a Python file with a `job()` function."""
     strategy: str
     workers: int
+    system: str | None = None
+    """Name of the system whose composition the strategy is; None where it was written out."""
     seed: int = 0
     transport: str | None = None
     result: str | None = None
@@ -61,6 +63,8 @@ class RunConfig:
     split: str = "iid"
     network: str | None = None
     compute: str | None = None
+    faults: tuple[str, ...] = ()
+    """What goes wrong in virtual time."""
     evaluate_every: float | None = None
     metric: str = "accuracy"
     """Name of the job's metric, for people."""
@@ -90,6 +94,11 @@ class RunConfig:
         return "virtual" if self.kind == "simulate" else "real"
 
     @property
+    def title(self) -> str:
+        """What to call the strategy: the system's name, or the expression."""
+        return self.system or self.strategy
+
+    @property
     def command(self) -> str:
         """The shell command that repeats this run."""
         options = []
@@ -97,11 +106,13 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None:
                 options += [f"--{name.replace('_', '-')}", _word(value)]
+        for fault in self.faults:
+            options += ["--fault", fault]
         for file in self.imports:
             options += ["--import", file]
         if self.kind == "launch":
             return shlex.join(["flockstep", "launch", *options, self.job])
-        return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.strategy, *options])
+        return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.title, *options])
 
     def to_toml(self) -> str:
         """This configuration as a TOML document; what is None is left out."""

@@ -85,4 +85,13 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
     reason: str
 
 
-Event = Step | Update | Span | Snapshot | Node | Lost
+class Figure(msgspec.Struct, tag="figure", frozen=True):
+    """A figure of a strategy's own, such as the number of lost updates."""
+
+    t: float
+    node: int
+    name: str
+    value: float
+
+
+Event = Step | Update | Span | Snapshot | Node | Lost | Figure

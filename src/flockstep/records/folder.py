@@ -190,7 +190,7 @@ class RunFolder:
         return Record(self.read_config(), self.read_summary(), self.read_events())
 
     def write_result(self, params: FlatArray, schema: Schema) -> None:
-        """Write the resulting model: flat parameters (K,) and the table that says what lies where.
+        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the table of what lies where.
 
         Raises:
             SchemaMismatch: `params` does not have the table's size and dtype.
@@ -204,7 +204,7 @@ class RunFolder:
         half.replace(self.path / "result.npy")
 
     def read_result(self) -> tuple[FlatArray, Schema]:
-        """The resulting model's flat parameters (K,) and their table.
+        """The resulting model's flat parameters (K,), or (M, K) of an ensemble, and their table.
 
         Raises:
             ConfigurationError: the run left no result.
@@ -287,8 +287,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _require(params: FlatArray, schema: Schema, who: str) -> None:
-    if params.shape != (schema.size,) or params.dtype != np.dtype(schema.dtype):
+    if params.shape[-1:] != (schema.size,) or params.ndim > 2 or params.dtype != np.dtype(schema.dtype):
         raise SchemaMismatch(
             f"{who} has shape {params.shape} and dtype {params.dtype} where the schema says ({schema.size},) and "
-            f"{schema.dtype}; write both of the same model"
+            f"{schema.dtype}, a row for each member of an ensemble; write both of the same model"
         )

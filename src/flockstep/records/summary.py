@@ -11,11 +11,12 @@ import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
-from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import Event, Figure, Lost, Node, Snapshot, Span, Step, Update
 
 Status = Literal["finished", "interrupted", "failed"]
 _IDENTITY = (
-    "job", "strategy", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better", "target"
+    "job", "strategy", "system", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better",
+    "target",
 )  # fmt: skip
 
 
@@ -51,6 +52,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     strategy: str
+    system: str | None = None
+    """Name of the system whose composition the strategy is."""
     workers: int
     seed: int
     network: str | None
@@ -110,6 +113,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     per_worker: list[WorkerTotals]
     """By rank."""
     lost: list[Lost]
+    figures: dict[str, float] = {}
+    """What the strategy itself recorded, by name: the last value of each node, summed over the nodes."""
     """The first report of each node that died or stopped responding."""
 
     @property
@@ -163,6 +168,7 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
         replicas_agree=agree,
         hashes={node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))},
         per_worker=workers,
+        figures=_figures(ordered),
         lost=_first_reports(ordered),
     )
 
@@ -282,6 +288,14 @@ def _replicas_agree(workers: int, nodes: dict[Address, Node]) -> bool | None:
     if any(rank not in nodes for rank in range(workers)):
         return None
     return len({nodes[rank].hash for rank in range(workers)}) == 1
+
+
+def _figures(events: Sequence[Event]) -> dict[str, float]:
+    last = {(event.name, event.node): event.value for event in events if isinstance(event, Figure)}
+    sums: Counter[str] = Counter()
+    for (name, _), value in last.items():
+        sums[name] += value  # type: ignore[assignment]
+    return dict(sums)
 
 
 def _first_reports(events: Sequence[Event]) -> list[Lost]:

@@ -41,7 +41,7 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 
 def labels(summaries: Sequence[Summary]) -> list[str]:
     """A short name for each run, all different: its strategy, and what else it takes to tell it from the others."""
-    names = [summary.strategy for summary in summaries]
+    names = [summary.system or summary.strategy for summary in summaries]
     for setting in ("workers", "network", "compute", "seed"):
         values = [getattr(summary, setting) for summary in summaries]
         twice = {name for name, count in Counter(names).items() if count > 1}

@@ -11,7 +11,7 @@ from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.nodes import Server, Worker
 
-ResultPolicy = Literal["server", "mean", "rank0", "best"]
+ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
 Optimisation = Literal["central", "decentral"]
 Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
 Exchange = Literal[
@@ -53,6 +53,8 @@ class Traits:
     """The policies for choosing the resulting model that make sense; the first is the default."""
     server_optimizer: bool = False
     """Gradients are applied by the servers (or by slices), whose optimiser is rebuilt from the worker's."""
+    fixed_steps: bool = True
+    """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
     needs_job: bool = False
     """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition, encode
-from flockstep.messages import BYE, Address, Message, Note, server
+from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Exchange, Scheduling, Strategy, Traits
-from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push
+from flockstep.strategies.consistency import BulkSynchronous, Consistency
+from flockstep.strategies.eager import push_eagerly, take_last
+from flockstep.strategies.push_server import PushServer
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 from flockstep.strategies.server_state import PushState, ServerState
@@ -40,6 +42,11 @@ class ParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigurationError(f"shards must be >= 1, got {self.shards}; 1 is a single server")
+        if self.shards > 1 and self.consistency.gives_up:
+            raise CompositionError(
+                f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
+                f"agree; got shards={self.shards}, use shards=1"
+            )
         check_composition(self.codec, self.feedback)
 
     @property
@@ -50,10 +57,11 @@ class ParameterServer(Strategy):
 
     @property
     def cell(self) -> Cell:
-        """As the consistency rule schedules."""
-        scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async"}
+        """As the consistency rule schedules; one that drops late gradients still has everyone on the same version."""
+        scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async", 4: "sync"}
         when = scheduling[self.consistency.completeness]
-        how: Exchange = "reduce" if when == "sync" else "ad hoc"
+        eager = self.consistency.eager
+        how: Exchange = "reduce" if when == "sync" else "ad hoc with eager scatter" if eager else "ad hoc"
         return Cell("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
 
     @property
@@ -61,65 +69,62 @@ class ParameterServer(Strategy):
         """One per shard."""
         return self.shards
 
+    def check(self, workers: int) -> None:
+        """The rule must make sense for so many workers."""
+        self.consistency.check(workers)
+
     def worker_state(self, me: Worker) -> PushState:
         """Nothing read, nothing dropped."""
-        return PushState([0] * self.shards, [None] * self.shards)
+        return PushState([0] * self.shards, [None] * self.shards, [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
-        """Everyone at clock 0."""
-        return ServerState(dict.fromkeys(range(me.cluster.workers), 0), rule=self.rule.start(me))
+        """Everyone computes on version 0."""
+        return PushServer(self.consistency, self.rule, self.decode).start(me)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, push, take the parameters that come back."""
+        """Compute, push, take the parameters that come back; or those that come by themselves."""
         state: PushState = me.state
         parts = slices(len(me.params), self.shards)
         while me.training:
-            gradient = await me.gradient()
+            if self.consistency.gives_up:
+                late = await self._unless_needless(me, state)
+                if late is None:
+                    continue
+                gradient = late
+            else:
+                gradient = await me.gradient()
             pushes: list[tuple[Address, FlatArray, Note]] = []
             for i, part in enumerate(parts):
                 data, state.errors[i] = encode(self.codec, self.feedback, gradient[part], state.errors[i], me.random)
                 pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))
+            if self.consistency.eager:
+                await push_eagerly(me, state, pushes, gradient, self.consistency.slack)
+                continue
             for i, reply in enumerate(await me.ask_all("push", pushes)):
                 me.params[parts[i]] = reply.payload
                 state.versions[i] = int(reply.note["version"])
 
+    async def finish(self, me: Worker) -> None:
+        """Where servers send by themselves, take what they send last; leave."""
+        if self.consistency.eager:
+            await take_last(me, me.state)
+        await super().finish(me)
+
+    async def _unless_needless(self, me: Worker, state: PushState) -> FlatArray | None:
+        """The gradient, or None where newer parameters came first and were taken."""
+        for _ in me.arrived("fresh"):
+            pass  # sent while this worker was being answered already
+        got = await me.gradient_unless("fresh")
+        if not isinstance(got, Message):
+            return got
+        me.params[:] = got.payload
+        state.versions[0] = int(got.note["version"])
+        return None
+
     async def master(self, me: Server) -> None:
-        """Collect, apply what is released, answer who is admitted."""
-        state: ServerState = me.state
-        async for message in me.messages():
-            if message.tag == "push":
-                self._push(me, state, message)
-            elif message.tag == BYE and message.note.get("lost") and state.advance(message.source, None):
-                self._apply(me, state, state.pushes)
-                self._answer(me, state, state.reads)
+        """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
+        await PushServer(self.consistency, self.rule, self.decode).serve(me)
 
-    def _push(self, me: Server, state: ServerState, message: Message) -> None:
-        push = self._received(me, message)
-        state.pushes.append(push)
-        state.reads.append(message)
-        # The rule looks at clocks alone: while the slowest stands still, nothing changes for those that wait already.
-        moved = state.advance(message.source, message.step)
-        self._apply(me, state, state.pushes if moved else [push])
-        self._answer(me, state, state.reads if moved else [message])
-
-    def _received(self, me: Server, message: Message) -> Push:
-        gradient = self.codec.decode(message.payload, len(me.params), me.params.dtype.name)
-        note = message.note
-        return Push(message.source, message.step - 1, int(note["version"]), float(note["lr"]), gradient)
-
-    def _apply(self, me: Server, state: ServerState, pushes: list[Push]) -> None:
-        for group in self.consistency.releases(pushes, state.slowest):
-            for push in group:
-                me.record_update(push.rank, me.version - push.version)
-            self.rule.apply(me, state.rule, group)
-            taken = set(map(id, group))
-            state.pushes = [push for push in state.pushes if id(push) not in taken]
-
-    def _answer(self, me: Server, state: ServerState, reads: list[Message]) -> None:
-        admitted = [read for read in reads if self.consistency.admits(read.step, state.slowest)]
-        if admitted:
-            answered = set(map(id, admitted))
-            state.reads = [read for read in state.reads if id(read) not in answered]
-            for read in admitted:
-                self.rule.read(me, state.rule, read.source)
-            me.reply_all(admitted, me.params, {"version": me.version})
+    def decode(self, me: Server, message: Message) -> FlatArray:
+        """The gradient (K,) that a push stands for."""
+        return self.codec.decode(message.payload, len(me.params), me.params.dtype.name)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Message
-from flockstep.strategies.consistency import Push
+from flockstep.strategies.consistency import Push, Read
 
 
 @dataclass
 class PushState:
-    """What a worker remembers: the versions it read, and per shard what its codec dropped."""
+    """What a worker remembers, per shard: the version it read, what its codec dropped, and of eager servers more."""
 
     versions: list[int]
     errors: list[FlatArray | None]
+    clocks: list[int] = field(default_factory=list)
+    """The slowest clock that each shard's copy knows of (eager servers only)."""
+    own: list[tuple[int, FlatArray]] = field(default_factory=list)
+    """This worker's own steps, by timestamp, that the copies may not hold yet (eager servers only)."""
 
 
 @dataclass
 class ServerState:
-    """What a server remembers: how often each live worker pushed, and what waits for its turn."""
+    """What a server remembers: how often each live worker pushed, what waits, and who computes on what."""
 
     clocks: dict[int, int]
     slowest: int = 0
@@ -28,13 +34,48 @@ class ServerState:
     rule: Any = None
     """What the update rule remembers."""
     pushes: list[Push] = field(default_factory=list)
-    reads: list[Message] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    reading: dict[int, int] = field(default_factory=dict)
+    """Live worker that computes → the version that it computes on."""
+    done: set[int] = field(default_factory=set)
+    """Workers that have left because they had no more to do; their clocks still count."""
+    snapshots: dict[int, FlatArray] = field(default_factory=dict)
+    """Old versions, where the consistency rule compares them with the present one."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
-        """Set a worker's clock (None takes a dead worker out); return whether the slowest clock has moved."""
+        """Set a worker's clock (None takes it out); return whether the slowest clock has moved."""
         before, slowest = self.clocks.pop(rank, None), self.slowest
+        self.reading.pop(rank, None)
         if clock is not None:
             self.clocks[rank] = clock
         if before == self.slowest:
             self.slowest = min(self.clocks.values(), default=self.slowest)
         return self.slowest != slowest
+
+    def depart(self, rank: int, lost: bool) -> bool:
+        """A worker has left; where it died its clock no longer counts. Returns whether the slowest clock has moved."""
+        self.reads = [read for read in self.reads if read.rank != rank]
+        if lost:
+            return self.advance(rank, None)
+        self.reading.pop(rank, None)
+        self.done.add(rank)
+        return False
+
+    def reopen(self, version: int) -> None:
+        """Whoever had come to an end goes on, with the parameters of `version`: a run continues."""
+        self.reading.update(dict.fromkeys(self.done, version))
+        self.done.clear()
+
+    def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
+        """Take these off what waits."""
+        gone = {id(one) for one in (*pushes, *reads)}
+        self.pushes = [push for push in self.pushes if id(push) not in gone]
+        self.reads = [read for read in self.reads if id(read) not in gone]
+
+    def drift(self, params: FlatArray) -> float:
+        """The largest absolute change since the oldest version that somebody computes on."""
+        versions = self.reading.values()
+        for version in [version for version in self.snapshots if version < min(versions, default=version + 1)]:
+            del self.snapshots[version]
+        oldest = min(versions, default=None)
+        return 0.0 if oldest is None else float(np.max(np.abs(params - self.snapshots[oldest]), initial=0.0))

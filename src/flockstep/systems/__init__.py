@@ -1,1 +1,1 @@
-"""The published systems, as data: a citation and a composition."""
+"""The systems of the literature, as compositions: names, citations and strategies, no logic of their own."""

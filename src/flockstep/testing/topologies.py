@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import networkx as nx
 import numpy as np
 
 from flockstep.errors import ConfigurationError
 from flockstep.topologies.base import Topology, spectral_gap
+from flockstep.topologies.facts import facts
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 16)
 TOLERANCE = 1e-9
@@ -18,7 +20,8 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     """Run every check of this module for each number of workers in `sizes`.
 
     A size that the topology refuses with `ConfigurationError` is left out, but it may not refuse all above 2.
-    `doubly_stochastic=False` is for a topology that documents other weights, which D-PSGD then refuses.
+    `doubly_stochastic=False` is for a topology that documents other weights, of which rows or columns sum to one;
+    D-PSGD then refuses it.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -31,7 +34,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     for n in checked:
         check_graph(topology, n)
         check_neighbours(topology, n)
-        check_weights(topology, n)
+        check_weights(topology, n, doubly_stochastic)
         check_contracts(topology, n)
         check_repeatable(topology, n)
         if doubly_stochastic:
@@ -63,57 +66,68 @@ def check_refuses_nobody(topology: Topology) -> None:
 
 
 def check_graph(topology: Topology, n: int) -> None:
-    """Nodes 0..n-1, undirected, connected, without loops."""
+    """Nodes 0..n-1, connected (along the directions of edges), without loops."""
     graph = topology.graph(n)
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
-    assert not graph.is_directed(), f"{topology} for n={n} is directed"
-    assert nx.is_connected(graph), f"{topology} for n={n} is not connected"
+    connected = nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)
+    assert connected, f"{topology} for n={n} is not connected"
     assert nx.number_of_selfloops(graph) == 0, f"{topology} for n={n} has loops"
 
 
 def check_neighbours(topology: Topology, n: int) -> None:
-    """Neighbours are those of the graph, ascending; if i hears j, then j hears i."""
+    """Neighbours are those of the graph in either direction, ascending; if i exchanges with j, then j with i."""
     graph = topology.graph(n)
     heard = [topology.neighbours(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
-        assert others == sorted(graph.neighbors(rank)), f"{topology} for n={n}: neighbours of {rank} are {others}"
+        known = sorted(set(nx.all_neighbors(graph, rank)))
+        assert others == known, f"{topology} for n={n}: neighbours of {rank} are {others}"
         assert all(rank in heard[j] for j in others), f"{topology} for n={n}: not everyone that {rank} hears hears it"
 
 
-def check_weights(topology: Topology, n: int) -> None:
-    """W is n × n, float64, not negative, zero off the edges, and its rows sum to one."""
-    weights, graph = topology.weights(n), topology.graph(n)
-    assert weights.shape == (n, n), f"W of {topology} for n={n} has shape {weights.shape}"
-    assert weights.dtype == np.float64, f"W of {topology} for n={n} is {weights.dtype}"
-    assert weights.min() >= 0, f"W of {topology} for n={n} has the negative weight {weights.min()}"
-    off = weights.sum(axis=1) - 1
-    assert np.abs(off).max() <= TOLERANCE, f"rows of W of {topology} for n={n} miss one by {off}"
-    strangers = [(i, j) for i, j in np.argwhere(weights > 0).tolist() if i != j and not graph.has_edge(i, j)]
-    assert not strangers, f"{topology} for n={n} has weights between workers that share no edge: {strangers}"
+def check_weights(topology: Topology, n: int, both: bool = True) -> None:
+    """Each W is n × n, float64, not negative, zero off the edges; rows (or, unless `both`, columns) sum to one.
+
+    The weights of a topology that changes are the mean over its period.
+    """
+    graph, schedule = topology.graph(n), topology.schedule(n)
+    for weights in schedule:
+        assert weights.shape == (n, n), f"W of {topology} for n={n} has shape {weights.shape}"
+        assert weights.dtype == np.float64, f"W of {topology} for n={n} is {weights.dtype}"
+        assert weights.min() >= 0, f"W of {topology} for n={n} has the negative weight {weights.min()}"
+        off = [weights.sum(axis) - 1 for axis in ((1,) if both else (1, 0))]
+        assert min(np.abs(sums).max() for sums in off) <= TOLERANCE, (
+            f"rows of W of {topology} for n={n} miss one by {off[0]}"
+        )
+        strangers = [(i, j) for i, j in np.argwhere(weights > 0).tolist() if i != j and not graph.has_edge(j, i)]
+        assert not strangers, f"{topology} for n={n} has weights between workers that share no edge: {strangers}"
+    mean = np.mean(schedule, axis=0)
+    assert np.allclose(topology.weights(n), mean), f"the weights of {topology} for n={n} are not the mean of a period"
 
 
 def check_doubly_stochastic(topology: Topology, n: int) -> None:
-    """W is symmetric and its columns sum to one: mixing keeps the mean of the replicas."""
-    weights = topology.weights(n)
-    assert np.abs(weights - weights.T).max() <= TOLERANCE, f"W of {topology} for n={n} is not symmetric"
-    off = weights.sum(axis=0) - 1
-    assert np.abs(off).max() <= TOLERANCE, f"columns of W of {topology} for n={n} miss one by {off}"
+    """Each W is symmetric where edges go both ways; its columns sum to one: mixing keeps the mean of the replicas."""
+    one_way = facts(topology, n).directed
+    for weights in topology.schedule(n):
+        symmetric = np.abs(weights - weights.T).max() <= TOLERANCE
+        assert symmetric or one_way, f"W of {topology} for n={n} is not symmetric"
+        off = weights.sum(axis=0) - 1
+        assert np.abs(off).max() <= TOLERANCE, f"columns of W of {topology} for n={n} miss one by {off}"
 
 
 def check_contracts(topology: Topology, n: int) -> None:
-    """Mixing again and again brings the replicas together: the spectral gap is above zero."""
-    gap = spectral_gap(topology.weights(n))
+    """Mixing again and again brings the replicas together: the spectral gap of a period is above zero."""
+    gap = spectral_gap(reduce(lambda product, weights: weights @ product, topology.schedule(n)))
     assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: spectral gap {gap}"
 
 
 def check_repeatable(topology: Topology, n: int) -> None:
     """Asked twice it answers the same, and what a caller does to one answer does not show in the next."""
-    first, edges = topology.weights(n), set(map(frozenset, topology.graph(n).edges))
+    first, edges = topology.weights(n), list(topology.graph(n).edges)
     kept = first.copy()
     if first.flags.writeable:
         first += 1
     topology.graph(n).add_node("visitor")
     assert np.array_equal(topology.weights(n), kept), f"W of {topology} for n={n} differs when asked again"
     again = topology.graph(n)
-    same = set(map(frozenset, again.edges)) == edges and "visitor" not in again
+    same = list(again.edges) == edges and "visitor" not in again
     assert same, f"the graph of {topology} for n={n} differs when asked again"

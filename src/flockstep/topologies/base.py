@@ -14,30 +14,35 @@ from flockstep.expression import Component
 
 
 class Topology(Component):
-    """Who talks to whom: an undirected graph on n workers and the mixing matrix W on it.
+    """Who talks to whom: a graph on n workers and the mixing matrix W on it.
 
-    `W[i, j]` is the weight worker i gives to what it hears from worker j; W is zero off the graph's edges.
-    Unless a subclass says otherwise, W has Metropolis–Hastings weights (Xiao & Boyd 2004): symmetric and doubly
-    stochastic on any connected graph.
+    `W[i, j]` is the weight worker i gives to what it hears from worker j; W is zero off the graph's edges, of which
+    i → j in a directed graph lets j hear i. Unless a subclass says otherwise, the graph is undirected and W has
+    Metropolis–Hastings weights (Xiao & Boyd 2004): symmetric and doubly stochastic on any connected graph.
+    `flockstep.topologies.facts` tells what holds of a topology.
     """
 
     noun: ClassVar[str] = "topology"
 
     @abstractmethod
     def graph(self, n: int) -> nx.Graph:
-        """The connected graph on nodes 0..n-1.
+        """The connected graph on nodes 0..n-1: every edge that is ever used.
 
         Raises:
             ConfigurationError: the graph does not exist for this n.
         """
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """The n × n mixing matrix W."""
+        """The n × n mixing matrix W; of a graph that changes, its mean over a period."""
         return metropolis_hastings(self.graph(n))
 
+    def schedule(self, n: int) -> tuple[npt.NDArray[np.float64], ...]:
+        """The mixing matrices of one period, step by step: one, unless the graph changes over time."""
+        return (self.weights(n),)
+
     def neighbours(self, n: int, rank: int) -> list[int]:
-        """The workers that `rank` exchanges with, in ascending order."""
-        return sorted(int(j) for j in self.graph(n).neighbors(rank) if j != rank)
+        """The workers that `rank` exchanges with, in either direction, in ascending order."""
+        return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
 
 
 def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
@@ -52,19 +57,12 @@ def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
 
 
 def spectral_gap(weights: npt.NDArray[np.float64]) -> float:
-    """1 - rho, where rho = max(|lambda_2|, |lambda_n|) is the factor by which one mixing shrinks disagreement."""
+    """1 - rho, where rho = max(|lambda_2|, |lambda_n|) is the factor by which one mixing shrinks disagreement.
+
+    Of a matrix that is not symmetric: in the long run.
+    """
     magnitudes = np.sort(np.abs(np.linalg.eigvals(weights)))[::-1]
     return float(1.0 - magnitudes[1]) if len(magnitudes) > 1 else 1.0
-
-
-def require_doubly_stochastic(weights: npt.NDArray[np.float64], who: str) -> None:
-    """Raise `ConfigurationError` unless rows and columns of W sum to one and none is negative."""
-    rows, columns = np.abs(weights.sum(1) - 1).max(), np.abs(weights.sum(0) - 1).max()
-    if rows > 1e-9 or columns > 1e-9 or weights.min() < 0:
-        raise ConfigurationError(
-            f"{who} needs a doubly stochastic mixing matrix, got row sums off by {rows:.2g} and column sums off by "
-            f"{columns:.2g}; use a topology with Metropolis–Hastings weights, such as ring or torus"
-        )
 
 
 def require_workers(n: int) -> None:

@@ -20,6 +20,8 @@ from flockstep.transports.wire import MAX_HEADER, Identity, decode, encode
 
 LAUNCHER: Address = 1 << 30
 """The address of the process that supervises the run."""
+ZERO_COPY = 1 << 18
+"""Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
 QUEUED = 10_000
 """Messages that may wait for one peer before the sender has to wait for it."""
 
@@ -130,9 +132,10 @@ class Endpoint:
         frames: list[bytes | memoryview] = [routing_id(to), header]
         if message.array is not None:
             frames.append(message.array.data.cast("B") if message.array.size else b"")
+        # What may still change is copied at once; a message's own array never changes, and large ones need no copy.
+        copy = message.array is None or message.array.flags.writeable or message.array.nbytes < ZERO_COPY
         try:
-            # Copies, so the array may change as soon as this returns.
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             self.me.sent[to] -= 1
             if error.errno == zmq.EHOSTUNREACH:

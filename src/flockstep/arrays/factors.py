@@ -1,0 +1,110 @@
+"""Gradients of fully connected layers as the vectors whose outer products add up to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True, order=True)
+class Layer:
+    """A weight (rows, columns) at `offset` of the flat array whose gradient is a sum of `products` outer products.
+
+    A batch of B samples through a fully connected layer gives B of them, one for each time that the layer is used.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    products: int
+
+    @property
+    def dense(self) -> int:
+        """Elements of the gradient as a matrix."""
+        return self.rows * self.columns
+
+    @property
+    def factors(self) -> int:
+        """Elements of the vectors of one batch."""
+        return self.products * (self.rows + self.columns)
+
+    def within(self, part: slice) -> tuple[Layer, slice] | None:
+        """The whole rows of it that lie in a part of the array, as a layer of that part, and which rows those are."""
+        first = max(0, -((self.offset - part.start) // self.columns))
+        last = min(self.rows, (part.stop - self.offset) // self.columns)
+        if first >= last:
+            return None
+        offset = self.offset + first * self.columns - part.start
+        return Layer(offset, last - first, self.columns, self.products), slice(first, last)
+
+
+class Packing:
+    """A flat gradient (K,) with some layers' matrices replaced by their factors: the rest, then U and V of each layer.
+
+    U is (products, rows), V (products, columns), and the layer's gradient Uᵀ V.
+    """
+
+    def __init__(self, size: int, layers: Sequence[Layer]):
+        """`layers` are parts of an array of `size` elements.
+
+        Raises:
+            ConfigurationError: they overlap or do not lie in it.
+        """
+        self.layers = sorted(layers)
+        bounds = [0]
+        for layer in self.layers:
+            if layer.offset < bounds[-1] or min(layer.rows, layer.columns, layer.products) < 1:
+                raise ConfigurationError(f"{layer} overlaps another layer or is empty; name every layer once")
+            bounds += [layer.offset, layer.offset + layer.dense]
+        bounds.append(size)
+        if bounds[-2] > size:
+            raise ConfigurationError(f"{self.layers[-1]} does not lie in {size} elements; use the layers of this model")
+        self.parts = [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+        self.rest = sum(part.stop - part.start for part in self.parts)
+        """Elements that are sent as they are."""
+        self.size = self.rest + sum(layer.factors for layer in self.layers)
+        """Elements of a packed gradient."""
+
+    def pack(self, dense: FlatArray, factors: Sequence[tuple[FlatArray, FlatArray]], out: FlatArray) -> None:
+        """Write the packed gradient into the first `size` elements of `out`, not the memory of `dense`."""
+        pieces = [dense[part] for part in self.parts]
+        for u, v in factors:
+            pieces += [u.reshape(-1), v.reshape(-1)]
+        np.concatenate(pieces, out=out[: self.size])
+
+    def factors(self, packed: FlatArray) -> list[tuple[FlatArray, FlatArray]]:
+        """U (products, rows) and V (products, columns) of each layer, in order, as views."""
+        found, position = [], self.rest
+        for layer in self.layers:
+            middle, end = position + layer.products * layer.rows, position + layer.factors
+            u, v = packed[position:middle], packed[middle:end]
+            found.append((u.reshape(-1, layer.rows), v.reshape(-1, layer.columns)))
+            position = end
+        return found
+
+    def dense(self, packed: FlatArray) -> FlatArray:
+        """The flat gradient (K,) that one packed gradient stands for."""
+        return self.total(packed[: self.rest], [packed[self.rest :]])
+
+    def total(self, rest: FlatArray, factors: Sequence[FlatArray]) -> FlatArray:
+        """The flat gradient (K,) with that rest, and layers that are the sums of several packed gradients' products."""
+        out = np.empty(self.parts[-1].stop, rest.dtype)
+        position = 0
+        for part in self.parts:
+            length = part.stop - part.start
+            out[part] = rest[position : position + length]
+            position += length
+        position = 0
+        for layer in self.layers:
+            middle, end = position + layer.products * layer.rows, position + layer.factors
+            u = np.concatenate([each[position:middle].reshape(-1, layer.rows) for each in factors])
+            v = np.concatenate([each[middle:end].reshape(-1, layer.columns) for each in factors])
+            view = out[layer.offset : layer.offset + layer.dense].reshape(layer.rows, layer.columns)
+            np.matmul(u.T, v, out=view)
+            position = end
+        return out

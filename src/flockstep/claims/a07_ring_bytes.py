@@ -1,0 +1,91 @@
+"""What a ring all-reduce sends."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import slices
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.launchers.train import train
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Node
+from flockstep.records.folder import RunFolder
+from flockstep.testing.strategies import bowl_job, run_strategy
+
+NODES = range(2, 9)
+ELEMENTS = 1009
+"""Parameters of four bytes; a prime, which no number of nodes divides."""
+STEPS = 5
+BANDWIDTH = 125e6
+"""Bytes per second of the virtual links."""
+LARGE = 200_003
+"""Parameters of eight bytes in the runs that are timed."""
+REAL = 3
+
+
+@dataclass(frozen=True)
+class RingBytes(Claim):
+    """A ring all-reduce sends 2(N-1)K/N elements a node."""
+
+    statement: ClassVar[str] = "A ring all-reduce of K elements sends 2(N-1)K/N of them per node, 2(N-1)K in all"
+    source: ClassVar[str] = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
+    setting: ClassVar[str] = (
+        f"quadratic, K = {ELEMENTS}, {STEPS} steps: N = 2 to 8 in virtual time, N = {REAL} on processes, payload as "
+        f"handed to the sockets; times on virtual 1 Gbit/s links, K = {LARGE}"
+    )
+    tolerance: ClassVar[str] = (
+        "elements of each node 2K minus its two chunks, in all 2(N-1)K, and 2(N-1) messages a node, all exactly; slope "
+        "of the time over 2(N-1)K/N within 15 %"
+    )
+    quick: ClassVar[bool] = False
+
+    def check(self, say: Say) -> Verdict:
+        """Count in virtual time, count on processes, fit."""
+        rows = []
+        for n in NODES:
+            say(f"{n} nodes, virtual")
+            run = run_strategy("all_reduce", n, STEPS, job=bowl_job(dimension=ELEMENTS, dtype="float32"))
+            rows += self._counted(n, [run.totals[rank] for rank in range(n)], "virtual")
+        say(f"{REAL} nodes, real")
+        rows += self._counted(REAL, self._real(REAL), "processes")
+        slope = self._slope(say)
+        rows.append(Row("slope of time over 2(N-1)K/N, relative to 1 / bandwidth", 1.0, slope, abs(slope - 1) <= 0.15))
+        note = "the times are those of the virtual network: no bandwidth of this machine's loopback was limited"
+        return Verdict(tuple(rows), note)
+
+    def _counted(self, n: int, books: list[Node], where: str) -> list[Row]:
+        sizes = [part.stop - part.start for part in slices(ELEMENTS, n)]
+        expected = [2 * ELEMENTS - sizes[(rank + 1) % n] - sizes[(rank + 2) % n] for rank in range(n)]
+        sent = [node.sent / (4 * STEPS) for node in books]
+        messages = {node.messages_sent / STEPS for node in books}
+        per_node = ", ".join(map(str, expected))
+        total = 2 * (n - 1) * ELEMENTS
+        return [
+            Row(f"elements per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected),
+            Row(f"elements in all, N={n}, {where}", total, sum(sent), sum(sent) == total),
+            Row(f"messages per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
+        ]
+
+    def _real(self, n: int) -> list[Node]:
+        job = f"quadratic(dimension={ELEMENTS})"
+        with tempfile.TemporaryDirectory() as folder:
+            config = RunConfig(kind="train", job=job, strategy="all_reduce", workers=n, steps=STEPS)
+            train(config, Path(folder) / "run")
+            events = RunFolder(Path(folder) / "run").merge_events()
+        return sorted((event for event in events if isinstance(event, Node)), key=lambda event: event.node)
+
+    def _slope(self, say: Say) -> float:
+        shares, seconds = [], []
+        for n in NODES:
+            say(f"{n} nodes, timed")
+            network = f"link(bandwidth={BANDWIDTH}, latency=0)"
+            job = bowl_job(dimension=LARGE)
+            run = run_strategy("all_reduce", n, 2, job=job, compute="constant(0.01)", network=network)
+            shares.append(2 * (n - 1) / n * LARGE * 8 / BANDWIDTH)
+            seconds.append(run.seconds / 2 - 0.01)
+        return float(np.polyfit(shares, seconds, 1)[0])

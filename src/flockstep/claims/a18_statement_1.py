@@ -1,0 +1,117 @@
+"""Replicas that hear of every update agree once the queues have drained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.broadcast import Broadcast
+from flockstep.testing.strategies import equal_bits, run_strategy, small_job
+
+
+@dataclass
+class Velocity:
+    """What a receiver with momentum remembers."""
+
+    v: FlatArray
+
+
+@dataclass(frozen=True)
+class AtTheReceiver(Strategy):
+    """Statement 1's rule with plain additions, and with something that its receivers do to what arrives."""
+
+    does: Literal["nothing", "momentum", "rate"] = "nothing"
+
+    @property
+    def traits(self) -> Traits:
+        """As those of broadcast."""
+        return Broadcast().traits
+
+    def worker_state(self, me: Worker) -> Velocity:
+        """At rest."""
+        return Velocity(np.zeros_like(me.params))
+
+    async def worker(self, me: Worker) -> None:
+        """Absorb, step, tell everyone."""
+        while me.training:
+            for message in me.arrived("update"):
+                self._absorb(me, message.payload)
+            update = -me.lr * await me.gradient()
+            me.params += update
+            me.send_all(me.peers, "update", update)
+
+    async def finish(self, me: Worker) -> None:
+        """Absorb what is still in flight."""
+        me.leave(peers=True)
+        async for message in me.messages():
+            if message.tag == "update":
+                self._absorb(me, message.payload)
+
+    def _absorb(self, me: Worker, update: FlatArray) -> None:
+        if self.does == "momentum":
+            me.state.v = update = 0.5 * me.state.v + update
+        me.params += update * (1 / (1 + me.step) if self.does == "rate" else 1)
+
+
+@dataclass(frozen=True)
+class StatementOne(Claim):
+    """FAST's statement 1, with its negative controls."""
+
+    patterns: int = 1000
+    statement: ClassVar[str] = "If every update reaches every worker, however late, all replicas are equal in the end"
+    source: ClassVar[str] = "FAST (seed 000), section 3, statement 1"
+    setting: ClassVar[str] = "broadcast, 2 to 5 workers, softmax regression, random compute times and latencies"
+    tolerance: ClassVar[str] = "equal in every bit in every pattern; with one message lost, never"
+
+    def check(self, say: Say) -> Verdict:
+        """Many random patterns of delay, and the same with one lost message."""
+        draw = np.random.default_rng(18)
+        equal = broken = 0
+        for pattern in range(self.patterns):
+            equal += self._agree("broadcast", draw, pattern, None)
+            if pattern % 10 == 0:
+                broken += not self._agree("broadcast", draw, pattern, (0, 1))
+            if pattern % 250 == 249:
+                say(f"{pattern + 1} of {self.patterns} patterns")
+        tenth = len(range(0, self.patterns, 10))
+        rows = (
+            Row("patterns of delay after which all replicas are equal", self.patterns, equal, equal == self.patterns),
+            Row("patterns with one lost message after which they differ", tenth, broken, broken == tenth),
+            self._sender("momentum at the sender: largest difference", "sgd(lr=0.1, momentum=0.9)"),
+            self._sender("Adam at the sender: largest difference", "adam(lr=0.02)"),
+            self._receiver("plain additions: largest difference (rounding)", "nothing", "< 1e-6"),
+            self._receiver("momentum at the receiver: largest difference", "momentum", "> 1e-3"),
+            self._receiver("the receiver's own rate: largest difference", "rate", "> 1e-3"),
+        )
+        return Verdict(rows)
+
+    def _agree(self, strategy: str, draw: np.random.Generator, pattern: int, lost: tuple[int, int] | None) -> bool:
+        n = int(draw.integers(2, 6))
+        latency = float(draw.exponential(0.1))
+        faults = [] if lost is None else [f"drops({lost[0]}, {lost[1]}, {int(draw.integers(1, 6))})"]
+        run = run_strategy(
+            strategy,
+            n,
+            6,
+            compute=f"lognormal(0.05, {float(draw.uniform(0.1, 2))})",
+            network=f"link(bandwidth=1e6, latency={latency})",
+            seed=pattern,
+            faults=faults,
+        )
+        return equal_bits(*run.replicas)
+
+    def _sender(self, what: str, optimizer: str) -> Row:
+        run = run_strategy("broadcast", 4, 12, job=small_job(optimizer), compute="exponential(0.05)")
+        apart = float(np.ptp(run.replicas, axis=0).max())
+        return Row(what, "0", apart, apart == 0)
+
+    def _receiver(self, what: str, does: Literal["nothing", "momentum", "rate"], bound: str) -> Row:
+        run = run_strategy(AtTheReceiver(does), 4, 12, job=small_job(dtype="float64"), compute="exponential(0.05)")
+        apart = float(np.ptp(run.replicas, axis=0).max())
+        return Row(what, bound, apart, apart < 1e-6 if does == "nothing" else apart > 1e-3)

@@ -1,0 +1,93 @@
+"""What a second level of servers saves the root, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.messages import MASTER
+from flockstep.records.events import Update
+from flockstep.testing.strategies import Run, run_strategy
+
+WORKERS = 16
+GROUPS = (2, 4, 8)
+STEPS = 100
+NETWORK = "1gbit"
+FLAT = "ps(asynchronous)"
+MODES = {
+    "waiting leaves": "hierarchical({group}, root=asynchronous)",
+    "caching leaves": "hierarchical({group}, leaf=asynchronous, root=asynchronous)",
+}
+
+
+@dataclass(frozen=True)
+class HierarchicalServer(Claim):
+    """Leaf servers divide the root's traffic by the size of their groups."""
+
+    statement: ClassVar[str] = (
+        "With leaf servers for groups of workers, the root's traffic falls by the size of the groups; gradients pass "
+        "one more level, and are staler for it"
+    )
+    source: ClassVar[str] = "Gupta, Zhang & Wang 2016, section 3.3 (Rudra-adv); Chen et al. 2015, section 3.2 (MXNet)"
+    setting: ClassVar[str] = (
+        f"softmax regression, {WORKERS} workers, {STEPS} steps each, exponential durations, virtual {NETWORK} network; "
+        f"groups of {', '.join(map(str, GROUPS))}"
+    )
+    tolerance: ClassVar[str] = (
+        "bytes into the root: exactly a single server's ÷ group, out of it too but for one last copy a leaf; mean "
+        "staleness, in gradients: reported, and above a single server's where leaves are caches"
+    )
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Compare the root's books and lateness with those of a single server."""
+        flat, rows, figures = self._run(FLAT), [], {}
+        alone = staleness(flat)
+        figures["staleness, single server"] = alone
+        for name, text in MODES.items():
+            for group in GROUPS:
+                strategy = text.format(group=group)
+                say(strategy)
+                run = self._run(strategy)
+                rows += self._traffic(f"{name}, group {group}", group, flat, run)
+                late = staleness(run) * group
+                figures[f"staleness, {name}, group {group}"] = late
+                if "leaf" in strategy:
+                    rows.append(
+                        Row(f"mean staleness in gradients, {name}, group {group}", f"> {alone:.3g}", late, late > alone)
+                    )
+        late = figures["staleness, waiting leaves, group 4"]
+        note = (
+            f"where workers wait for their leaf's answer from the root, {WORKERS // 4} leaves take turns as single "
+            f"workers do, so that a sum of 4 is late by {late:.3g} gradients; only cached answers add a level"
+        )
+        return Verdict(tuple(rows), note, figures)
+
+    def _run(self, strategy: str) -> Run:
+        return run_strategy(strategy, WORKERS, STEPS, network=NETWORK)
+
+    def _traffic(self, name: str, group: int, flat: Run, run: Run) -> list[Row]:
+        single, root = flat.totals[MASTER], run.totals[MASTER]
+        size = run.params[MASTER].nbytes
+        copies = (root.sent - single.sent / group) / size
+        return [
+            Row(
+                f"bytes into the root, {name}",
+                f"1/{group}",
+                root.received / single.received,
+                root.received * group == single.received,
+            ),
+            Row(
+                f"last copies out of the root, {name}",
+                f"<= {WORKERS // group}",
+                copies,
+                0 <= copies <= WORKERS // group,
+            ),
+        ]
+
+
+def staleness(run: Run) -> float:
+    """Mean over gradients of the updates that took effect between reading and applying."""
+    late = [event.staleness for event in run.of(Update) if event.staleness is not None]
+    return sum(late) / len(late)

@@ -1,0 +1,58 @@
+"""The same seed twice: which runs end in the same bits."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.drivers.account import fingerprint
+from flockstep.launchers.simulate import simulate
+from flockstep.launchers.train import train
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+
+SYNCHRONOUS = ("all_reduce", "ps(consistency=bsp)", "local_sgd(period=5)")
+ASYNCHRONOUS = ("asgd", "gossip", "easgd")
+
+
+@dataclass(frozen=True)
+class Reproducible(Claim):
+    """Establishing reproducible behaviour: easy if synchronous, hard if asynchronous, unless time is virtual."""
+
+    attempts: int = 5
+    statement: ClassVar[str] = "Synchronous runs can be repeated bit for bit, asynchronous ones only in virtual time"
+    source: ClassVar[str] = "Langer et al. 2020, table 2, column ERB (easy for synchronous, hard for asynchronous)"
+    setting: ClassVar[str] = "softmax regression, 4 workers, one seed; real processes, and virtual time"
+    tolerance: ClassVar[str] = "one hash for synchronous and for virtual runs; asynchronous real runs: more than one"
+
+    def check(self, say: Say) -> Verdict:
+        """Repeat each run; count the different results."""
+        rows = []
+        for strategy in (*SYNCHRONOUS, *ASYNCHRONOUS):
+            real = self._hashes(strategy, "train")
+            virtual = self._hashes(strategy, "simulate")
+            say(f"{strategy}: {len(real)} results of {self.attempts} real runs, {len(virtual)} of virtual ones")
+            alike = strategy in SYNCHRONOUS
+            wanted = "1" if alike else "> 1"
+            rows.append(Row(f"{strategy}, real: results", wanted, len(real), (len(real) == 1) == alike))
+            rows.append(Row(f"{strategy}, virtual: results", "1", len(virtual), len(virtual) == 1))
+        return Verdict(tuple(rows))
+
+    def _hashes(self, strategy: str, kind: str) -> set[str]:
+        found = set()
+        for _ in range(self.attempts):
+            with tempfile.TemporaryDirectory() as scratch:
+                folder = Path(scratch) / "run"
+                if kind == "train":
+                    train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=4, steps=200), folder)
+                else:
+                    compute = "lognormal(0.01, 1)"
+                    job = RunConfig(
+                        kind="simulate", job="softmax", strategy=strategy, workers=4, steps=200, compute=compute
+                    )
+                    simulate(job, folder)
+                found.add(fingerprint(RunFolder(folder).read_result()[0]))
+        return found

@@ -1,0 +1,168 @@
+"""The largest stable learning rate rises with the workers of synchronous SGD and falls with those of asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model, Views
+from flockstep.testing.strategies import run_strategy
+
+WORKERS = (1, 2, 4, 8, 16, 32)
+COMPUTE = "normal(0.01, cv=0.1)"
+LOCAL_STEPS = 50
+SAMPLES = 2**18
+"""Times features: so many that each worker's share has nearly the same curvature as the whole."""
+GONE = 1e9
+"""A model this far from the optimum, which it started at distance 1 of, has diverged, and is left alone."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A least-squares problem with Gaussian inputs, and the learning rates that are tried on it."""
+
+    features: int
+    batch: int
+    rates: FlatArray
+    updates: Callable[[str, int], int]
+    """How many steps each worker takes, given the method and the number of workers."""
+
+
+NOISE = Regime(64, 1, 2.0 ** np.arange(-7, 1.01, 0.25), lambda method, n: 300 if method == "local" else 100 + 500 // n)
+"""A step of one sample overshoots: 2 / (2 + features) is the largest stable rate of one worker, mean squares taken."""
+CURVATURE = Regime(8, 64, 2.0 ** np.arange(-6, 4.01, 0.25), lambda method, n: 60 + 100 // n)
+"""Gradients are almost exact, and the curvature is 1: gradient descent is stable below 2."""
+
+METHODS = {
+    "sync": "ps(bsp)",
+    "async": "ps(asynchronous)",
+    "scaled": "ps(asynchronous, rule=staleness_scaled)",
+    "local": f"local_sgd({LOCAL_STEPS})",
+}
+
+
+class Copies(Model):
+    """Independent least-squares models that see the same samples, each with a learning rate of its own.
+
+    The rate is part of the gradient, so that one run tries all of them: what a strategy does with one does not depend
+    on the others.
+    """
+
+    dtype = "float64"
+
+    def __init__(self, regime: Regime):
+        self.rates, self.features = regime.rates, regime.features
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """One row for each rate."""
+        return {"w": (len(self.rates), self.features)}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """All at distance 1 from the optimum, 0."""
+        return {"w": np.full(self.shapes["w"], self.features**-0.5)}
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """rate * mean of x (x · w); no loss is asked for."""
+        w = params["w"]
+        slopes = (w @ x.transpose(0, 2, 1)) @ x
+        slopes *= self.rates[:, None] / x.shape[1]
+        slopes[np.abs(w).max(axis=2) > GONE] = 0
+        out["w"][...] = slopes
+        return np.zeros(len(x))
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The parameters; nothing else is asked for."""
+        return params["w"]
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """Not used."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class LargestLearningRate(Claim):
+    """Largest stable learning rate over the number of workers, by method."""
+
+    statement: ClassVar[str] = (
+        "With more workers the largest stable learning rate of synchronous SGD rises about linearly, that of "
+        "asynchronous SGD falls like 1 / staleness, and that of local SGD stays"
+    )
+    source: ClassVar[str] = (
+        "Langer, He, Rahayu & Xue 2020, table 2, column OptLR; Zhang et al. 2016 for the scaled rate"
+    )
+    setting: ClassVar[str] = (
+        "least squares with Gaussian inputs in virtual time, 1 to 32 workers, gradient times normal with cv 0.1, "
+        "messages free; all learning rates in one run; median of 5 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "exponents of a power law fitted over the workers: 1, -1 and 0, each within 0.25; async within 2^(1/2), two "
+        "steps of the grid, of the largest stable rate under a constant delay, 2 sin(pi / (4 tau + 2)) / curvature"
+    )
+    seeds: int = 5
+
+    def check(self, say: Say) -> Verdict:
+        """Sweep, and fit a power law to each method."""
+        noise = {method: self._sweep(NOISE, method, say) for method in ("sync", "local", "async")}
+        curvature = {method: self._sweep(CURVATURE, method, say) for method in METHODS}
+        late = tuple(n for n in WORKERS if n >= 4)
+        rows = (
+            _row("noisy gradients, sync, 1 to 32 workers", 1.0, noise["sync"], WORKERS),
+            _row(f"noisy gradients, local SGD of {LOCAL_STEPS} steps, 1 to 32 workers", 0.0, noise["local"], WORKERS),
+            _row("exact gradients, async, 4 to 32 workers", -1.0, curvature["async"], late),
+            _row("exact gradients, async scaled by 1 / staleness, 4 to 32 workers", 0.0, curvature["scaled"], late),
+            _row("exact gradients, local SGD, 1 to 32 workers", 0.0, curvature["local"], WORKERS),
+        )
+        reason = (
+            "Two problems, for one cannot show both over 32 workers: sync gains while noise limits the step, and ends "
+            "at 2 / curvature; async loses where staleness times curvature limits it, above about pi / 2 / staleness"
+        )
+        figures = {
+            f"{regime}, {method}, {n} workers": rate
+            for regime, table in (("noisy", noise), ("exact", curvature))
+            for method, rates in table.items()
+            for n, rate in rates.items()
+        }
+        return Verdict((*rows, _closed_form(curvature["async"])), reason, figures)
+
+    def _sweep(self, regime: Regime, method: str, say: Say) -> dict[int, float]:
+        """Workers → largest stable rate, the median of the seeds."""
+        found = {n: float(np.median([largest(regime, method, n, s) for s in range(self.seeds)])) for n in WORKERS}
+        say(f"{method}, batch {regime.batch}: " + ", ".join(f"{n}: {rate:.3g}" for n, rate in found.items()))
+        return found
+
+
+def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
+    """The largest rate below the first at which the model ends farther from the optimum than it started."""
+
+    def data() -> Data:
+        x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
+        return Data(x, np.zeros(len(x)), x[:1], np.zeros(1))
+
+    job = Job(lambda: Copies(regime), data, "sgd(lr=1)", metric=lambda outputs, targets: 0.0, batch=regime.batch)
+    steps = regime.updates(method, workers)
+    steps += -steps % LOCAL_STEPS if method == "local" else 0
+    run = run_strategy(METHODS[method], workers, steps, job=job, compute=COMPUTE, network="ideal", seed=seed)
+    distance = np.linalg.norm(run.result.reshape(len(regime.rates), -1), axis=1)
+    stable = int(np.argmax(np.append(~(distance < 1), True)))
+    return float(regime.rates[max(stable - 1, 0)])
+
+
+def _row(what: str, expected: float, rates: dict[int, float], workers: tuple[int, ...]) -> Row:
+    x, y = np.log(workers), np.log([rates[n] for n in workers])
+    exponent = float(np.polyfit(x, y, 1)[0])
+    return Row(f"exponent, {what}", expected, exponent, abs(exponent - expected) <= 0.25)
+
+
+def _closed_form(rates: dict[int, float]) -> Row:
+    """Against the delay tau = n - 1 that all gradients have where workers are equally fast."""
+    ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
+    worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
+    what = "exact gradients, async over the closed form, worst of 1 to 32 workers"
+    return Row(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))

@@ -1,0 +1,105 @@
+"""Published results tried here: what was claimed, what we got, and whether that holds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from flockstep import registry
+from flockstep.claims.base import Claim
+from flockstep.cli import show
+from flockstep.errors import ConfigurationError
+
+
+def known() -> list[str]:
+    """The claims' identifiers: by letter, then by number."""
+    return sorted(registry.names("claim"), key=_order)
+
+
+def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: bool) -> int:
+    """Try the claims that are named; print them with their verdicts; the exit code.
+
+    Raises:
+        ConfigurationError: no claim is named, or `everything` and names are.
+    """
+    if everything == bool(names):
+        raise ConfigurationError(f"name claims, or give --all for every one of them; known: {', '.join(known())}")
+    claims = {name: Claim.parse(name) for name in (known() if everything else names)}
+    results = [_tried(name, claim) for name, claim in claims.items()]
+    if as_json:
+        show.json({"claims": results, "held": sum(r["holds"] for r in results), "tried": len(results)})
+    else:
+        _print(results)
+    return int(strict and not all(result["holds"] for result in results))
+
+
+def list_claims(as_json: bool) -> None:
+    """Print every claim without trying it."""
+    rows = [{"claim": name, **_described(Claim.parse(name))} for name in known()]
+    if as_json:
+        show.json(rows)
+        return
+    made = Table("claim", "statement", "source", "quick", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        made.add_row(row["claim"], escape(row["statement"]), escape(row["source"]), "yes" if row["quick"] else "")
+    show.page().print(made)
+
+
+def _described(claim: Claim) -> dict[str, Any]:
+    texts = {name: getattr(claim, name) for name in ("statement", "source", "setting", "tolerance")}
+    return {**texts, "quick": claim.quick}
+
+
+def _tried(name: str, claim: Claim) -> dict[str, Any]:
+    began = time.monotonic()
+    show.console.print(f"{name}: {claim.statement}", markup=False, highlight=False)
+    verdict = claim.check(_say(name))
+    seconds = time.monotonic() - began
+    show.console.print(f"{name}: {'holds' if verdict.holds else 'falls short'} ({seconds:.0f} s)", highlight=False)
+    return {
+        "claim": name,
+        **_described(claim),
+        "holds": verdict.holds,
+        "rows": msgspec.to_builtins(verdict.rows),
+        "reason": verdict.reason,
+        "figures": verdict.figures,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _say(name: str) -> Callable[[str], None]:
+    return lambda line: show.console.print(f"{name}: {line}", markup=False, highlight=False)
+
+
+def _print(results: Sequence[dict[str, Any]]) -> None:
+    page = show.page()
+    for result in results:
+        made = Table("", "published", "ours", "", box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+        made.title = f"{result['claim']}  {escape(result['statement'])}"
+        for row in result["rows"]:
+            mark = "[green]holds[/]" if row["holds"] else "[red]falls short[/]"
+            made.add_row(escape(row["what"]), _text(row["published"]), _text(row["ours"]), mark)
+        page.print(made)
+        for label in ("source", "setting", "tolerance", "reason"):
+            if result[label]:
+                page.print(f"  {label}: {escape(result[label])}", highlight=False)
+        page.print()
+    held = sum(result["holds"] for result in results)
+    short = ", ".join(result["claim"] for result in results if not result["holds"])
+    page.print(f"{held} of {len(results)} claims hold" + (f"; short: {short}" if short else ""), highlight=False)
+
+
+def _text(value: float | str) -> str:
+    return escape(value) if isinstance(value, str) else f"{value:.5g}"
+
+
+def _order(name: str) -> tuple[str, int]:
+    found = re.fullmatch(r"([A-Z]+)(\d+)", name)
+    return (found[1], int(found[2])) if found else (name, 0)

@@ -1,0 +1,63 @@
+"""The systems of the literature: the table, and one in detail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from flockstep.cli import show
+from flockstep.strategies.base import Strategy
+from flockstep.systems.catalogue import System, system, systems
+
+HEADINGS = ("system", "parallelism", "optimisation", "scheduling", "exchange", "topology")
+
+
+def rows() -> list[dict[str, str]]:
+    """Every system with its place in the taxonomy, derived from its composition."""
+    return [known.row() for known in systems()]
+
+
+def detail(known: System) -> dict[str, Any]:
+    """All that there is to say about one."""
+    return {
+        **known.row(),
+        "citation": known.citation,
+        "rule": known.rule,
+        "differs": known.differs,
+        "modes": [
+            {"mode": mode.name, "strategy": str(strategy), "completeness": strategy.traits.completeness}
+            for mode, strategy in ((mode, Strategy.parse(mode.strategy)) for mode in known.modes)
+        ],
+    }
+
+
+def show_systems(name: str | None, as_json: bool) -> None:
+    """Print the table, or one system."""
+    if as_json:
+        show.json(rows() if name is None else detail(system(name)))
+    elif name is None:
+        show.page().print(_table())
+    else:
+        _print(detail(system(name)))
+
+
+def _table() -> Table:
+    made = Table(*HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows():
+        made.add_row(*(escape(row[heading]) for heading in HEADINGS))
+    return made
+
+
+def _print(found: dict[str, Any]) -> None:
+    page = show.page()
+    page.print(f"[bold]{escape(found['system'])}[/]")
+    for label in ("citation", "rule", "differs", *HEADINGS[1:]):
+        if found[label]:
+            page.print(f"  {label:13} {escape(found[label])}", soft_wrap=True, highlight=False)
+    for mode in found["modes"]:
+        page.print(f"  {mode['mode'] or 'composition':13} {escape(mode['strategy'])}", soft_wrap=True, highlight=False)
+    if found["modes"]:
+        page.print(f"  {'run it':13} flockstep simulate digits -s '{escape(found['system'])}' -n 4", highlight=False)

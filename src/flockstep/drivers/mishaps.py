@@ -1,0 +1,66 @@
+"""Lets faults happen to a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flockstep.messages import Address, Message
+from flockstep.nodes import Cluster
+from flockstep.simulation import units
+from flockstep.simulation.compute import Clock
+from flockstep.simulation.faults import Dies, Drops, Fault, Slows
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Event: a node dies, or (`noticed`) the others hear of it."""
+
+    node: Address
+    noticed: bool
+
+
+class Mishaps:
+    """The faults of one run: which messages get lost, when who dies, and how long gradients take then."""
+
+    def __init__(self, faults: Sequence[Fault], cluster: Cluster):
+        for fault in faults:
+            fault.check(cluster)
+        self._drops = {(f.source, f.to, f.nth) for f in faults if isinstance(f, Drops)}
+        self._slows = [f for f in faults if isinstance(f, Slows)]
+        self._deaths = [f for f in faults if isinstance(f, Dies)]
+        self._sent: Counter[tuple[Address, Address]] = Counter()
+
+    def deaths(self) -> list[tuple[float, Death]]:
+        """When each death happens, and when it is noticed."""
+        events = []
+        for fault in self._deaths:
+            at = units.duration(fault.at)
+            events += [(at, Death(fault.node, False)), (at + units.duration(fault.noticed), Death(fault.node, True))]
+        return sorted(events, key=lambda event: event[0])
+
+    def lost(self, to: Address, message: Message) -> bool:
+        """Whether this message gets lost; to be asked once for each that is sent."""
+        if not self._drops or message.array is None:
+            return False
+        link = message.source, to
+        self._sent[link] += 1
+        return (*link, self._sent[link]) in self._drops
+
+    def clock(self, clock: Clock) -> Clock:
+        """The clock with the slow workers' gradients stretched."""
+        return _Stretched(clock, self._slows) if self._slows else clock
+
+
+class _Stretched(Clock):
+    def __init__(self, clock: Clock, slows: Sequence[Slows]):
+        self._clock = clock
+        self._slows = slows
+
+    def finish(self, rank: int, t: float) -> float:
+        """The undisturbed time, stretched."""
+        finish = self._clock.finish(rank, t)
+        for fault in self._slows:
+            finish = t + (finish - t) * fault.stretch(rank, t)
+        return finish

@@ -1,0 +1,57 @@
+"""Evaluation of one torch model, or of several whose predictions are averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from flockstep.arrays.schema import slices
+from flockstep.frameworks.base import Data, Evaluation
+
+AT_ONCE = 512
+"""Test samples that go through the model together."""
+
+
+def evaluate(
+    module: torch.nn.Module,
+    members: Sequence[Mapping[str, torch.Tensor]],
+    data: Data,
+    loss: Callable[[Any, Any], Any],
+    metric: Callable[[Any, Any], Any],
+    classes: bool,
+) -> Evaluation:
+    """Loss and metric on the test set of the mean prediction of `members` (parameters and buffers by name)."""
+    size = len(data.test_x)
+    losses = metrics = 0.0
+    module.eval()
+    try:
+        with torch.no_grad():
+            for part in slices(size, -(-size // AT_ONCE)):
+                x, y = data.test_x[part], data.test_y[part]
+                outputs = combined([functional_call(module, dict(state), (x,)) for state in members], classes)
+                losses += float(loss(outputs, y)) * len(x)
+                metrics += float(metric(outputs, y)) * len(x)
+    finally:
+        module.train()
+    return Evaluation(losses / size, metrics / size)
+
+
+def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> torch.Tensor:
+    """How far predictions are from a teacher's, as `combined` gives them: cross-entropy, or mean square."""
+    if not classes:
+        return torch.nn.functional.mse_loss(outputs, teacher)
+    return -(torch.softmax(teacher, -1) * torch.log_softmax(outputs, -1)).sum(-1).mean()
+
+
+def combined(outputs: Sequence[torch.Tensor], classes: bool) -> torch.Tensor:
+    """The mean prediction: of probabilities, as logarithms, where outputs are the logits of classes."""
+    if len(outputs) == 1:
+        return outputs[0]
+    stacked = torch.stack(list(outputs))
+    if not classes:
+        return stacked.mean(0)
+    return torch.logsumexp(torch.log_softmax(stacked, -1), 0) - math.log(len(outputs))

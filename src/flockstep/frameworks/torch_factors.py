@@ -1,0 +1,116 @@
+"""Which layers of a torch module have gradients that are sums of outer products, and what they are sums of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.base import Engine, Indices
+from flockstep.frameworks.torch_flat import FlatModule
+
+TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
+"""Largest relative distance between a layer's gradient and the sum of its products that is put down to rounding."""
+Factors = tuple[FlatArray, FlatArray]
+
+
+class FactoringEngine(Engine):
+    """Factors of the `torch.nn.Linear` modules: what goes into them, and the slopes of what comes out."""
+
+    module: torch.nn.Module
+    flat: FlatModule
+    _layers: dict[int, tuple[Layer, ...]]
+
+    def layers(self, batch: int) -> tuple[Layer, ...]:
+        """The Linear modules whose weight has no other use, as a trial with the first samples shows."""
+        known = self.__dict__.setdefault("_layers", {})
+        if batch not in known:
+            known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
+        found: tuple[Layer, ...] = known[batch]
+        return found
+
+    def factored(
+        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+    ) -> float:
+        """As `gradient`, packed; the layers' matrices are computed too, and left out."""
+        dense = np.empty(self.schema.size, out.dtype)
+        modules = dict(self._linear())
+        with captured([modules[layer.offset] for layer in layers]) as factors:
+            loss = self.gradient(params, indices, dense, replica, step)
+        Packing(len(dense), layers).pack(dense, [factors() for factors in factors], out)
+        return loss
+
+    def _linear(self) -> Iterator[tuple[int, torch.nn.Linear]]:
+        """Offset and module of every Linear whose weight is trainable and nobody else's."""
+        modules = list(self.module.modules())
+        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        offsets = {id(p): e.offset for e, p in zip(self.schema.entries, self.flat.parameters, strict=True)}
+        for module in modules:
+            if isinstance(module, torch.nn.Linear) and id(module.weight) in offsets and uses[id(module.weight)] == 1:
+                yield offsets[id(module.weight)], module
+
+    def _find(self, indices: Indices) -> tuple[Layer, ...]:
+        present, buffers = self.flat.params.copy(), self.buffers(0)
+        dense = self.initial()
+        candidates = sorted(self._linear(), key=lambda pair: pair[0])
+        with captured([module for _, module in candidates]) as factors:
+            self.gradient(self.initial(), indices, dense)
+        self.flat.params[:] = present
+        self.restore_buffers(0, buffers)
+        found = []
+        for (offset, _), get in zip(candidates, factors, strict=True):
+            u, v = get()
+            layer = Layer(offset, u.shape[1], v.shape[1], len(u))
+            slope = dense[offset : offset + layer.dense].reshape(layer.rows, layer.columns)
+            distance = np.linalg.norm((u.T @ v - slope).astype(np.float64))
+            if len(u) and distance <= TOLERANCE[self.schema.dtype] * np.linalg.norm(slope.astype(np.float64)):
+                found.append(layer)
+        return tuple(found)
+
+
+class Trace:
+    """The factors of one module in one forward and backward pass: a pair of arrays for each time that it is used."""
+
+    def __init__(self, module: torch.nn.Linear):
+        self._module = module
+        self._inputs: list[torch.Tensor] = []
+        self._slopes: dict[int, torch.Tensor] = {}
+
+    def __call__(self) -> Factors:
+        """U (products, rows) and V (products, columns); none where the module was not used."""
+        calls = sorted(self._slopes)
+        u = [self._slopes[call].reshape(-1, self._module.out_features) for call in calls]
+        v = [self._inputs[call].reshape(-1, self._module.in_features) for call in calls]
+        if not calls:
+            return np.empty((0, self._module.out_features)), np.empty((0, self._module.in_features))
+        return torch.cat(u).numpy(), torch.cat(v).numpy()
+
+    def hook(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        """Keep what went in, and the slope of what came out once it is known."""
+        call = len(self._inputs)
+        self._inputs.append(inputs[0].detach())
+
+        def keep(slope: torch.Tensor) -> None:
+            self._slopes[call] = slope.detach()
+
+        if output.requires_grad:
+            output.register_hook(keep)  # type: ignore[no-untyped-call]
+        return output.clone()  # what follows may work in place, and the slope is that of the value from before
+
+
+@contextmanager
+def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[Trace]]:
+    """Inside, what goes through the modules is kept; a trace for each module, in order."""
+    traces = [Trace(module) for module in modules]
+    handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]
+    try:
+        yield traces
+    finally:
+        for handle in handles:
+            handle.remove()

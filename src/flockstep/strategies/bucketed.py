@@ -1,0 +1,116 @@
+"""All-reduce in buckets that overlaps with backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass(frozen=True)
+class Bucketed(Strategy):
+    """Synchronous SGD as PyTorch's DistributedDataParallel does it (Li et al. 2020, section 3.2).
+
+    The gradient is cut into buckets of `cap` megabytes, from its end, where backward begins; the first one holds
+    `first` megabytes, so that communication starts early. Each bucket is averaged in the background as soon as it is
+    complete, in order; the optimiser steps when all are. `accumulate` batches go into one step (DDP's no_sync): their
+    gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors where need be. In
+    processes of their own the whole gradient is there before the first bucket leaves, so that buckets overlap with each
+    other but not with backward.
+    """
+
+    cap: float = 25.0
+    first: float = 1.0
+    accumulate: int = 1
+    collective: Collective = field(default_factory=Ring)
+
+    def __post_init__(self) -> None:
+        for name in ("cap", "first"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be > 0 megabytes, got {getattr(self, name)}; 25 and 1 are usual")
+        if self.accumulate < 1:
+            raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous where every step exchanges; a dead worker stops everyone."""
+        return Traits(1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """Gradients are all-reduced; every worker holds the one model."""
+        return Cell("central", "sync", "all-reduce", "replicated PS")
+
+    def worker_state(self, me: Worker) -> Held:
+        """Nothing is held back."""
+        return Held()
+
+    async def worker(self, me: Worker) -> None:
+        """Hold gradients back until the last one of a step; average its buckets as they come; step."""
+        held: Held = me.state
+        while me.training:
+            if held.count < self.accumulate - 1:
+                held.add(await me.gradient())
+                continue
+            mean, tasks = np.empty_like(me.params), []
+            async for part, gradient in me.gradient_parts(buckets(len(me.params), me.params.itemsize, self)):
+                mean[part] = held.with_last(gradient, part)
+                tasks.append(me.background(f"bucket{part.start}", self.collective.average(me, mean[part])))
+            for task in tasks:
+                await me.finished(task)
+            held.clear()
+            me.record_round(self.accumulate)
+            me.optimizer_step(mean)
+
+    async def finish(self, me: Worker) -> None:
+        """Use what is held back after the last gradient."""
+        held: Held = me.state
+        if held.total is not None:
+            mean = held.total / held.count
+            await self.collective.average(me, mean)
+            me.record_round(held.count)
+            me.optimizer_step(mean)
+            held.clear()
+        me.leave()
+
+
+@dataclass
+class Held:
+    """The sum of the gradients that wait for the last one of their step."""
+
+    total: FlatArray | None = None
+    count: int = 0
+
+    def add(self, gradient: FlatArray) -> None:
+        """Hold one more back."""
+        self.total = gradient.copy() if self.total is None else self.total + gradient
+        self.count += 1
+
+    def with_last(self, gradient: FlatArray, part: slice) -> FlatArray:
+        """The mean over the batches of the step, on one part of the array."""
+        mean: FlatArray = gradient[part]
+        if self.total is not None:
+            mean = (self.total[part] + mean) / (self.count + 1)
+        return mean
+
+    def clear(self) -> None:
+        """The step is done."""
+        self.total, self.count = None, 0
+
+
+def buckets(size: int, itemsize: int, sizes: Bucketed) -> list[slice]:
+    """The buckets of a gradient of `size` elements, the last part of the array first."""
+    stop, cap = size, sizes.first
+    parts = []
+    while stop > 0:
+        start = max(0, stop - max(1, int(cap * 1e6) // itemsize))
+        parts.append(slice(start, stop))
+        stop, cap = start, sizes.cap
+    return parts

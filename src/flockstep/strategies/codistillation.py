@@ -1,0 +1,70 @@
+"""Replicas that learn from each other's predictions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass
+class Teachers:
+    """The last parameters that each peer has sent."""
+
+    params: dict[int, FlatArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Codistillation(Strategy):
+    """Codistillation (Anil et al. 2018, algorithm 1).
+
+    Every worker trains a model of its own on its part of the data, and sends a copy of it to the others every `period`
+    steps. From step `burn_in` on, what it minimises is its loss plus `weight` times the distance of its predictions to
+    the mean prediction of the copies that it holds, however old; each copy costs one more forward pass. Without
+    distance, or with period longer than the run, it is an ensemble.
+    """
+
+    period: int = 50
+    weight: float = 1.0
+    burn_in: int = 0
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigurationError(f"period must be >= 1 steps, got {self.period}; 50 is a copy now and then")
+        if not 0 <= self.weight < math.inf:
+            raise ConfigurationError(f"weight must be >= 0 and finite, got {self.weight}; 1 counts as much as the loss")
+        if self.burn_in < 0:
+            raise ConfigurationError(f"burn_in must be >= 0 steps, got {self.burn_in}; 0 learns from the first copies")
+
+    @property
+    def traits(self) -> Traits:
+        """Updates reach others through predictions only; workers may die."""
+        return Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
+
+    @property
+    def cell(self) -> Cell:
+        """Independent trainers that send copies to each other."""
+        return Cell("decentral", "async", "ad hoc", "p2p mesh")
+
+    def worker_state(self, me: Worker) -> Teachers:
+        """No copy yet."""
+        return Teachers()
+
+    async def worker(self, me: Worker) -> None:
+        """Send a copy now and then; step towards the copies of others."""
+        state: Teachers = me.state
+        while me.training:
+            if me.step and me.step % self.period == 0:
+                me.send_all(me.peers, "copy", me.params)
+            for message in me.arrived("copy"):
+                state.params[message.source] = message.payload
+            if state.params and self.weight and me.step >= self.burn_in:
+                teachers = [params for _, params in sorted(state.params.items())]
+                gradient = await me.gradient_towards(teachers, self.weight)
+            else:
+                gradient = await me.gradient()
+            me.optimizer_step(gradient)

@@ -1,0 +1,32 @@
+"""No bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flockstep.strategies.consistency.base import ClockRule, Push
+
+
+@dataclass(frozen=True)
+class Asynchronous(ClockRule):
+    """No bound (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient on arrival, every read."""
+
+    @property
+    def completeness(self) -> Literal[1, 2, 3, 4]:
+        """Unbounded delay."""
+        return 3
+
+    @property
+    def survives(self) -> bool:
+        """Nobody waits for anybody."""
+        return True
+
+    def admits(self, clock: int, slowest: int) -> bool:
+        """Always."""
+        return True
+
+    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
+        """Each at once."""
+        return [[push] for push in pending]

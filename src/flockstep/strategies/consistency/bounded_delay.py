@@ -1,0 +1,46 @@
+"""A task may start once all that lie tau before it have finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
+
+
+@dataclass(frozen=True)
+class BoundedDelay(ClockRule):
+    """Bounded delay (Li et al. 2014, section 3.4): task t starts when all tasks up to t - tau - 1 have finished.
+
+    A task is a worker's push and pull; gradients are applied as they arrive, so that, unlike with `ssp`, a reader may
+    see some that are further ahead than its bound. tau = 0 is sequential: bulk synchronous, bit for bit.
+    """
+
+    tau: int = field(default=4, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        if self.tau < 0:
+            raise ConfigurationError(f"tau must be >= 0 tasks, got {self.tau}; use asynchronous for no bound")
+
+    @property
+    def completeness(self) -> Literal[1, 2, 3, 4]:
+        """Bounded delay; none with tau = 0."""
+        return 2 if self.tau else 1
+
+    @property
+    def survives(self) -> bool:
+        """A dead worker's clock no longer counts."""
+        return self.tau > 0
+
+    def admits(self, clock: int, slowest: int) -> bool:
+        """t - tau <= slowest clock."""
+        return clock - self.tau <= slowest
+
+    def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
+        """Each at once; with tau = 0 those of steps that everyone has pushed."""
+        if self.tau:
+            return [[push] for push in pending]
+        return by_timestamp([push for push in pending if push.timestamp < slowest])

@@ -1,0 +1,125 @@
+"""The first gradients of a version; the rest is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.expression import SHOWN
+from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+
+
+class FirstOf(Consistency):
+    """A step for the first `needed` gradients of the current version; workers that are late give up theirs."""
+
+    gives_up: ClassVar[bool] = True
+
+    @property
+    def completeness(self) -> Literal[1, 2, 3, 4]:
+        """What is given up reaches nobody."""
+        return 4
+
+    @property
+    def survives(self) -> bool:
+        """As long as enough live."""
+        return True
+
+    def needed(self, workers: int) -> int:
+        """How many gradients make a step."""
+        raise NotImplementedError
+
+    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+        """Those for whom there is a newer version."""
+        return [read for read in reads if read.version < view.version]
+
+    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """The first ones of this version, in order of rank.
+
+        Raises:
+            PeerLost: fewer workers live than it takes.
+        """
+        needed = self.needed(view.workers)
+        if view.workers - view.lost < needed:
+            raise PeerLost(
+                f"{view.lost} of {view.workers} workers are lost, and a step takes the gradients of "
+                f"{needed}; ask for fewer"
+            )
+        current = [push for push in pending if push.version == view.version]
+        return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed else []
+
+    def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
+        """Those of earlier versions."""
+        return [push for push in pending if push.version < view.version]
+
+    def _require(self, needed: int, workers: int, what: str) -> None:
+        if not 1 <= needed <= workers:
+            raise ConfigurationError(
+                f"{what}, which is not between 1 and the number of workers, {workers}; choose another"
+            )
+
+
+@dataclass(frozen=True)
+class BackupWorkers(FirstOf):
+    """Synchronous SGD with b backup workers (Chen et al. 2016; Abadi et al. 2016, section 4.4).
+
+    Of all workers, the first N = workers - b gradients of a version make the next one; the others are dropped, and who
+    still computes gives up. A step takes as long as the N-th fastest. Up to b workers may die.
+    """
+
+    b: int = field(default=1, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        if self.b < 0:
+            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for everyone")
+
+    def check(self, workers: int) -> None:
+        """Somebody must be left."""
+        if workers > 1:
+            self._require(
+                self.needed(workers), workers, f"b={self.b} leaves {self.needed(workers)} gradients for a step"
+            )
+
+    def needed(self, workers: int) -> int:
+        """N; a worker alone has no backup."""
+        return workers - self.b if workers > 1 else 1
+
+
+@dataclass(frozen=True)
+class KSync(FirstOf):
+    """K-sync SGD (Dutta et al. 2018, section 3.1): the first `k` learners of a step; the rest is cancelled."""
+
+    k: int = field(default=1, metadata=SHOWN)
+
+    def check(self, workers: int) -> None:
+        """There must be so many."""
+        self._require(self.k, workers, f"k={self.k}")
+
+    def needed(self, workers: int) -> int:
+        """K."""
+        return self.k
+
+
+@dataclass(frozen=True)
+class KBatchSync(KSync):
+    """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches of a step, whoever computes them.
+
+    A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
+    """
+
+    def check(self, workers: int) -> None:
+        """Any number from 1 on will do."""
+        if self.k < 1:
+            raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; 1 steps after each")
+
+    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+        """Everyone."""
+        return list(reads)
+
+    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """The first ones of this version, in order of rank and clock."""
+        current = [push for push in pending if push.version == view.version]
+        if len(current) < self.k:
+            return []
+        return [sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))]

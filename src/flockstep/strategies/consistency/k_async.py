@@ -1,0 +1,69 @@
+"""A step for every K gradients, none of which is cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+
+
+@dataclass(frozen=True)
+class KAsync(Consistency):
+    """K-async SGD (Dutta et al. 2018, section 3.2): a step for the first `k` learners; the others go on.
+
+    Whoever has pushed waits until its gradient has been applied; the others' arrive later, of an older version.
+    """
+
+    k: int = field(default=1, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; 1 is asynchronous")
+
+    @property
+    def completeness(self) -> Literal[1, 2, 3, 4]:
+        """Unbounded delay."""
+        return 3
+
+    @property
+    def survives(self) -> bool:
+        """Fewer than k make a step of what there is."""
+        return True
+
+    def check(self, workers: int) -> None:
+        """There must be so many learners."""
+        if self.k > workers:
+            raise ConfigurationError(f"k must be <= workers, {workers}, got {self.k}; use bsp for all of them")
+
+    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+        """Those for whom there is a newer version: their gradient has been applied."""
+        return [read for read in reads if read.version < view.version]
+
+    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """The first k, which are of as many learners, since who has pushed waits; fewer where fewer live."""
+        k = min(self.k, view.live)
+        return [list(pending[:k])] if len(pending) >= k > 0 else []
+
+    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """What is left."""
+        return [list(pending)] if pending else []
+
+
+@dataclass(frozen=True)
+class KBatchAsync(KAsync):
+    """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whoever they are from."""
+
+    def check(self, workers: int) -> None:
+        """Any number from 1 on will do."""
+
+    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+        """Everyone, at once."""
+        return list(reads)
+
+    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """The first k, if there are as many."""
+        return [list(pending[: self.k])] if len(pending) >= self.k else []

@@ -1,0 +1,50 @@
+"""A bound on how far values may have moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+
+
+@dataclass(frozen=True)
+class ValueBound(Consistency):
+    """Value-bounded asynchronous parallel, VAP (Wei et al. 2015; Langer et al. 2020, section 3.3.4).
+
+    Gradients are applied on arrival. A worker is admitted while no parameter has moved by `delta` or more since the
+    oldest version that somebody still computes on. If nobody computes, whoever waits is admitted: a single update may
+    exceed the bound, and then nothing else could ever bring it down. With `decreasing`, the bound is delta / sqrt(t) in
+    the t-th version (Dai et al. 2015, theorem 3).
+    """
+
+    delta: float = field(default=0.1, metadata=SHOWN)
+    decreasing: bool = False
+    bounds_values: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.delta > 0:
+            raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp for no change at all")
+
+    @property
+    def completeness(self) -> Literal[1, 2, 3, 4]:
+        """Bounded."""
+        return 2
+
+    @property
+    def survives(self) -> bool:
+        """What a dead worker computed on does not count."""
+        return True
+
+    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+        """All, or none."""
+        bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
+        return list(reads) if view.computing == 0 or view.drift() < bound else []
+
+    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """Each at once."""
+        return [[push] for push in pending]

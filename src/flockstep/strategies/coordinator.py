@@ -1,0 +1,138 @@
+"""L-BFGS on gradients that many workers compute in portions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import slices
+from flockstep.messages import BYE, Message
+from flockstep.nodes import Server
+from flockstep.strategies.portions import Portions
+from flockstep.strategies.vector_shards import direction, tell
+
+ARMIJO = 1e-4
+"""The share of the expected decrease that a step must achieve (Armijo 1966)."""
+
+
+@dataclass
+class Coordinator:
+    """Runs evaluation after evaluation, and L-BFGS on what they give."""
+
+    portions: Portions
+    history: int
+    evaluation: int = 0
+    granted: dict[int, int] = field(default_factory=dict)
+    """Portions that each live worker may compute."""
+    size: int = 0
+    """Number of training samples."""
+    spent: int = 0
+    loss: float | None = None
+    """At the current parameters; None before the first evaluation."""
+    t: float = 1.0
+    """How far the line search goes next, in lengths of the direction."""
+    idle: list[Message] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+    pairs: list[int] = field(default_factory=list)
+
+    async def run(self, me: Server) -> None:
+        """Until what the workers were granted is spent, or nothing is left to gain."""
+        self.granted, self.gone, self.idle = {}, set(), []
+        while len(self.granted) < me.cluster.workers:
+            await self._hear(me)
+        if self.loss is None and self._affordable:
+            self.loss = await self._evaluate(me)
+            await tell(me, "set", "g", "sum")
+            await tell(me, "scale", "g", by=1 / self.size)
+        while self.loss is not None and self._affordable and len(self.gone) < me.cluster.workers:
+            if not await self._step(me, self.loss):
+                break
+        await tell(me, "set", "trial", "w")
+        self.evaluation += 1
+        for work in self.idle:
+            self._reply(me, work, -1)
+        while len(self.gone) < me.cluster.workers:
+            await self._hear(me, over=True)
+
+    @property
+    def _affordable(self) -> bool:
+        """Whether what is granted allows for another evaluation."""
+        return self.spent + self.portions.count <= sum(self.granted.values())
+
+    async def _step(self, me: Server, loss: float) -> bool:
+        """One line search along the L-BFGS direction; False where no step helps, or none may be tried any more."""
+        await direction(me, self.pairs)
+        slope = await tell(me, "dot", "g", "d")
+        while slope < 0 and self._affordable:
+            await tell(me, "set", "trial", "w")
+            await tell(me, "add", "trial", "d", self.t)
+            new = await self._evaluate(me)
+            if new <= loss + ARMIJO * self.t * slope:
+                await self._accept(me)
+                self.loss, self.t = new, 1.0
+                return True
+            self.t /= 2
+        return False
+
+    async def _accept(self, me: Server) -> None:
+        """Keep the step and the change of the gradient as a pair, if its curvature is positive."""
+        k = self.evaluation
+        for name, new, old in ((f"s{k}", "trial", "w"), (f"y{k}", "sum", "g")):
+            await tell(me, "set", name, new)
+            if new == "sum":
+                await tell(me, "scale", name, by=1 / self.size)
+                await tell(me, "set", "new", name)
+            await tell(me, "add", name, old, -1.0)
+        await tell(me, "set", "w", "trial")
+        await tell(me, "set", "g", "new")
+        if await tell(me, "dot", f"s{k}", f"y{k}") > 0:
+            self.pairs = [*self.pairs, k][-self.history :]
+        me.version += 1
+
+    async def _evaluate(self, me: Server) -> float:
+        """The mean loss at the trial parameters; the shards then hold the sum of the gradients."""
+        self.evaluation += 1
+        self.portions.begin()
+        parked, self.idle = self.idle, []
+        for work in parked:
+            self._give(me, work)
+        while len(self.portions.losses) < self.portions.count:
+            await self._hear(me)
+        for rank in range(me.cluster.workers):
+            if rank not in self.gone:
+                me.record_update(rank, 0)
+        return sum(self.portions.losses[portion] for portion in sorted(self.portions.losses)) / self.size
+
+    async def _hear(self, me: Server, over: bool = False) -> None:
+        """Take in one request for work, with its report, or a farewell."""
+        message = await me.receive()
+        if message.tag == BYE:
+            self.gone.add(message.source)
+            self.idle = [work for work in self.idle if work.source != message.source]
+            self.portions.lose(message.source)
+            parked, self.idle = self.idle, []
+            for work in parked:
+                self._give(me, work)
+            return
+        note = message.note
+        if "budget" in note:
+            self.granted[message.source], self.size = int(note["budget"]), int(note["size"])
+        elif int(note["evaluation"]) == self.evaluation:
+            self.portions.done(int(note["portion"]), float(note["loss"]))
+        if over:
+            self._reply(me, message, -1)
+        else:
+            self._give(me, message)
+
+    def _give(self, me: Server, work: Message) -> None:
+        """Answer a request for work, or keep it until there is some."""
+        portion = self.portions.hand_out(work.source) if self.evaluation else None
+        if portion is None:
+            self.idle.append(work)
+        else:
+            self.spent += 1
+            self._reply(me, work, portion)
+
+    def _reply(self, me: Server, work: Message, portion: int) -> None:
+        part = slices(self.size, self.portions.count)[portion] if portion >= 0 else slice(0, 0)
+        note = {"evaluation": self.evaluation, "portion": portion, "start": part.start, "stop": part.stop}
+        me.reply(work, None, note)

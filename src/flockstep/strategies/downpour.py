@@ -1,0 +1,150 @@
+"""Workers step on their own, push what has accrued, and fetch from time to time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Codec
+from flockstep.codecs.identity import Identity
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.messages import Address, Message, Note, server
+from flockstep.nodes import Server, Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.filters.base import Filter
+from flockstep.strategies.filters.packet import Inbox, Outbox, pack, unpack
+from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.rules.plain import Plain
+
+Request = tuple[Address, FlatArray | None, Note]
+
+
+@dataclass
+class Replica:
+    """What a worker remembers between steps."""
+
+    seen: list[int]
+    """For each shard, the version that the worker's parameters stand for: what it fetched, and its pushes since."""
+    since: list[int]
+    """The same when the first of the accrued gradients was computed."""
+    outboxes: list[Outbox]
+    accrued: FlatArray
+    count: int = 0
+
+
+@dataclass
+class Shard:
+    """What a server remembers: for its rule, and of each worker's lists of keys."""
+
+    rule: Any
+    inboxes: dict[int, Inbox]
+
+
+@dataclass(frozen=True)
+class Downpour(Strategy):
+    """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1).
+
+    A worker steps on its replica with the job's optimiser, adds up its gradients, pushes the sum every `n_push` steps
+    and takes the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1, which is `asgd`. A server
+    applies a sum at once, as `rule` says, at the pushing worker's learning rate. What is left is pushed at the end,
+    filters aside. A fetch is waited for, the paper overlaps it; it replaces the replica, also where gradients are not
+    pushed yet. Staleness counts the updates by others since the first of the accrued gradients was computed.
+    """
+
+    n_push: int = field(default=1, metadata=SHOWN)
+    n_fetch: int = field(default=1, metadata=SHOWN)
+    shards: int = 1
+    rule: Rule = field(default_factory=Plain)
+    filters: tuple[Filter, ...] = ()
+    codec: Codec = field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        for name in ("n_push", "n_fetch", "shards"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} of downpour must be >= 1, got {getattr(self, name)}; the usual is 1")
+
+    @property
+    def traits(self) -> Traits:
+        """Everything arrives, nobody waits for anybody."""
+        return Traits(3, survives=True, results=("server", "mean", "rank0", "best"), server_optimizer=True)
+
+    @property
+    def cell(self) -> Cell:
+        """Gradients go to the servers whenever they are there."""
+        return Cell("central", "async", "ad hoc", "distributed PS" if self.shards > 1 else "single PS")
+
+    @property
+    def servers(self) -> int:
+        """One per shard."""
+        return self.shards
+
+    def worker_state(self, me: Worker) -> Replica:
+        """Nothing fetched, nothing accrued."""
+        return Replica([0] * self.shards, [0] * self.shards, [Outbox() for _ in range(self.shards)], 0 * me.params)
+
+    def master_state(self, me: Server) -> Shard:
+        """Nothing heard."""
+        return Shard(self.rule.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, step, push and fetch when it is time."""
+        state: Replica = me.state
+        while me.training:
+            gradient = await me.gradient()
+            if not state.count:
+                state.since = list(state.seen)
+            state.accrued += gradient
+            state.count += 1
+            push, fetch = me.step % self.n_push == 0, me.step % self.n_fetch == 0
+            pushes = self._pushes(me, state, fetch) if push else []
+            me.optimizer_step(gradient)
+            if push and not fetch:
+                for to, data, note in pushes:
+                    me.send(to, "push", data, note)
+            elif fetch:
+                asked = pushes or [(server(i), None, {}) for i in range(self.shards)]
+                replies = await me.ask_all("push" if push else "fetch", asked)
+                for i, part in enumerate(slices(len(me.params), self.shards)):
+                    me.params[part] = replies[i].payload
+                    state.seen[i] = int(replies[i].note["version"])
+
+    async def finish(self, me: Worker) -> None:
+        """Push what has accrued and what filters withheld."""
+        state: Replica = me.state
+        if state.count or any(outbox.pending is not None for outbox in state.outboxes):
+            for to, data, note in self._pushes(me, state, flush=True):
+                me.send(to, "push", data, note)
+        me.leave()
+
+    async def master(self, me: Server) -> None:
+        """Apply at once; answer with the parameters."""
+        state: Shard = me.state
+        async for message in me.messages():
+            if message.tag == "push":
+                self._push(me, state, message)
+            if message.tag == "fetch" or message.note.get("fetch"):
+                self.rule.read(me, state.rule, message.source)
+                me.reply(message, me.params, {"version": me.version})
+
+    def _push(self, me: Server, state: Shard, message: Message) -> None:
+        note, rank, dtype = message.note, message.source, me.params.dtype.name
+        total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
+        push = Push(rank, message.step - 1, int(note["version"]), float(note["lr"]), total)
+        if note["count"]:
+            me.record_update(rank, me.version - push.version, int(note["count"]))
+        self.rule.apply(me, state.rule, [push])
+
+    def _pushes(self, me: Worker, state: Replica, fetch: bool = False, flush: bool = False) -> list[Request]:
+        """What each shard is sent; `fetch`: and answers with its parameters; `flush`: filters aside."""
+        pushes: list[Request] = []
+        for i, part in enumerate(slices(len(me.params), self.shards)):
+            update, outbox = state.accrued[part], state.outboxes[i]
+            data = pack(self.filters, self.codec, update, me.params[part], outbox, me.random, flush)
+            note = {"version": state.since[i], "lr": me.lr, "count": state.count, "fetch": int(fetch)}
+            pushes.append((server(i), data, note))
+            state.seen[i] += 1
+        state.accrued[:], state.count = 0, 0
+        return pushes

@@ -1,0 +1,37 @@
+"""Entries that an l1 penalty holds at zero do not travel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.expression import SHOWN
+from flockstep.optimizers.base import require
+from flockstep.strategies.filters.base import Filter, Mask
+
+
+@dataclass(frozen=True)
+class Kkt(Filter):
+    """KKT filter (Li, Andersen, Smola & Yu 2014, section 3.3), for the penalty l1 ||w||_1 of the rule `proximal`.
+
+    Zero is optimal for an entry whose gradient is at most l1 in magnitude (Karush, Kuhn and Tucker's condition), so one
+    that is zero here, and whose gradient is at most l1 - slack, is not sent, and dropped: it would change nothing.
+    A worker sees its own gradient alone, hence the slack.
+    """
+
+    carries: ClassVar[bool] = False
+    l1: float = field(default=1e-4, metadata=SHOWN)
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.l1 < math.inf, "l1 of kkt", ">= 0 and finite", self.l1, "use that of proximal")
+        require(0 <= self.slack <= self.l1, "slack of kkt", "in [0, l1]", self.slack, "use 0 for none")
+
+    def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
+        """What is not zero, or would not stay zero."""
+        mask: Mask = (params != 0) | ~(np.abs(update) <= self.l1 - self.slack)
+        return mask

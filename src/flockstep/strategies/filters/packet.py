@@ -1,0 +1,139 @@
+"""A filtered update on the wire: which entries, then their values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.errors import ProtocolError
+from flockstep.strategies.filters.base import Filter
+
+Keys = npt.NDArray[np.uint32]
+Lists = dict[bytes, Keys]
+"""Hash → list of keys, the one used last at the end."""
+
+WHOLE, LISTED, HASHED = range(3)
+"""First byte of a packet: all entries; the number of keys (4 bytes) and the keys (4 bytes each); their hash."""
+HASH_BYTES = 8
+
+
+@dataclass
+class Outbox:
+    """What a sender remembers of one receiver."""
+
+    pending: FlatArray | None = None
+    """What filters have withheld."""
+    lists: Lists = field(default_factory=dict)
+
+
+@dataclass
+class Inbox:
+    """What a receiver remembers of one sender."""
+
+    lists: Lists = field(default_factory=dict)
+
+
+def pack(
+    filters: Sequence[Filter],
+    codec: Codec,
+    update: FlatArray,
+    params: FlatArray,
+    outbox: Outbox,
+    random: np.random.Generator,
+    flush: bool = False,
+) -> Bytes:
+    """The bytes to send for `update`, (K,), and all that is pending; what filters withhold is pending afterwards.
+
+    `flush` sends everything. What the codec loses of the values is not kept. Without filters: the encoded update alone.
+    """
+    if not filters:
+        return codec.encode(update, random)
+    wanted = update if outbox.pending is None else outbox.pending + update
+    sent, kept = np.ones(len(wanted), np.bool_), np.zeros(len(wanted), np.bool_)
+    for chosen in () if flush else filters:
+        mask = chosen.lets_through(wanted, params, random)
+        if mask is not None:
+            sent &= mask
+            if chosen.carries:
+                kept |= ~mask
+            else:
+                wanted = np.where(mask, wanted, 0)  # dropped for good
+    outbox.pending = np.where(kept, wanted, 0) if kept.any() else None
+    keys = np.flatnonzero(sent).astype(np.uint32)
+    head = _write_keys(keys, len(wanted), outbox.lists, _remembered(filters))
+    return np.concatenate([head, codec.encode(wanted[sent], random)])
+
+
+def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtype: str, inbox: Inbox) -> FlatArray:
+    """The update that `data` stands for: zero where nothing was sent.
+
+    Raises:
+        ProtocolError: `data` cannot be a packet for `size` elements, or names a list of keys that never came.
+    """
+    if not filters:
+        return codec.decode(data, size, dtype)
+    keys, start = _read_keys(data, size, inbox.lists, _remembered(filters))
+    if keys is None:
+        return codec.decode(data[start:], size, dtype)
+    update: FlatArray = np.zeros(size, dtype)
+    update[keys] = codec.decode(data[start:], len(keys), dtype)
+    return update
+
+
+def _write_keys(keys: Keys, size: int, lists: Lists, remembered: int) -> Bytes:
+    if len(keys) == size:
+        return np.array([WHOLE], np.uint8)
+    plain = keys.astype("<u4").tobytes()
+    if remembered:
+        digest = _digest(plain)
+        known = np.array_equal(lists.get(digest, ()), keys) and len(keys) > 0
+        _remember(lists, digest, keys, remembered)
+        if known:
+            return np.frombuffer(bytes([HASHED]) + digest, np.uint8)
+    return np.frombuffer(bytes([LISTED]) + len(keys).to_bytes(4, "little") + plain, np.uint8)
+
+
+def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[Keys | None, int]:
+    """The keys (None: all), and where the values begin."""
+    kind = int(data[0]) if data.size else -1
+    if kind == WHOLE:
+        return None, 1
+    if kind == HASHED and data.size > HASH_BYTES:
+        digest = data[1 : 1 + HASH_BYTES].tobytes()
+        if digest not in lists:
+            raise ProtocolError(f"a push names the list of keys {digest.hex()}, which was never sent")
+        _remember(lists, digest, lists[digest], remembered)
+        return lists[digest], 1 + HASH_BYTES
+    if kind != LISTED or data.size < 5:
+        raise ProtocolError(f"a push of {data.size} bytes does not say which of {size} entries it holds")
+    stop = 5 + 4 * int.from_bytes(data[1:5].tobytes(), "little")
+    if data.size < stop:
+        raise ProtocolError(f"a push of {data.size} bytes is shorter than its list of keys")
+    keys = np.frombuffer(data[5:stop].tobytes(), "<u4").astype(np.uint32)
+    if keys.size and (keys[-1] >= size or (keys[:-1] >= keys[1:]).any()):
+        raise ProtocolError(f"the keys of a push must ascend below {size}, got {keys[:8].tolist()}…")
+    if remembered:
+        _remember(lists, _digest(data[5:stop].tobytes()), keys, remembered)
+    return keys, stop
+
+
+def _remembered(filters: Sequence[Filter]) -> int:
+    return max((each.lists for each in filters), default=0)
+
+
+def _digest(plain: bytes) -> bytes:
+    return hashlib.blake2b(plain, digest_size=HASH_BYTES).digest()
+
+
+def _remember(lists: Lists, digest: bytes, keys: Keys, limit: int) -> None:
+    """Make it the last; forget the one that was not used for longest. Both ends do this in the same order."""
+    lists.pop(digest, None)
+    lists[digest] = keys
+    if len(lists) > limit:
+        del lists[next(iter(lists))]

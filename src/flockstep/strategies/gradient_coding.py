@@ -1,0 +1,150 @@
+"""Redundant gradients, coded so that any n - s of n workers give the exact sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.messages import BYE, MASTER, Message
+from flockstep.nodes import Server, Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+Code = npt.NDArray[np.float64]
+
+
+@dataclass
+class Round:
+    """What the server has received of the current step: rank → coded gradient; and who is gone."""
+
+    arrived: dict[int, FlatArray] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class GradientCoding(Strategy):
+    """Gradient coding (Tandon, Lei, Dimakis & Karampatziakis 2017), against `s` stragglers or deaths.
+
+    The data lies in n blocks. Worker i computes the gradients of s + 1 of them and sends one coded sum; the server
+    decodes the exact mean from the first n - s that arrive, steps, and sends the parameters to everyone, whereupon the
+    stragglers give up. `fractional` (n a multiple of s + 1): groups of s + 1 workers hold the same blocks and send
+    their plain sum, so that the result does not depend, in any bit, on who was late. `cyclic` (any n): worker i holds
+    blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero (the paper's algorithm 2).
+    """
+
+    s: int = 1
+    scheme: Literal["fractional", "cyclic"] = "fractional"
+
+    def __post_init__(self) -> None:
+        if self.s < 0:
+            raise ConfigurationError(f"s must be >= 0 stragglers, got {self.s}; 0 is without redundancy")
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; up to s workers may die."""
+        return Traits(1, self.s > 0, ("server", "mean", "rank0"), server_optimizer=True, needs_job=True)
+
+    @property
+    def cell(self) -> Cell:
+        """One model, one server, everyone in step."""
+        return Cell("central", "sync", "reduce", "single PS")
+
+    @property
+    def servers(self) -> int:
+        """One decodes."""
+        return 1
+
+    def check(self, workers: int) -> None:
+        """There must be more workers than stragglers, and whole groups of them where the code is fractional."""
+        if self.s >= workers and workers > 1:
+            raise ConfigurationError(f"s must be below the number of workers, {workers}, got {self.s}; use s=1")
+        if self.scheme == "fractional" and workers > 1 and workers % (self.s + 1):
+            raise ConfigurationError(
+                f"fractional gradient coding needs a multiple of s + 1 = {self.s + 1} workers, got {workers}; use "
+                "scheme=cyclic"
+            )
+
+    def master_state(self, me: Server) -> Round:
+        """Nothing has arrived."""
+        return Round()
+
+    async def worker(self, me: Worker) -> None:
+        """Compute one's blocks, send the coded sum, take the parameters; give up as soon as they are there."""
+        row = code(self.scheme, me.workers, self.s)[me.rank]
+        blocks = [int(j) for j in np.flatnonzero(row)]
+        while me.training:
+            turn, coded = me.step, np.full_like(me.params, -0.0)
+            got: FlatArray | Message = coded
+            for block in blocks:
+                got = await me.gradient_of(block, turn, last=block == blocks[-1], unless="fresh")
+                if isinstance(got, Message):
+                    break
+                coded += me.params.dtype.type(row[block]) * got
+            else:
+                me.send(MASTER, "coded", coded, {"turn": turn, "lr": me.lr})
+                got = await me.receive("fresh")
+            assert isinstance(got, Message)
+            me.params[:] = got.payload
+
+    async def master(self, me: Server) -> None:
+        """Decode from the first n - s of a step, step, hand out; what comes later is dropped."""
+        state: Round = me.state
+        n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
+        async for message in me.messages():
+            if message.tag == BYE and message.note.get("lost"):
+                state.gone.add(message.source)
+                if len(state.gone) > s:
+                    raise PeerLost(f"{len(state.gone)} workers are lost, gradient coding with s={s} bears {s}; raise s")
+            if message.tag != "coded" or message.note["turn"] != me.version:
+                continue
+            state.arrived[message.source] = message.payload
+            if len(state.arrived) == n - s:
+                ranks = sorted(state.arrived)
+                total = np.full_like(me.params, -0.0)
+                for rank, weight in zip(ranks, decoder(self.scheme, n, s, tuple(ranks)), strict=True):
+                    if weight:
+                        total += me.params.dtype.type(weight) * state.arrived[rank]
+                for rank in range(n):
+                    me.record_update(rank, 0)
+                me.update(total / me.params.dtype.type(n), float(message.note["lr"]))
+                state.arrived = {}
+                me.send_all([rank for rank in range(n) if rank not in state.gone], "fresh", me.params)
+
+
+@lru_cache(maxsize=32)
+def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
+    """The n × n matrix B: worker i sends Σ_j B[i, j] g_j, over s + 1 blocks j."""
+    s = min(s, n - 1)
+    if scheme == "fractional":
+        blocks: Code = np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
+        return blocks
+    b = np.eye(n)
+    if s:
+        h = np.random.default_rng(np.random.SeedSequence((n, s))).normal(size=(s, n))
+        h[:, -1] = -h[:, :-1].sum(axis=1)
+        for i in range(n):
+            rest = (i + 1 + np.arange(s)) % n
+            b[i, rest] = -np.linalg.solve(h[:, rest], h[:, i])
+    return b
+
+
+@lru_cache(maxsize=4096)
+def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: Sequence[int]) -> tuple[float, ...]:
+    """Weights a with Σ_i a_i B[i] = (1, …, 1) over the survivors, in their order.
+
+    Raises:
+        PeerLost: fewer than n - s survive.
+    """
+    if len(survivors) < n - s:
+        raise PeerLost(f"{n - len(survivors)} of {n} workers are missing, the code with s={s} bears {s}; raise s")
+    if scheme == "fractional":
+        groups = [rank // (s + 1) for rank in survivors]
+        return tuple(float(groups.index(group) == i) for i, group in enumerate(groups))
+    b = code(scheme, n, s)[list(survivors)]
+    return tuple(np.linalg.lstsq(b.T, np.ones(n), rcond=None)[0].tolist())

@@ -1,0 +1,137 @@
+"""Push-sum on directed graphs that may change, beside stochastic gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.topologies.base import Topology
+from flockstep.topologies.facts import Matrix, mixing, require_column_stochastic
+from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
+
+UNIT = 1 << 48
+"""The mass omega = 1, in indivisible units: integers are conserved exactly, floats are not."""
+
+
+@dataclass
+class PushState:
+    """What a worker pushes from, between steps."""
+
+    x: FlatArray
+    """The numerator, (K,); the model is z = x / omega, in `me.params`."""
+    mass: int = UNIT
+    """omega · 2^48."""
+    rounds: int = 0
+    """Steps whose messages have been taken in."""
+
+
+@dataclass(frozen=True)
+class GradientPush(Strategy):
+    """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1), overlapped for tau > 0 (appendix A).
+
+    x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to those that hear i; sum what is heard; z_i = x_i / omega_i.
+    P is column-stochastic: the sums of x and of omega over the workers, what is in flight included, are conserved, the
+    latter exactly. With tau > 0 the messages of step k are taken in at step k + tau, so that they travel during tau
+    gradients; the paper takes in those that are early at once, here the delay is fixed and no bit depends on time.
+    Momentum is the optimiser's, on x, as in the authors' code. A lost message loses x together with its omega.
+    """
+
+    topology: Topology = field(default_factory=OnePeerExponentialGraph)
+    tau: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tau < 0:
+            raise ConfigurationError(f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap with one gradient")
+
+    @property
+    def traits(self) -> Traits:
+        """Updates diffuse over the graph; the mass of a dead worker is lost, and the others go on."""
+        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Replicas push to those that hear them; each waits for those that it hears, tau steps later."""
+        return Cell("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
+
+    def check(self, workers: int) -> None:
+        """What is sent must arrive in full, and nobody may send everything."""
+        require_column_stochastic(self.topology, workers, f"sgp on {self.topology}")
+        if any(not weights.diagonal().all() for weights in mixing(self.topology, workers)):
+            raise ConfigurationError(
+                f"sgp needs workers that keep part of their mass, got one on {self.topology} that sends all of it; "
+                "leave its weights away, or let them sum to less than one"
+            )
+
+    def worker_state(self, me: Worker) -> PushState:
+        """omega = 1, and the model as it is."""
+        return PushState(me.params.copy())
+
+    async def worker(self, me: Worker) -> None:
+        """Compute at z; step, push and sum x."""
+        schedule, state = mixing(self.topology, me.workers), me.state
+        if me.step == 0:
+            state.x[:] = me.params  # where replicas start apart, they were moved after the state was made
+        while me.training:
+            gradient = await me.gradient()
+            me.params[:] = state.x
+            me.optimizer_step(gradient)
+            state.x[:] = me.params
+            push(me, state, schedule[(me.step - 1) % len(schedule)])
+            await take(me, state, schedule, me.step - self.tau)
+            me.params[:] = debiased(state)
+
+    async def finish(self, me: Worker) -> None:
+        """Take in what is still in flight; tell those who may wait for a message that was lost."""
+        await take(me, me.state, mixing(self.topology, me.workers), me.step)
+        me.params[:] = debiased(me.state)
+        me.leave(peers=True)
+
+
+def push(me: Worker, state: PushState, weights: Matrix) -> None:
+    """Part with p_ji of x and omega for each j that hears this worker; what a dead one would get is kept."""
+    whole, kept = state.mass, state.mass
+    shares: dict[int, list[int]] = {}
+    for j in map(int, np.flatnonzero(weights[:, me.rank])):
+        if j != me.rank and j not in me.lost:
+            numerator, denominator = float(weights[j, me.rank]).as_integer_ratio()
+            share = whole * numerator // denominator
+            shares.setdefault(share, []).append(j)
+            kept -= share
+    for share, hearing in shares.items():
+        me.send_all(hearing, "push", fraction(state.x, share, whole), {"mass": share})
+    state.x[:] = fraction(state.x, kept, whole)
+    state.mass = kept
+
+
+async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], rounds: int) -> None:
+    """Add up what was pushed to this worker in the steps before `rounds`."""
+    while state.rounds < rounds:
+        heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
+        for j in map(int, heard):  # by rank, so that the sum does not depend on who was first
+            if j == me.rank:
+                continue
+            try:
+                message = await me.receive("push", j)
+            except PeerLost:
+                continue  # its x and its omega are lost together
+            state.x += message.payload
+            state.mass += int(message.note["mass"])
+            me.record_update(j, max(0, me.step - message.step))
+        state.rounds += 1
+
+
+def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
+    """share / whole of x."""
+    part: FlatArray = x * x.dtype.type(share / whole)
+    return part
+
+
+def debiased(state: PushState) -> FlatArray:
+    """z = x / omega."""
+    z: FlatArray = state.x / state.x.dtype.type(state.mass / UNIT)
+    return z

@@ -1,0 +1,138 @@
+"""Lock-free updates of parameters in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import PeerLost
+from flockstep.nodes import Worker
+from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.transports.shared_memory import SharedMemory
+
+
+@dataclass
+class HogwildState:
+    """A worker's optimiser state, and how many coordinates it has updated."""
+
+    optimizer: OptimizerState
+    updated: int = 0
+
+
+@dataclass
+class Segment:
+    """What the workers share: the parameters, and for each coordinate how often it was updated."""
+
+    memory: SharedMemory
+    params: FlatArray
+    counts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Hogwild(Strategy):
+    """Hogwild! (Niu, Recht, Ré & Wright 2011): workers of one host read and write the same parameters without a lock.
+
+    Each step reads the parameters, computes g, and steps the coordinates where g is not zero, in place; with an
+    optimiser that remembers something (momentum), all coordinates. Two workers that update one coordinate at the same
+    time may lose an update. `count` counts these: beside each update a counter is incremented in the same unprotected
+    way, and what is missing at the end is recorded as `lost_updates`, of `updates` (both in coordinates). `locked` lets
+    one worker update at a time, for comparison. In virtual time updates take no time, so that none is lost.
+    """
+
+    count: bool = True
+    locked: bool = False
+
+    @property
+    def traits(self) -> Traits:
+        """Everyone sees every update as soon as it is written; workers may die."""
+        return Traits(3, True, ("rank0", "mean"), server_optimizer=True)
+
+    @property
+    def cell(self) -> Cell:
+        """One model that everyone writes to."""
+        return Cell("central", "async", "ad hoc", "shared memory")
+
+    def worker_state(self, me: Worker) -> HogwildState:
+        """Nothing updated."""
+        assert me.optimizer is not None
+        return HogwildState(me.optimizer.init(me.params))
+
+    async def worker(self, me: Worker) -> None:
+        """Read, compute, write; in the end wait for the others and count."""
+        segment = await attached(me)
+        while me.training:
+            me.params[:] = segment.params
+            gradient = await me.gradient()
+            if self.locked:
+                with segment.memory.lock():
+                    self.update(me, segment, gradient)
+            else:
+                self.update(me, segment, gradient)
+        await self._conclude(me, segment)
+
+    def update(self, me: Worker, segment: Segment, gradient: FlatArray) -> None:
+        """Step the shared parameters in place."""
+        state: HogwildState = me.state
+        assert me.optimizer is not None
+        support = np.flatnonzero(gradient)
+        if state.optimizer.slots or len(support) == len(gradient):
+            me.optimizer.step(segment.params, gradient, state.optimizer, me.lr)
+            if self.count:
+                segment.counts += 1
+            state.updated += len(gradient)
+            return
+        touched = segment.params[support]
+        me.optimizer.step(touched, gradient[support], state.optimizer, me.lr)
+        segment.params[support] = touched
+        if self.count:
+            segment.counts[support] += 1
+        state.updated += len(support)
+
+    async def _conclude(self, me: Worker, segment: Segment) -> None:
+        """Once everyone has stopped writing: count what is missing, and take the final parameters."""
+        state: HogwildState = me.state
+        updated = state.updated
+        if me.rank == 0:
+            for peer in me.peers:
+                with contextlib.suppress(PeerLost):
+                    updated += int((await me.receive("stopped", peer)).note["updated"])
+            me.send_all(me.peers, "count")
+            if self.count and not me.lost:  # what the dead had updated is not known
+                me.record_figure("updates", updated)
+                me.record_figure("lost_updates", updated - int(segment.counts.sum()))
+        elif 0 in me.peers:
+            me.send(0, "stopped", None, {"updated": updated})
+            with contextlib.suppress(PeerLost):
+                await me.receive("count", 0)
+        me.params[:] = segment.params
+
+    async def finish(self, me: Worker) -> None:
+        """Let those go that wait for this worker."""
+        me.leave(peers=True)
+
+
+async def attached(me: Worker) -> Segment:
+    """The shared parameters, as they are on worker 0; all workers call this together.
+
+    Raises:
+        CompositionError: the workers are not on one host.
+    """
+    size = me.params.nbytes
+    offset = -(-size // 8) * 8
+    if me.rank == 0:
+        memory = SharedMemory.create(offset + 8 * len(me.params))
+        memory.array(me.params.dtype, len(me.params))[:] = me.params
+        me.send_all(me.peers, "memory", None, {"address": memory.address})
+        for peer in me.peers:
+            await me.receive("attached", peer)
+    else:
+        memory = SharedMemory.attach(str((await me.receive("memory", 0)).note["address"]))
+        me.send(0, "attached")
+    params: FlatArray = memory.array(me.params.dtype, len(me.params))
+    counts: npt.NDArray[np.int64] = memory.array(np.int64, len(me.params), offset)  # type: ignore[assignment]
+    return Segment(memory, params, counts)

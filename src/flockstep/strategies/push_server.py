@@ -1,0 +1,90 @@
+"""The side of the servers: what a consistency rule releases is applied as an update rule says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.messages import BYE, Message
+from flockstep.nodes import Server
+from flockstep.strategies.consistency import Consistency, Push, Read, View
+from flockstep.strategies.eager import send_fresh
+from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.server_state import ServerState
+
+
+@dataclass(frozen=True)
+class PushServer:
+    """A server that workers push gradients to; a push asks for the parameters too."""
+
+    consistency: Consistency
+    rule: Rule
+    decode: Callable[[Server, Message], FlatArray]
+    """The gradient (K,) that a push stands for."""
+
+    def start(self, me: Server) -> ServerState:
+        """Everyone computes on version 0."""
+        ranks = range(me.cluster.workers)
+        state = ServerState(dict.fromkeys(ranks, 0), rule=self.rule.start(me), reading=dict.fromkeys(ranks, 0))
+        if self.consistency.bounds_values:
+            state.snapshots[0] = me.params.copy()
+        return state
+
+    async def serve(self, me: Server) -> None:
+        """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
+        state: ServerState = me.state
+        state.reopen(me.version)
+        async for message in me.messages():
+            if message.tag == "push":
+                self._push(me, state, message)
+            elif message.tag == BYE:
+                self._settle(me, state, state.depart(message.source, lost=bool(message.note.get("lost"))))
+        for group in self.consistency.flushed(state.pushes, self._view(me, state)):
+            self._apply(me, state, group)
+
+    def _push(self, me: Server, state: ServerState, message: Message) -> None:
+        gradient = self.decode(me, message)
+        note, rank, clock = message.note, message.source, message.step
+        version = int(note["version"])
+        state.pushes.append(Push(rank, clock - 1, version, float(note["lr"]), gradient))
+        state.reads.append(Read(rank, clock, version, message))
+        self._settle(me, state, state.advance(rank, clock), newest=not self.consistency.eager)
+
+    def _settle(self, me: Server, state: ServerState, moved: bool, newest: bool = False) -> None:
+        """Apply what is released now, answer who is admitted now."""
+        rule = self.consistency
+        # A rule that looks at clocks alone decides as before on those that wait while the slowest stands still.
+        only_newest = newest and rule.by_clocks and not moved
+        before = me.version
+        for group in rule.released(state.pushes[-1:] if only_newest else state.pushes, self._view(me, state)):
+            self._apply(me, state, group)
+        state.leave(rule.dropped(state.pushes, self._view(me, state)))
+        admitted = rule.admitted(state.reads[-1:] if only_newest else state.reads, self._view(me, state))
+        state.leave(reads=admitted)
+        if rule.eager:
+            state.reads = []
+            if moved:
+                send_fresh(me, state)
+        elif admitted:
+            for read in admitted:
+                self.rule.read(me, state.rule, read.rank)
+                state.reading[read.rank] = me.version
+            me.reply_all([read.message for read in admitted], me.params, {"version": me.version})
+        if rule.gives_up and me.version > before:
+            late = [rank for rank, version in state.reading.items() if version < me.version]
+            state.reading.update(dict.fromkeys(late, me.version))
+            me.send_all(late, "fresh", me.params, {"version": me.version})
+
+    def _view(self, me: Server, state: ServerState) -> View:
+        workers, live = me.cluster.workers, len(state.clocks) - len(state.done)
+        lost, computing = workers - len(state.clocks), len(state.reading)
+        return View(state.slowest, workers, live, lost, me.version, computing, lambda: state.drift(me.params))
+
+    def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
+        for push in group:
+            me.record_update(push.rank, me.version - push.version)
+        self.rule.apply(me, state.rule, group)
+        state.leave(group)
+        if self.consistency.bounds_values:
+            state.snapshots[me.version] = me.params.copy()

@@ -1,0 +1,101 @@
+"""A stale gradient is corrected to first order for what has happened since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.nodes import Server
+from flockstep.optimizers.base import require, require_visible
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.rules.base import Rule, mean_of
+
+
+@dataclass
+class Memory:
+    """What the server remembers: w_bak of each worker, and the moving mean of squared gradients."""
+
+    initial: FlatArray
+    backups: dict[int, FlatArray]
+    """Rank → the parameters it read last; workers that read the same version share the array."""
+    copied: int
+    """The version that was copied last."""
+    latest: FlatArray
+    mean_square: FlatArray | None
+
+
+@dataclass(frozen=True)
+class DelayCompensated(Rule):
+    """Delay-compensated asynchronous SGD (Zheng et al. 2017, algorithm 2 and section 5).
+
+    The gradient of worker m, computed at w_bak(m) which it read, becomes g + lambda g * g * (w - w_bak(m)), where g * g
+    stands for the diagonal of the Hessian; then the job's optimiser steps along it. `form="constant"` (DC-ASGD-c):
+    lambda = lambda0, 0.04 in the paper. `form="adaptive"` (DC-ASGD-a): lambda = lambda0 / sqrt(MS + eps) elementwise,
+    MS ← m MS + (1 - m) g², lambda0 = 2. The paper keeps one MS on the server, and so does this; the authors' code keeps
+    one for each worker. With one worker, or lambda0 = 0, it is the plain rule, bit for bit. `lambda0=none` takes the
+    paper's. Memory: a copy of the parameters for each version that some worker still computes on.
+    """
+
+    form: Literal["adaptive", "constant"] = "adaptive"
+    lambda0: float | None = None
+    m: float = 0.95
+    eps: float = 1e-7
+
+    def __post_init__(self) -> None:
+        require(0 <= self.strength < math.inf, "lambda0", ">= 0 and finite", self.strength, "use 0 for no correction")
+        require(0 <= self.m < 1, "m of delay_compensated", "in [0, 1)", self.m, "use for example 0.95")
+        require(0 < self.eps < math.inf, "eps of delay_compensated", "> 0 and finite", self.eps, "use 1e-7")
+
+    @property
+    def strength(self) -> float:
+        """lambda0, the paper's where none is given."""
+        if self.lambda0 is not None:
+            return self.lambda0
+        return 2.0 if self.form == "adaptive" else 0.04
+
+    def start(self, me: Server) -> Memory:
+        """Everyone starts from the parameters as they are."""
+        initial = me.params.copy()
+        mean_square = None
+        if self.form == "adaptive":
+            require_visible(self.eps, me.params)
+            mean_square = np.zeros_like(initial)
+        return Memory(initial, {}, me.version, initial, mean_square)
+
+    def read(self, me: Server, state: Memory, rank: int) -> None:
+        """w_bak(rank) ← w."""
+        if state.copied != me.version:
+            state.copied, state.latest = me.version, me.params.copy()
+        state.backups[rank] = state.latest
+
+    def apply(self, me: Server, state: Memory, group: Sequence[Push]) -> None:
+        """Compensate each, step along the mean."""
+        compensated = []
+        for push in group:
+            rate = self._lambda(state, push.gradient)
+            backup = state.backups.get(push.rank, state.initial)
+            curvature = rate * push.gradient * push.gradient if self.strength else None
+            compensated.append(compensate(push.gradient, curvature, me.params, backup))
+        me.update(mean_of(compensated), group[0].lr)
+
+    def _lambda(self, state: Memory, gradient: FlatArray) -> Any:
+        """lambda_t, after the moving mean took this gradient in; a scalar or one for each element."""
+        scalar = gradient.dtype.type
+        if state.mean_square is None:
+            return scalar(self.strength)
+        state.mean_square *= scalar(self.m)
+        state.mean_square += scalar(1 - self.m) * (gradient * gradient)
+        return scalar(self.strength) / np.sqrt(state.mean_square + scalar(self.eps))
+
+
+def compensate(gradient: FlatArray, curvature: FlatArray | None, params: FlatArray, backup: FlatArray) -> FlatArray:
+    """g(w_bak) + h * (w - w_bak): what the gradient at w is to first order, where h is the Hessian's diagonal."""
+    if curvature is None:
+        return gradient
+    result: FlatArray = gradient + curvature * (params - backup)
+    return result

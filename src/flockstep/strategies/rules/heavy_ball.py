@@ -1,0 +1,69 @@
+"""Heavy-ball momentum of any sign, in place of the momentum of the job's optimiser."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import CompositionError
+from flockstep.nodes import Server
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.rules.base import Rule, mean_of
+
+
+@dataclass
+class Velocity:
+    """v, and whether anything has moved yet."""
+
+    v: FlatArray
+    moved: bool = False
+
+
+class HeavyBall(Rule):
+    """v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train with sgd.
+
+    The optimiser's own momentum is not applied besides; its weight decay is, g' = g + weight_decay w.
+    """
+
+    @abstractmethod
+    def explicit(self, workers: int, optimizer: SGD) -> float:
+        """mu, given the number of workers and the job's optimiser."""
+
+    def start(self, me: Server) -> Velocity:
+        """At rest.
+
+        Raises:
+            CompositionError: the job does not train with sgd in its heavy-ball form.
+        """
+        heavy_ball(me.optimizer)
+        return Velocity(np.zeros_like(me.params))
+
+    def apply(self, me: Server, state: Velocity, group: Sequence[Push]) -> None:
+        """One step."""
+        sgd, scalar = heavy_ball(me.optimizer), me.params.dtype.type
+        gradient = mean_of([push.gradient for push in group])
+        if sgd.weight_decay:
+            gradient = me.params * scalar(sgd.weight_decay) + gradient
+        if state.moved:
+            state.v *= scalar(self.explicit(me.cluster.workers, sgd))
+            state.v += gradient
+        else:
+            state.v[:], state.moved = gradient, True
+        me.params -= state.v * scalar(group[0].lr)
+        me.version += 1
+
+
+def heavy_ball(optimizer: Optimizer) -> SGD:
+    """The optimiser, if its momentum is of the heavy-ball form."""
+    if not isinstance(optimizer, SGD) or optimizer.nesterov or optimizer.dampening:
+        raise CompositionError(
+            f"a rule that sets the momentum needs sgd without nesterov and dampening, got {optimizer}; use for example "
+            f"sgd(lr=0.1, momentum=0.9), or the rule plain"
+        )
+    return optimizer

@@ -1,0 +1,37 @@
+"""A proximal step after the optimiser's: sparse models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flockstep.expression import SHOWN
+from flockstep.nodes import Server
+from flockstep.optimizers.base import require
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.rules.plain import Plain
+
+
+@dataclass(frozen=True)
+class Proximal(Plain):
+    """Delayed proximal gradient for an l1 penalty (Li, Andersen, Smola & Yu 2014, algorithm 2).
+
+    After the optimiser's step, w ← sign(w) max(0, |w| - lr l1), the proximal operator of lr l1 ||w||_1: a user function
+    on the server in the paper's terms. Whatever the optimiser scales its step by is not applied to the threshold.
+    """
+
+    l1: float = field(default=1e-4, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.l1 < math.inf, "l1 of proximal", ">= 0 and finite", self.l1, "use 0 for no penalty")
+
+    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+        """Step, shrink."""
+        super().apply(me, state, group)
+        if self.l1:
+            smaller = np.maximum(np.abs(me.params) - me.params.dtype.type(group[0].lr * self.l1), 0)
+            me.params[:] = np.copysign(smaller, me.params)

@@ -1,0 +1,63 @@
+"""Stale gradients count less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.nodes import Server
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.rules.base import Rule, mean_of
+
+
+@dataclass
+class Seen:
+    """The staleness of every gradient so far: how many there were, and their sum."""
+
+    gradients: int = 0
+    staleness: int = 0
+
+
+@dataclass(frozen=True)
+class StalenessScaled(Rule):
+    """Staleness-aware learning rate: alpha_0 / tau (Zhang, Gupta, Lian & Liu 2016; Gupta, Zhang & Wang 2016).
+
+    `by="gradient"` (Zhang et al., equation 6): each gradient counts with alpha_0 / max(1, tau), so that a group of c
+    moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts with alpha_0
+    / max(1, <tau>). There <tau> is the protocol's known mean, n in n-softsync; here it is the mean as observed up to
+    and including this group. What is scaled is the learning rate, so that momentum and adaptive optimisers, which
+    would undo a scaled gradient, take the shorter step too. Without staleness it is the plain rule, bit for bit.
+    """
+
+    by: Literal["gradient", "mean"] = "gradient"
+
+    def start(self, me: Server) -> Seen:
+        """Nothing seen."""
+        return Seen()
+
+    def apply(self, me: Server, state: Seen, group: Sequence[Push]) -> None:
+        """One step along the weighted mean, with alpha_0 times the mean weight."""
+        ages = [me.version - push.version for push in group]
+        state.gradients += len(ages)
+        state.staleness += sum(ages)
+        if self.by == "mean":
+            weights = [1 / max(1.0, state.staleness / state.gradients)] * len(group)
+        else:
+            weights = [1 / max(1, age) for age in ages]
+        gradient = weighted_mean([push.gradient for push in group], weights)
+        me.update(gradient, group[0].lr * (sum(weights) / len(weights)))
+
+
+def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> FlatArray:
+    """sum_i weight_i g_i / sum_i weight_i; with equal weights the mean, in the same bits."""
+    if len(set(weights)) == 1:
+        return mean_of(gradients)
+    shares = np.array(weights) / sum(weights)
+    total: FlatArray = np.zeros_like(gradients[0])
+    for share, gradient in zip(shares, gradients, strict=True):
+        total += gradient.dtype.type(share) * gradient
+    return total

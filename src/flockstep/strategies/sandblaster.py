@@ -1,0 +1,145 @@
+"""L-BFGS with a coordinator, over many small portions of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.errors import ConfigurationError
+from flockstep.messages import MASTER, Address, Message, Note, server
+from flockstep.nodes import Server, Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.coordinator import Coordinator
+from flockstep.strategies.portions import Portions
+from flockstep.strategies.vector_shards import ASK, Shard, zeros
+
+
+@dataclass
+class ShardState:
+    """What a server remembers: its slices, and what it has of the current evaluation.
+
+    Portions are added in their order, whatever the order of arrival; those that came early wait.
+    """
+
+    shard: Shard
+    evaluation: int = -1
+    added: int = 0
+    early: dict[int, FlatArray] = field(default_factory=dict)
+    coordinator: Coordinator | None = None
+
+
+@dataclass
+class Fetched:
+    """Which evaluation's parameters a worker holds."""
+
+    evaluation: int = -1
+
+
+@dataclass(frozen=True)
+class Sandblaster(Strategy):
+    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2), in `shards` servers, the first of which coordinates.
+
+    An evaluation computes loss and gradient over the whole training set, cut into `portions` that workers take as they
+    become free; when none is left, those that have been out longest are given to idle workers too, up to `backups`
+    times each, and the first result counts. Gradients go to the shards, which hold the last `history` pairs and carry
+    out the coordinator's commands (dot, add, scale); the direction is the two-loop recursion's, the step is halved
+    until Armijo's condition holds. A portion's gradient is a worker's step for the books; who takes how many depends
+    on their speeds, and training ends when together they have taken what they were granted.
+    """
+
+    portions: int = 16
+    backups: int = 1
+    history: int = 10
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("portions", 1), ("backups", 0), ("history", 1), ("shards", 1)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
+
+    @property
+    def traits(self) -> Traits:
+        """One exact gradient at a time; a dead worker's portion goes to another."""
+        return Traits(1, True, ("server",), needs_job=True, fixed_steps=False)
+
+    @property
+    def cell(self) -> Cell:
+        """All gradients go into one model before it changes."""
+        return Cell("central", "sync", "ad hoc", "single PS" if self.shards == 1 else "distributed PS")
+
+    @property
+    def servers(self) -> int:
+        """One per shard."""
+        return self.shards
+
+    def worker_state(self, me: Worker) -> Fetched:
+        """Nothing fetched."""
+        return Fetched()
+
+    def master_state(self, me: Server) -> ShardState:
+        """The start, and no pairs; the first server also coordinates."""
+        start = me.params.astype("float64")
+        vectors = {"w": start, "trial": start.copy(), "sum": zeros(len(start)), "g": zeros(len(start))}
+        coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None
+        return ShardState(Shard(vectors), coordinator=coordinator)
+
+    async def worker(self, me: Worker) -> None:
+        """Take a portion, fetch what is new, compute, push to the shards, report."""
+        state: Fetched = me.state
+        parts = slices(len(me.params), self.shards)
+        report: Note = {"budget": me.steps or 0, "size": me.train_size}
+        while True:
+            work = (await me.ask(MASTER, "work", None, report)).note
+            evaluation, portion = int(work["evaluation"]), int(work["portion"])
+            if evaluation != state.evaluation:
+                asked: list[tuple[Address, FlatArray | None, Note]] = [
+                    (server(i), None, {"op": "fetch"}) for i in range(self.shards)
+                ]
+                for part, reply in zip(parts, await me.ask_all(ASK, asked), strict=True):
+                    me.params[part] = reply.payload
+                state.evaluation = evaluation
+            if portion < 0:
+                return
+            start, stop = int(work["start"]), int(work["stop"])
+            gradient = (await me.gradient_over(start, stop)) * (stop - start)
+            key: Note = {"op": "portion", "evaluation": evaluation, "portion": portion}
+            await me.ask_all(ASK, [(server(i), gradient[part], key) for i, part in enumerate(parts)])
+            report = {"evaluation": evaluation, "portion": portion, "loss": me.loss * (stop - start)}
+
+    async def master(self, me: Server) -> None:
+        """Serve the shard in the background; the first server coordinates meanwhile."""
+        state: ShardState = me.state
+        me.background("shard", _serve(me, state))
+        if state.coordinator is not None:
+            await state.coordinator.run(me)
+            return
+        async for _ in me.messages():
+            pass
+
+
+async def _serve(me: Server, state: ShardState) -> None:
+    """Answer fetches, add portions up, carry out commands."""
+    vectors = state.shard.vectors
+    while True:
+        message = await me.receive("ask")
+        if message.note["op"] == "fetch":
+            me.reply(message, vectors["trial"].astype(me.params.dtype))
+        elif message.note["op"] == "portion":
+            _add(state, message)
+            me.reply(message)
+        else:
+            me.reply(message, None, {"value": state.shard.obey(message.note)})
+            me.params[:] = vectors["w"]
+
+
+def _add(state: ShardState, message: Message) -> None:
+    """Add a portion's gradient, unless it is of an earlier evaluation or here already."""
+    evaluation, portion = int(message.note["evaluation"]), int(message.note["portion"])
+    if evaluation > state.evaluation:
+        state.evaluation, state.added, state.early = evaluation, 0, {}
+        state.shard.vectors["sum"] = zeros(len(state.shard.vectors["sum"]))
+    if evaluation == state.evaluation and portion >= state.added:
+        state.early[portion] = message.payload
+    while state.added in state.early:
+        state.shard.vectors["sum"] = state.shard.vectors["sum"] + state.early.pop(state.added)
+        state.added += 1

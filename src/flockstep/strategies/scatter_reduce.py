@@ -1,0 +1,88 @@
+"""Every worker serves 1/n of the parameters, in step: scatter the gradient, update one's slice, gather the slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.identity import Identity
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import check_composition, encode
+from flockstep.nodes import Worker
+from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.rules.base import mean_of
+
+
+@dataclass
+class SliceState:
+    """What a worker remembers: the optimiser's state of its own slice, and per slice what its codec dropped."""
+
+    optimizer: OptimizerState
+    errors: list[FlatArray | None]
+
+
+@dataclass(frozen=True)
+class ScatterReduce(Strategy):
+    """Synchronous SGD with the server's work shared out, k = n (BigDL: Dai et al. 2019, section 3.3; CaffeOnSpark).
+
+    Worker i sends slice j of g_i to worker j, which averages the n slices in order of rank, steps its slice of w with
+    the job's optimiser, whose state only it keeps, and broadcasts the slice. With n workers and K parameters of s bytes
+    all workers together send 2(n-1)Ks bytes a step in 2(n-1) messages each; each sends 2(n-1)/n Ks where n divides K.
+    Equal in every bit to a parameter server under bulk synchronous parallel. `codec` is for the gradients, as there.
+    """
+
+    codec: Codec = field(default_factory=Identity)
+    feedback: Feedback = field(default_factory=NoFeedback)
+
+    def __post_init__(self) -> None:
+        check_composition(self.codec, self.feedback)
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker takes its slice along."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True)
+
+    @property
+    def cell(self) -> Cell:
+        """The workers are the servers."""
+        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    def worker_state(self, me: Worker) -> SliceState:
+        """A fresh optimiser for the slice; nothing dropped."""
+        assert me.optimizer is not None
+        own = slices(len(me.params), me.workers)[me.rank]
+        return SliceState(me.optimizer.init(me.params[own]), [None] * me.workers)
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, scatter, reduce and step one's slice, gather."""
+        parts = slices(len(me.params), me.workers)
+        own = me.params[parts[me.rank]]
+        while me.training:
+            sent = self._scatter(me, await me.gradient(), parts)
+            pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
+            decoded = [self.codec.decode(piece, len(own), own.dtype.name) for piece in pieces]
+            state: SliceState = me.state
+            assert me.optimizer is not None
+            me.optimizer.step(own, mean_of(decoded), state.optimizer, me.lr)
+            me.send_all(me.peers, "slice", own)
+            for rank in me.peers:
+                me.params[parts[rank]] = (await me.receive("slice", rank)).payload
+            me.record_round()
+
+    def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
+        """Send every other worker the slice that it serves; return one's own, encoded as theirs are."""
+        state: SliceState = me.state
+        encoded = []
+        for rank, part in enumerate(parts):
+            data, state.errors[rank] = encode(self.codec, self.feedback, gradient[part], state.errors[rank], me.random)
+            encoded.append(data)
+        for hop in range(1, me.workers):  # everyone begins with another receiver
+            rank = (me.rank + hop) % me.workers
+            me.send(rank, "gradient", encoded[rank])
+        return encoded[me.rank]
+
+    async def _piece(self, me: Worker, rank: int) -> Bytes:
+        return (await me.receive("gradient", rank)).payload

@@ -1,0 +1,98 @@
+"""Every worker serves 1/n of the parameters to the others, without a barrier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.nodes import Worker
+from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+CHANNEL = "slices"
+
+
+@dataclass
+class ServedState:
+    """What a worker remembers: the optimiser's state and the version of its own slice, and the versions it has read."""
+
+    optimizer: OptimizerState
+    version: int
+    versions: list[int]
+
+
+@dataclass(frozen=True)
+class SliceServers(Strategy):
+    """Asynchronous parameter servers on the workers themselves, k = n (MXNet dist_async: Chen et al. 2015).
+
+    Worker j owns slice j of w, and steps it with the job's optimiser for every gradient's slice j that arrives, its own
+    included, on arrival. Whoever pushes a slice is answered with that slice as it then is. A worker serves while it
+    waits for its own answers and, in virtual time, while it computes; in a process of its own that is between
+    gradients, so that there a push waits for the gradient under way. The staleness of a gradient's slice is the number
+    of updates of that slice since it was read.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """Nobody waits for a gradient; a dead worker takes its slice along."""
+        return Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
+
+    @property
+    def cell(self) -> Cell:
+        """The workers are the servers, and are met when it suits."""
+        return Cell("central", "async", "ad hoc", "distributed PS (k = n)")
+
+    def worker_state(self, me: Worker) -> ServedState:
+        """A fresh optimiser for the slice; everything read at version 0."""
+        assert me.optimizer is not None
+        own = slices(len(me.params), me.workers)[me.rank]
+        return ServedState(me.optimizer.init(me.params[own]), 0, [0] * me.workers)
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, push every slice to its owner, take what comes back; serve one's own all the while."""
+        for rank in me.peers:
+            me.background(CHANNEL, self._serve(me, rank))
+        while me.training:
+            gradient = await me.gradient()
+            await me.finished(me.background(CHANNEL, self._exchange(me, gradient)))
+
+    async def finish(self, me: Worker) -> None:
+        """Serve until everyone is done; leave with the final slices."""
+        await me.finished(me.background(CHANNEL, self._close(me)))
+        me.leave()
+
+    async def _serve(self, me: Worker, rank: int) -> None:
+        """Step one's slice for every push of worker `rank`, and answer; an empty push is the last."""
+        state: ServedState = me.state
+        own = me.params[slices(len(me.params), me.workers)[me.rank]]
+        while (push := await me.receive("push", rank)).array is not None:
+            me.record_update(rank, state.version - int(push.note["version"]))
+            self._step(me, push.array, float(push.note["lr"]))
+            me.reply(push, own, {"version": state.version})
+        me.send(me.rank, "ended")
+
+    async def _exchange(self, me: Worker, gradient: FlatArray) -> None:
+        """Step one's own slice, push the others; take their owners' answers."""
+        state: ServedState = me.state
+        parts = slices(len(me.params), me.workers)
+        self._step(me, gradient[parts[me.rank]], me.lr)
+        pushes = [(r, gradient[parts[r]], {"version": state.versions[r], "lr": me.lr}) for r in me.peers]
+        for reply in await me.ask_all("push", pushes):
+            me.params[parts[reply.source]] = reply.payload
+            state.versions[reply.source] = int(reply.note["version"])
+
+    async def _close(self, me: Worker) -> None:
+        parts = slices(len(me.params), me.workers)
+        me.send_all(me.peers, "push")
+        for _ in me.peers:
+            await me.receive("ended", me.rank)
+        me.send_all(me.peers, "final", me.params[parts[me.rank]])
+        for rank in me.peers:
+            me.params[parts[rank]] = (await me.receive("final", rank)).payload
+
+    def _step(self, me: Worker, piece: FlatArray, lr: float) -> None:
+        state: ServedState = me.state
+        own = me.params[slices(len(me.params), me.workers)[me.rank]]
+        assert me.optimizer is not None
+        me.optimizer.step(own, piece, state.optimizer, lr)
+        state.version += 1

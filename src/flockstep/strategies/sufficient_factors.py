@@ -1,0 +1,73 @@
+"""Synchronous SGD whose fully connected layers travel as vectors instead of matrices, where that is smaller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.factors import Layer, Packing
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import CompositionError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass(frozen=True)
+class SufficientFactors(Strategy):
+    """Sufficient factor broadcasting, hybrid (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2).
+
+    The gradient of an M × N layer over B samples is Uᵀ V with U (B, M) and V (B, N). A worker broadcasts U and V, adds
+    up everyone's products in order of rank, and all-reduces the rest: w ← w - η · (1/n) Σ g_i, as without factors up to
+    rounding, and equal in every bit on all workers. A layer's factors are sent if B (n - 1) (M + N) <= 2 (n - 1) MN / n
+    elements, that is, if a worker sends less than its part in a ring all-reduce. This is Poseidon's rule for as many
+    servers as workers.
+    """
+
+    collective: Collective = field(default_factory=Ring)
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True)
+
+    @property
+    def cell(self) -> Cell:
+        """Gradients reach everyone, in one form or another; every worker holds the one model."""
+        return Cell("central", "sync", "all-reduce", "replicated PS")
+
+    def worker_state(self, me: Worker) -> None:
+        """Nothing to remember, but layers must be there."""
+        require_layers(self, me)
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, broadcast the factors, sum the rest, step."""
+        layers = self.chosen(me.layers, me.workers)
+        packing = Packing(len(me.params), layers)
+        while me.training:
+            packed = await (me.gradient_in_factors(layers) if layers else me.gradient())
+            rest, factors = packed[: packing.rest], packed[packing.rest :]
+            if layers:
+                me.send_all(me.peers, "factors", factors)
+            await self.collective.all_reduce(me, rest)
+            if layers:
+                every = [
+                    factors if rank == me.rank else (await me.receive("factors", rank)).payload
+                    for rank in range(me.workers)
+                ]
+                rest = packing.total(rest, every)
+            rest /= me.workers
+            me.record_round()
+            me.optimizer_step(rest)
+
+    def chosen(self, layers: tuple[Layer, ...], workers: int) -> tuple[Layer, ...]:
+        """The layers whose factors are the smaller thing to send."""
+        return tuple(layer for layer in layers if workers > 1 and layer.factors * workers <= 2 * layer.dense)
+
+
+def require_layers(strategy: Strategy, me: Worker) -> None:
+    """Raise `CompositionError` unless the model has layers that can be factored."""
+    if not me.layers:
+        raise CompositionError(
+            f"{strategy} sends factors of fully connected layers, and this model has none that can be factored; use a "
+            f"model with torch.nn.Linear modules, or a strategy that sends gradients"
+        )

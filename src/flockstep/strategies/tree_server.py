@@ -1,0 +1,70 @@
+"""Gradients up a binomial tree, parameters down it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.nodes import Worker
+from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass(frozen=True)
+class TreeServer(Strategy):
+    """Synchronous SGD with a reduction tree (FireCaffe: Iandola et al. 2016, section 4).
+
+    Gradients are summed up a binomial tree: in round k worker r with bit k set sends its sum to r - 2^k. Worker 0, the
+    root, divides by n, steps the only optimiser, and the tree carries the parameters down the same edges. Everyone but
+    the root sends one gradient a step; the critical path has ceil(log2 n) messages each way, where a server that hears
+    every worker itself would take in n.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True)
+
+    @property
+    def cell(self) -> Cell:
+        """The root is the parameter server."""
+        return Cell("central", "sync", "binomial tree", "single PS")
+
+    def worker_state(self, me: Worker) -> OptimizerState | None:
+        """The root's optimiser state; the others have none."""
+        assert me.optimizer is not None
+        return me.optimizer.init(me.params) if me.rank == 0 else None
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, add what the children send, pass it on; take the parameters, pass them on."""
+        parent, children = family(me.rank, me.workers)
+        while me.training:
+            total = (await me.gradient()).copy()
+            for child in children:
+                total += (await me.receive("gradient", child)).payload
+            if parent is None:
+                assert me.optimizer is not None
+                assert isinstance(me.state, OptimizerState)
+                total /= me.workers
+                me.optimizer.step(me.params, total, me.state, me.lr)
+            else:
+                me.send(parent, "gradient", total)
+                me.params[:] = (await me.receive("parameters", parent)).payload
+            me.send_all(reversed(children), "parameters", me.params)  # the largest subtree first
+            me.record_round()
+
+
+def family(rank: int, n: int) -> tuple[int | None, list[int]]:
+    """A worker's parent (None: it is the root) and its children, nearest first, in the binomial tree on 0..n-1."""
+    children, distance = [], 1
+    while distance < n and not rank & distance:
+        if rank + distance < n:
+            children.append(rank + distance)
+        distance *= 2
+    return (rank - (rank & -rank) if rank else None), children
+
+
+def depth(rank: int) -> int:
+    """Edges between a worker and the root: one for each bit of its rank."""
+    return int(np.bitwise_count(np.uint64(rank)))

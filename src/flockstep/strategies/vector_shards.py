@@ -1,0 +1,68 @@
+"""Vectors that lie in slices on several servers, and L-BFGS over them by small commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.messages import Note, server
+from flockstep.nodes import Server
+
+ASK = "ask/shard"
+"""Tag of what is asked of a shard, in the channel of the background task that serves it; the note's `op` says what."""
+
+
+@dataclass
+class Shard:
+    """One server's slices of the vectors, by name, in float64."""
+
+    vectors: dict[str, FlatArray] = field(default_factory=dict)
+
+    def obey(self, note: Note) -> float:
+        """Carry out one command; the value of a dot product, otherwise 0.
+
+        dot a b: aᵀ b. set a b: a ← b. add a b by: a ← a + by b. scale a by: a ← by a.
+        """
+        a, b, by = str(note["a"]), str(note.get("b", "")), float(note.get("by", 1.0))
+        match note["op"]:
+            case "dot":
+                return float(self.vectors[a] @ self.vectors[b])
+            case "set":
+                self.vectors[a] = self.vectors[b].copy()
+            case "add":
+                self.vectors[a] = self.vectors[a] + by * self.vectors[b]
+            case "scale":
+                self.vectors[a] = by * self.vectors[a]
+        return 0.0
+
+
+async def tell(me: Server, op: str, a: str, b: str = "", by: float = 1.0) -> float:
+    """Send one command to every shard; the sum of their answers, in order of shards."""
+    note: Note = {"op": op, "a": a, "b": b, "by": by}
+    replies = await me.ask_all(ASK, [(server(i), None, note) for i in range(me.cluster.servers)])
+    return sum(float(reply.note["value"]) for reply in replies)
+
+
+async def direction(me: Server, pairs: Sequence[int]) -> None:
+    """Vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, the oldest first."""
+    await tell(me, "set", "d", "g")
+    alphas: dict[int, float] = {}
+    curvature = {k: await tell(me, "dot", f"s{k}", f"y{k}") for k in pairs}
+    for k in reversed(pairs):
+        alphas[k] = await tell(me, "dot", f"s{k}", "d") / curvature[k]
+        await tell(me, "add", "d", f"y{k}", -alphas[k])
+    if pairs:
+        k = pairs[-1]
+        await tell(me, "scale", "d", by=curvature[k] / await tell(me, "dot", f"y{k}", f"y{k}"))
+    for k in pairs:
+        beta = await tell(me, "dot", f"y{k}", "d") / curvature[k]
+        await tell(me, "add", "d", f"s{k}", alphas[k] - beta)
+    await tell(me, "scale", "d", by=-1.0)
+
+
+def zeros(size: int) -> FlatArray:
+    """A vector of zeros."""
+    return np.zeros(size)

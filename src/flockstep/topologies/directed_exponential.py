@@ -1,0 +1,35 @@
+"""Directed exponential graph: everyone sends to those 1, 2, 4 and so on away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.one_peer_exponential import hops
+
+
+@dataclass(frozen=True)
+class DirectedExponentialGraph(Topology):
+    """Worker i sends to i + 2ᵏ mod n for every 2ᵏ < n, in equal parts: static, one-way (Assran et al. 2019).
+
+    W is doubly stochastic but not symmetric.
+    """
+
+    def graph(self, n: int) -> nx.DiGraph:
+        """Edges i → i + 2ᵏ mod n."""
+        require_workers(n)
+        graph = nx.empty_graph(n, create_using=nx.DiGraph)
+        for hop in hops(n):
+            graph.add_edges_from((i, (i + hop) % n) for i in range(n))
+        return graph
+
+    def weights(self, n: int) -> npt.NDArray[np.float64]:
+        """1 / (1 + number of peers) on edges and on the diagonal."""
+        require_workers(n)
+        own = np.eye(n)
+        total: npt.NDArray[np.float64] = own + sum(np.roll(own, hop, axis=0) for hop in hops(n))
+        return total / (1 + len(hops(n)))

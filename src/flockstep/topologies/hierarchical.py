@@ -1,0 +1,41 @@
+"""Hierarchical graph: groups in which all exchange, joined by their first members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import networkx as nx
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology, require_workers
+
+
+@dataclass(frozen=True)
+class HierarchicalGraph(Topology):
+    """`groups` runs of consecutive workers, as equal as n allows: all pairs in a group, and all pairs of first members.
+
+    Fits machines with several devices each: only the first of a group talks to other groups.
+    """
+
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigurationError(f"groups must be >= 1, got {self.groups}; use 1 for a complete graph")
+
+    def graph(self, n: int) -> nx.Graph:
+        """Edges inside groups, and among their first members.
+
+        Raises:
+            ConfigurationError: fewer workers than groups.
+        """
+        require_workers(n)
+        if n < self.groups:
+            raise ConfigurationError(f"{self.groups} groups need as many workers, got {n}; use hierarchical({n})")
+        graph = nx.empty_graph(n)
+        members = [part.tolist() for part in np.array_split(np.arange(n), self.groups)]
+        for group in (*members, [group[0] for group in members]):
+            graph.add_edges_from(combinations(group, 2))
+        return graph

@@ -1,0 +1,28 @@
+"""Tree: every worker exchanges with its parent and its children."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology, require_workers
+
+
+@dataclass(frozen=True)
+class TreeGraph(Topology):
+    """Complete tree in order of rank: worker i > 0 is a child of (i - 1) div branching. Bipartite for any n."""
+
+    branching: int = 2
+
+    def __post_init__(self) -> None:
+        if self.branching < 1:
+            raise ConfigurationError(f"branching must be >= 1, got {self.branching}; use 2 for a binary tree")
+
+    def graph(self, n: int) -> nx.Graph:
+        """Edges (parent, child)."""
+        require_workers(n)
+        graph = nx.empty_graph(n)
+        graph.add_edges_from(((i - 1) // self.branching, i) for i in range(1, n))
+        return graph

@@ -1,0 +1,146 @@
+"""A graph of your own: from an edge list, from a file, or from networkx."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology, metropolis_hastings, require_workers
+
+_EDGE = re.compile(r"(\d+)([->])(\d+)(?::(\S+))?")
+EXAMPLE = "0-1 1-2 2-3 3-0"
+
+
+@dataclass(frozen=True)
+class WeightedGraph(Topology):
+    """A fixed graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
+
+    An edge's weight is what its end gives to what it hears. The diagonal is given as '0-0:0.5', or is what is left of
+    one: of what each worker sends where edges are one-way (column-stochastic, for push-sum), otherwise of rows and
+    columns alike. Without weights: Metropolis–Hastings, or equal parts of what is sent where edges are one-way. Files:
+    .graphml, .json as networkx writes node-link data, others an edge list; read wherever a worker runs. Nodes that are
+    not numbered 0..n-1 are numbered in the file's order.
+    """
+
+    edges: str = EXAMPLE
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        if self.path and self.edges != EXAMPLE:
+            raise ConfigurationError(f"graph takes edges or a path, got both ({self.path}); leave one out")
+        if not self.path:
+            _parse(self.edges)
+
+    def graph(self, n: int) -> nx.Graph:
+        """The graph without loops.
+
+        Raises:
+            ConfigurationError: another number of nodes, not connected, or a file that cannot be read.
+        """
+        graph = self._read(n)
+        graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+        return graph
+
+    def weights(self, n: int) -> npt.NDArray[np.float64]:
+        """Those given, or those that the graph calls for.
+
+        Raises:
+            ConfigurationError: weights that are negative, not finite, above one in all, or given for some edges only.
+        """
+        graph = self._read(n)
+        given = [weight for _, _, weight in graph.edges(data="weight")]
+        if all(weight is None for weight in given):
+            graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+            return metropolis_hastings(graph) if not graph.is_directed() else _equal_parts(graph)
+        if any(weight is None or not 0 <= weight < math.inf for weight in given):
+            raise ConfigurationError(f"{self}: give every edge a finite weight >= 0, or give none a weight")
+        weights: npt.NDArray[np.float64] = nx.to_numpy_array(graph, nodelist=range(n)).T.copy()
+        rest = 1 - weights.sum(axis=0)
+        if rest.min() < -1e-9:
+            worst = int(rest.argmin())
+            raise ConfigurationError(
+                f"{self}: the weights at worker {worst} sum to {1 - rest[worst]:g}, more than one; make them smaller"
+            )
+        loops = {i for i, j in graph.edges if i == j}
+        weights[np.diag_indices(n)] += [0.0 if i in loops else max(float(rest[i]), 0.0) for i in range(n)]
+        return weights
+
+    def _read(self, n: int) -> nx.Graph:
+        require_workers(n)
+        graph = _load(Path(self.path)) if self.path else _parse(self.edges)
+        if len(graph) != n:
+            raise ConfigurationError(f"{self} has {len(graph)} nodes, got {n} workers; use -n {len(graph)}")
+        if not (nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)):
+            raise ConfigurationError(f"{self} is not connected; add edges until every worker reaches every other")
+        return graph
+
+
+def from_networkx(graph: nx.Graph) -> WeightedGraph:
+    """The topology of a networkx graph; the attribute `weight` of its edges, where all have one, makes W.
+
+    Nodes that are not numbered 0..n-1 are numbered in the graph's order.
+    """
+    arrow = ">" if graph.is_directed() else "-"
+    numbered = _numbered(graph)
+    written = [f"{i}{arrow}{j}" + ("" if w is None else f":{float(w)!r}") for i, j, w in numbered.edges(data="weight")]
+    return WeightedGraph(" ".join(written) if written else "0-0")
+
+
+def _numbered(graph: nx.Graph) -> nx.Graph:
+    """A copy with nodes 0..n-1, in order."""
+    names = [str(node) for node in graph.nodes]
+    order = range(len(names))
+    numbers: Mapping[str, int] = {str(i): i for i in order}
+    if set(names) != set(numbers):
+        numbers = dict(zip(names, order, strict=True))
+    copy = nx.DiGraph() if graph.is_directed() else nx.Graph()
+    copy.add_nodes_from(order)
+    for i, j, weight in graph.edges(data="weight"):
+        copy.add_edge(numbers[str(i)], numbers[str(j)], **({} if weight is None else {"weight": float(weight)}))
+    return copy
+
+
+def _parse(text: str) -> nx.Graph:
+    """The graph of an edge list."""
+    words = [_EDGE.fullmatch(word) for word in text.replace(",", " ").split()]
+    arrows = {word[2] for word in words if word}
+    if not words or None in words or len(arrows) > 1:
+        raise ConfigurationError(f"an edge list reads like '0-1 1-2:0.25', or '0>1 1>0' one-way, got {text[:80]!r}")
+    graph = nx.DiGraph() if arrows == {">"} else nx.Graph()
+    try:
+        for word in words:
+            assert word is not None
+            graph.add_edge(int(word[1]), int(word[3]), **({"weight": float(word[4])} if word[4] else {}))
+    except ValueError:
+        raise ConfigurationError(f"a weight must be a number, got {text[:80]!r}; write it like 0-1:0.25") from None
+    return _numbered(graph)
+
+
+def _load(path: Path) -> nx.Graph:
+    """The graph of a file."""
+    try:
+        if path.suffix == ".graphml":
+            return _numbered(nx.read_graphml(path))
+        text = path.read_text("utf-8")
+        return (
+            _numbered(nx.node_link_graph(json.loads(text), edges="edges")) if path.suffix == ".json" else _parse(text)
+        )
+    except (OSError, nx.NetworkXError, KeyError, TypeError, ValueError, SyntaxError) as error:
+        raise ConfigurationError(f"cannot read a graph from {path}: {error}; write it with networkx") from error
+
+
+def _equal_parts(graph: nx.DiGraph) -> npt.NDArray[np.float64]:
+    """W[j, i] = 1 / (1 + number of those that hear i) for them and for i: column-stochastic."""
+    edges = nx.to_numpy_array(graph, nodelist=range(len(graph)), weight=None)
+    heard: npt.NDArray[np.float64] = edges.T + np.eye(len(graph))
+    parts: npt.NDArray[np.float64] = heard / heard.sum(axis=0)
+    return parts

@@ -1,0 +1,48 @@
+"""Copies for messages, in memory that is used again."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from flockstep.messages import Array, frozen
+from flockstep.transports.zeromq import ZERO_COPY
+
+KEPT = 8
+"""Buffers of each size that are kept."""
+
+
+class Copies:
+    """Does what `frozen` does; a large copy goes where an earlier one lay that nobody holds any more.
+
+    Fresh memory has to be mapped and zeroed page by page, which costs more than the copying itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[tuple[int, ...], str], list[Array]] = {}
+
+    def frozen(self, array: Array) -> Array:
+        """A read-only copy of `array`, or `array` itself where nobody can change it."""
+        if array.nbytes < ZERO_COPY or not array.flags.writeable:
+            return frozen(array)
+        buffers = self._buffers.setdefault((array.shape, array.dtype.str), [])
+        buffer = next((buffer for buffer in buffers if sys.getrefcount(buffer) <= _UNUSED), None)
+        if buffer is None:
+            if len(buffers) >= KEPT:
+                return frozen(array)
+            buffer = np.empty(array.shape, array.dtype)
+            buffers.append(buffer)
+        np.copyto(buffer, array)
+        copy = buffer.view()
+        copy.flags.writeable = False
+        return copy
+
+
+def _references() -> int:
+    buffers = [np.empty(0)]
+    return next(sys.getrefcount(buffer) for buffer in buffers)
+
+
+_UNUSED = _references()
+"""References to a buffer that only the list holds, as the loop over it counts them."""

@@ -1,0 +1,273 @@
+"""Downpour SGD against plain numpy: periods, local steps, what is pushed and what the servers hold."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.codecs.identity import Identity
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model
+from flockstep.messages import MASTER, server
+from flockstep.records.events import Update
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.downpour import Downpour
+from flockstep.strategies.filters.base import Filter
+from flockstep.strategies.filters.packet import Inbox, unpack
+from flockstep.testing.strategies import (
+    COMPUTE,
+    Bench,
+    bowl_job,
+    check_strategy,
+    equal_bits,
+    run_strategy,
+    small_job,
+)
+
+STEPS = 20
+F = np.float32
+ALL = [(1, 1), (1, 5), (5, 1), (5, 5), (2, 5), (4, 10)]
+
+
+def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS):
+    """The server and the replicas, (1 + n, K), where messages take no time."""
+    bench = Bench(n, small_job(optimizer))
+    w = bench.start()
+    master = bench.stepper(w)
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    replicas, sums, step = [w.copy() for _ in range(n)], [0 * w for _ in range(n)], [0] * n
+    steppers = [bench.stepper(replica) for replica in replicas]
+    due = [(next(durations[rank]), rank) for rank in range(n)]
+    heapq.heapify(due)
+    while due:
+        now, rank = heapq.heappop(due)
+        gradient = bench.gradient(rank, replicas[rank])
+        sums[rank] += gradient
+        steppers[rank].step(replicas[rank], gradient)
+        step[rank] += 1
+        last = step[rank] == steps
+        if step[rank] % n_push == 0:
+            master.step(w, sums[rank])
+            sums[rank][:] = 0
+        if step[rank] % n_fetch == 0:
+            replicas[rank][:] = w
+        if last and step[rank] % n_push:
+            master.step(w, sums[rank])
+        if not last:
+            heapq.heappush(due, (now + next(durations[rank]), rank))
+    return np.stack([w, *replicas])
+
+
+def ends(run):
+    return np.stack([run.server, *run.replicas])
+
+
+@pytest.mark.oracle("strategy:downpour")
+@pytest.mark.parametrize("periods", [*ALL, (3, 7), (30, 4), (7, 30)])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adagrad(lr=0.05)"])
+def test_equals_the_oracle(periods, optimizer):
+    for n in (1, 3):
+        text = "downpour({}, {})".format(*periods)
+        run = run_strategy(text, n, STEPS, job=small_job(optimizer), network="ideal")
+        assert equal_bits(ends(run), oracle(n, *periods, optimizer))
+
+
+@dataclass(frozen=True)
+class StandsStill(Downpour):
+    """Negative control: no local steps between fetches."""
+
+    async def worker(self, me):
+        me.optimizer_step = lambda gradient: None
+        await super().worker(me)
+
+
+@pytest.mark.negative_control("strategy:downpour")
+def test_the_oracle_notices_missing_local_steps():
+    run = run_strategy(StandsStill(5, 5), 3, STEPS, network="ideal")
+    assert not np.allclose(ends(run), oracle(3, 5, 5), atol=1e-3)
+    run = run_strategy(StandsStill(5, 1), 3, STEPS, network="ideal")
+    assert equal_bits(ends(run), oracle(3, 5, 1))  # what is fetched at every step takes their place
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_alone_it_is_sequential(optimizer, shards):
+    bench = Bench(job=small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(STEPS):
+        stepper.step(w, bench.gradient(0, w))
+    for n_fetch in (1, 4):
+        run = run_strategy(f"downpour(1, {n_fetch}, shards={shards})", 1, STEPS, job=small_job(optimizer))
+        assert equal_bits(w, run.result, run.replicas[0])
+
+
+@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.02)"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pushing_and_fetching_at_every_step_is_asgd(network, shards):
+    """Also in the times, the bytes and the stalenesses."""
+    one = run_strategy(f"downpour(1, 1, shards={shards})", 4, STEPS, network=network)
+    other = run_strategy(f"ps(asynchronous, shards={shards})", 4, STEPS, network=network)
+    assert equal_bits(ends(one), ends(other))
+    assert one.events == other.events
+
+
+@pytest.mark.parametrize("periods", ALL)
+def test_every_promise_of_a_strategy(periods):
+    check_strategy(Downpour(*periods), steps=40, alone_is_plain=periods[0] == 1)
+    check_strategy(Downpour(*periods, shards=3), (2,))
+
+
+@pytest.mark.parametrize(("shards", "periods"), [(2, (1, 1)), (3, (2, 5)), (18, (5, 5))])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "adagrad(lr=0.05)"])
+def test_sharding_changes_no_bit_where_messages_are_atomic(shards, periods, optimizer):
+    job = small_job(optimizer)
+    whole, cut = (run_strategy(Downpour(*periods, shards=k), 4, STEPS, job=job, network="ideal") for k in (1, shards))
+    assert equal_bits(ends(whole), ends(cut))
+
+
+def test_an_update_may_be_seen_in_one_shard_and_not_in_another():
+    """Negative control: where messages take time, shards differ in whom they hear first."""
+    runs = [run_strategy(Downpour(shards=k), 4, STEPS, network="link(1000, 0.02)") for k in (1, 3)]
+    assert not equal_bits(*(run.server for run in runs))
+
+
+# ---- conservation, in exact numbers
+
+
+class Slope(Model):
+    """w · x: the gradient is the mean sample, wherever w is."""
+
+    dtype = "float64"
+
+    @property
+    def shapes(self):
+        return {"w": (6,)}
+
+    def initial(self, random):
+        return {"w": np.arange(6.0)}
+
+    def gradients(self, params, x, y, out):
+        np.mean(x, axis=1, out=out["w"])
+        return np.zeros(len(x))
+
+    def outputs(self, params, x):
+        return x @ params["w"]
+
+    def loss(self, params, outputs, y):
+        return float(np.mean(outputs))
+
+
+def slope_job():
+    """Samples in eighths, batches of 4, learning rate 1/4: every sum below 2^40 is exact."""
+    x = np.random.default_rng(3).integers(-99, 99, (64, 6)) / 8
+    return Job(Slope, lambda: Data(x, np.zeros(64), x, np.zeros(64)), "sgd(lr=0.25)", metric=lambda o, t: 0.0, batch=4)
+
+
+def pushed(run, strategy, size=6):
+    """Sum of everything that was pushed to a single server."""
+    total, inboxes = np.zeros(size), {}
+    for sent in run.sent("push"):
+        if sent.to == MASTER and sent.message.source >= 0:
+            inbox = inboxes.setdefault(sent.message.source, Inbox())
+            codec, payload = Identity(), sent.message.payload
+            total += unpack(strategy.filters, codec, payload, size, "float64", inbox)
+    return total
+
+
+def slopes(n, steps):
+    bench = Bench(n, slope_job())
+    return sum(bench.gradient(rank, bench.start()) for rank in range(n) for _ in range(steps))
+
+
+@pytest.mark.parametrize("periods", [*ALL, (7, 3)])
+@pytest.mark.parametrize("filters", ["()", "(significantly_modified(9),)", "(random_skip(0.5), key_caching(2))"])
+def test_what_is_pushed_and_the_start_make_the_end(periods, filters):
+    strategy = Strategy.parse("downpour({}, {}, filters={})".format(*periods, filters))
+    run = run_strategy(strategy, 3, STEPS, job=slope_job())
+    total = pushed(run, strategy)
+    assert equal_bits(run.server, np.arange(6.0) - 0.25 * total)
+    assert equal_bits(total, slopes(3, STEPS))
+
+
+def test_the_sum_notices_a_push_that_is_lost():
+    strategy = Downpour(2, 5)
+    run = run_strategy(strategy, 3, STEPS, job=slope_job(), faults=["drops(0, -1)"])
+    assert not equal_bits(run.server, np.arange(6.0) - 0.25 * pushed(run, strategy))
+
+
+@pytest.mark.parametrize("periods", [(1, 1), (4, 4), (2, 5)])
+def test_a_dead_worker_takes_along_only_what_it_has_not_pushed(periods):
+    run = run_strategy(Downpour(*periods), 3, STEPS, job=slope_job(), faults=["dies(1, 0.3)"])
+    counts = Counter()
+    for update in run.of(Update):
+        counts[update.source] += update.count
+    assert (counts[0], counts[2]) == (STEPS, STEPS)
+    assert 0 < counts[1] < STEPS
+    bench = Bench(3, slope_job())
+    total = sum(bench.gradient(rank, bench.start()) for rank in range(3) for _ in range(counts[rank]))
+    assert equal_bits(run.server, np.arange(6.0) - 0.25 * total)
+
+
+# ---- what travels
+
+
+@pytest.mark.parametrize("periods", ALL)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_messages_and_bytes(periods, shards):
+    n_push, n_fetch = periods
+    run = run_strategy(Downpour(n_push, n_fetch, shards), 4, STEPS)
+    pushes, fetches = STEPS // n_push, STEPS // n_fetch
+    both = sum(step % n_push == 0 and step % n_fetch == 0 for step in range(1, STEPS + 1))
+    for rank in range(4):
+        books = run.totals[rank]
+        assert (books.sent, books.received) == (pushes * 18 * 4, fetches * 18 * 4)
+        assert books.messages_sent == (pushes + fetches - both + 1) * shards
+        assert books.messages_received == fetches * shards
+    assert run.totals[server(0)].sent == 4 * fetches * (18 // shards) * 4
+
+
+@pytest.mark.parametrize("periods", ALL)
+def test_alone_nothing_is_late(periods):
+    run = run_strategy(Downpour(*periods), 1, STEPS)
+    assert {update.staleness for update in run.of(Update)} == {0}
+
+
+def test_staleness_counts_what_others_pushed_meanwhile():
+    """Two workers that take turns, n_push = n_fetch = 2: one push of the other in between, none for the first."""
+    run = run_strategy("downpour(2, 2)", 2, 8, compute="constant(1)", network="link(1e12, 0.1)")
+    assert [update.staleness for update in run.of(Update)] == [0, *[1] * 7]
+
+
+def test_rarer_exchange_costs_accuracy_not_convergence():
+    job = bowl_job("sgd(lr=0.05)", noise=0.0)
+    for periods in ALL:
+        w = run_strategy(Downpour(*periods), 4, 200, job=job).server
+        assert np.abs(w - 1).max() < 0.02, periods
+
+
+@dataclass(frozen=True)
+class Nothing(Filter):
+    """Withholds everything."""
+
+    def lets_through(self, update, params, random):
+        return np.zeros(len(update), bool)
+
+
+def test_the_end_flushes_what_filters_withheld():
+    run = run_strategy(Downpour(filters=(Nothing(),)), 3, STEPS, job=slope_job())
+    assert equal_bits(run.server, np.arange(6.0) - 0.25 * slopes(3, STEPS))
+    assert {update.count for update in run.of(Update)} == {1}
+    assert set(run.deliveries().values()) == {STEPS}
+
+
+@pytest.mark.parametrize("text", ["downpour(0)", "downpour(1, 0)", "downpour(shards=0)", "downpour(filters=(ring,))"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError):
+        Strategy.parse(text)

@@ -1,0 +1,265 @@
+"""Filters of the parameter server: what is withheld, what travels, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep.codecs.half import Half
+from flockstep.codecs.identity import Identity
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.filters.base import Filter
+from flockstep.strategies.filters.packet import HASHED, LISTED, WHOLE, Inbox, Outbox, pack, unpack
+from flockstep.testing.expressions import check_component
+from flockstep.testing.strategies import check_strategy, run_strategy, small_job
+
+SIZE = 50
+ALL = ["significantly_modified(3)", "random_skip(0.7)", "support", "kkt(2, 0.5)", "key_caching"]
+
+
+def parsed(*texts):
+    return tuple(Filter.parse(text) for text in texts)
+
+
+def updates(count=30, seed=0):
+    """Whole numbers, so that sums are exact."""
+    return np.random.default_rng(seed).integers(-6, 7, (count, SIZE)).astype("float32")
+
+
+class Line:
+    """A sender and a receiver, with what both remember."""
+
+    def __init__(self, *texts, codec=None):
+        self.filters, self.codec = parsed(*texts), codec or Identity()
+        self.outbox, self.inbox = Outbox(), Inbox()
+        self.random = np.random.default_rng(1)
+        self.packets = []
+
+    def send(self, update, params=None, flush=False):
+        params = np.ones_like(update) if params is None else params
+        data = pack(self.filters, self.codec, update, params, self.outbox, self.random, flush)
+        data.flags.writeable = False
+        self.packets.append(data)
+        return unpack(self.filters, self.codec, data, len(update), update.dtype.name, self.inbox)
+
+    @property
+    def pending(self):
+        return np.zeros(SIZE, "float32") if self.outbox.pending is None else self.outbox.pending
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["significantly_modified(3)"],
+        ["random_skip(0.7)"],
+        ["random_skip(0.3)", "significantly_modified(4)", "key_caching"],
+        ["support", "key_caching(1)"],
+        ["kkt(2, 0.5)"],
+    ],
+)
+def test_sent_and_pending_make_all_updates(texts):
+    """Where every parameter is away from zero, the KKT filter drops nothing either."""
+    line, sent, total = Line(*texts), np.zeros(SIZE), np.zeros(SIZE)
+    for update in updates():
+        sent += line.send(update)
+        total += update
+        assert np.array_equal(sent + line.pending, total)
+    sent += line.send(np.zeros(SIZE, "float32"), flush=True)
+    assert np.array_equal(sent, total)
+    assert not line.pending.any()
+
+
+@pytest.mark.oracle("filter:significantly_modified")
+def test_only_what_changed_by_more_travels():
+    line, pending = Line("significantly_modified(3)"), np.zeros(SIZE)
+    for update in updates():
+        wanted = pending + update
+        received = line.send(update)
+        assert np.array_equal(received, np.where(np.abs(wanted) > 3, wanted, 0))
+        pending = np.where(np.abs(wanted) > 3, 0, wanted)
+        assert np.abs(line.pending).max() <= 3
+        count = np.count_nonzero(np.abs(wanted) > 3)
+        assert len(line.packets[-1]) == 5 + 4 * count + 4 * count
+
+
+@pytest.mark.negative_control("filter:significantly_modified")
+def test_without_carry_over_the_sum_does_not_add_up():
+    line, sent, total = Line("significantly_modified(3)"), np.zeros(SIZE), np.zeros(SIZE)
+    for update in updates():
+        line.outbox.pending = None
+        sent += line.send(update)
+        total += update
+    assert np.abs(sent + line.pending - total).max() > 10
+
+
+@pytest.mark.oracle("filter:random_skip")
+def test_skipping_follows_the_senders_own_draws():
+    line, random, pending = Line("random_skip(0.7)"), np.random.default_rng(1), np.zeros(SIZE)
+    kept = []
+    for update in updates(200):
+        chosen = random.random(SIZE) >= 0.7
+        assert np.array_equal(line.send(update), np.where(chosen, pending + update, 0))
+        pending = np.where(chosen, 0, pending + update)
+        kept.append(chosen.mean())
+    assert abs(np.mean(kept) - 0.3) < 0.02
+
+
+@pytest.mark.negative_control("filter:random_skip")
+def test_other_draws_choose_otherwise():
+    one, other = Line("random_skip(0.7)"), Line("random_skip(0.7)")
+    other.random = np.random.default_rng(2)
+    assert not np.array_equal(one.send(updates()[0]), other.send(updates()[0]))
+    assert Line("random_skip(0)").send(updates()[0]).tolist() == updates()[0].tolist()
+
+
+@pytest.mark.oracle("filter:support")
+def test_zeros_do_not_travel():
+    line = Line("support")
+    for update in updates():
+        update[0] = 0
+        assert np.array_equal(line.send(update), update)
+        assert len(line.packets[-1]) == 5 + 8 * np.count_nonzero(update)
+    line.send(updates()[0] * 0 + 1)
+    assert line.packets[-1][0] == WHOLE
+    assert len(line.packets[-1]) == 1 + 4 * SIZE
+
+
+@pytest.mark.negative_control("filter:support")
+def test_a_negative_zero_is_a_zero_and_nan_is_not():
+    special = np.array([0.0, -0.0, np.nan, np.inf, 1e-45], "float32")
+    assert parsed("support")[0].lets_through(special, special, None).tolist() == [False, False, True, True, True]
+    threshold = parsed("significantly_modified(0.5)")[0].lets_through(special, special, None)
+    assert threshold.tolist() == [False, False, True, True, False]
+
+
+@pytest.mark.oracle("filter:kkt")
+def test_what_stays_zero_is_dropped():
+    line, params = Line("kkt(2, 0.5)"), (np.arange(SIZE) % 2).astype("float32")
+    for update in updates():
+        stays = (params == 0) & (np.abs(update) <= 1.5)
+        assert np.array_equal(line.send(update, params), np.where(stays, 0, update))
+        assert line.outbox.pending is None
+
+
+@pytest.mark.negative_control("filter:kkt")
+def test_the_kkt_filter_changes_nothing_under_its_penalty_and_much_without():
+    """With one worker, whose gradients decide alone, no slack is needed: the same bits with less traffic."""
+    job = small_job("sgd(lr=0.1)")
+    text = "downpour(rule={}, filters=({}))"
+    runs = {
+        key: run_strategy(text.format(*key), 1, 60, job=job)
+        for key in [
+            ("proximal(0.15)", ""),
+            ("proximal(0.15)", "kkt(0.15),"),
+            ("plain", ""),
+            ("plain", "kkt(0.15),"),
+        ]
+    }
+    results = {key: run.server for key, run in runs.items()}
+    assert np.array_equal(results["proximal(0.15)", ""], results["proximal(0.15)", "kkt(0.15),"])
+    assert not np.allclose(results["plain", ""], results["plain", "kkt(0.15),"])
+    bare, filtered = (runs["proximal(0.15)", f].totals[0].sent for f in ("", "kkt(0.15),"))
+    values = bare // 4
+    assert filtered < 60 * 5 + 8 * values * 0.8
+
+
+# ---- key caching
+
+
+@pytest.mark.oracle("filter:key_caching")
+def test_a_list_travels_once_and_then_as_its_hash():
+    line = Line("support", "key_caching")
+    update = (np.arange(SIZE) % 3 == 0).astype("float32")
+    count = int(update.sum())
+    for i in range(4):
+        assert np.array_equal(line.send(update * (i + 1)), update * (i + 1))
+    assert [packet[0] for packet in line.packets] == [LISTED, HASHED, HASHED, HASHED]
+    assert [len(packet) for packet in line.packets] == [5 + 8 * count, *[9 + 4 * count] * 3]
+
+
+@pytest.mark.negative_control("filter:key_caching")
+def test_another_list_is_sent_and_without_caching_every_one():
+    line, bare = Line("support", "key_caching"), Line("support")
+    for i in range(4):
+        update = (np.arange(SIZE) % (i + 2) == 0).astype("float32")
+        line.send(update)
+        bare.send(update)
+        bare.send(update)
+    assert [packet[0] for packet in line.packets] == [LISTED] * 4
+    assert [packet[0] for packet in bare.packets] == [LISTED] * 8
+
+
+@pytest.mark.parametrize("remembered", [1, 2, 3])
+def test_both_ends_forget_the_same_lists(remembered):
+    line, order = Line("support", f"key_caching({remembered})"), []
+    for choice in np.random.default_rng(0).integers(0, 4, 60):
+        update = np.roll(np.eye(1, SIZE, dtype="float32")[0], choice)
+        hit = choice in order
+        order = [*[c for c in order if c != choice], choice][-remembered:]
+        assert np.array_equal(line.send(update), update)
+        assert line.packets[-1][0] == (HASHED if hit else LISTED)
+        assert list(line.outbox.lists) == list(line.inbox.lists)
+        assert len(line.inbox.lists) == len(order)
+
+
+def test_an_empty_list_and_a_value_codec():
+    line = Line("support", "key_caching", codec=Half())
+    assert not line.send(np.zeros(SIZE, "float32")).any()
+    assert not line.send(np.zeros(SIZE, "float32")).any()
+    update = np.where(np.arange(SIZE) < 7, np.float32(1 / 3), 0)
+    for size in (5 + 7 * 4 + 7 * 2, 9 + 7 * 2):
+        assert np.array_equal(line.send(update), update.astype(np.float16).astype("float32"))
+        assert len(line.packets[-1]) == size
+
+
+def test_damage_is_refused():
+    line = Line("support", "key_caching")
+    update = (np.arange(SIZE) % 3 == 0).astype("float32")
+    line.send(update)
+    line.send(update)
+    listed, hashed = line.packets
+    swapped = listed.copy()
+    swapped[5:13] = np.array([3, 0], "<u4").view(np.uint8)
+    beyond = np.concatenate([listed[:5], np.full(17, SIZE, "<u4").view(np.uint8), listed[-68:]])
+    for data, inbox in [
+        (hashed, Inbox()),
+        (hashed[:5], line.inbox),
+        (hashed[:-1], line.inbox),
+        (listed[:-1], Inbox()),
+        (listed[:20], Inbox()),
+        (listed[:3], Inbox()),
+        (listed[:0], Inbox()),
+        (np.full(9, 7, np.uint8), Inbox()),
+        (np.zeros(3, np.uint8), Inbox()),
+        (swapped, Inbox()),
+        (beyond, Inbox()),
+    ]:
+        with pytest.raises(ProtocolError):
+            unpack(line.filters, Identity(), data, SIZE, "float32", inbox)
+
+
+def test_fewer_bytes_and_the_same_model_nearly():
+    """A small threshold saves traffic; what it holds back, it sends in the end."""
+    plain = run_strategy("downpour", 4, 60)
+    text = "downpour(filters=(significantly_modified({}), key_caching))"
+    some, more = (run_strategy(text.format(threshold), 4, 60) for threshold in (0.05, 0.5))
+    assert more.totals[0].sent < some.totals[0].sent < plain.totals[0].sent * 2
+    assert more.totals[0].sent < plain.totals[0].sent
+    assert np.abs(some.server - plain.server).max() < 0.2
+    assert set(more.deliveries().values()) == {60}
+
+
+@pytest.mark.parametrize("text", ALL)
+def test_every_promise_of_a_strategy(text):
+    check_component(Filter.parse(text))
+    strategy = Strategy.parse(f"downpour(2, 2, shards=3, filters=({text},))")
+    check_strategy(strategy, (2, 4), alone_is_plain=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["significantly_modified(-1)", "random_skip(1)", "kkt(1, 2)", "kkt(-1)", "key_caching(0)"]
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError):
+        Filter.parse(text)

@@ -1,0 +1,149 @@
+"""Two levels of servers: the flat server's trajectory, the root's traffic, and what a leaf may not lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import slices
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Quadratic
+from flockstep.messages import MASTER, Message, server
+from flockstep.records.events import Snapshot, Update
+from flockstep.strategies.hierarchical import Hierarchical
+from flockstep.testing.strategies import Bench, Watched, check_strategy, equal_bits, run_strategy, small_job
+
+STEPS = 12
+MODES = ["", ", root=asynchronous", ", leaf=asynchronous, root=asynchronous"]
+
+
+def groups(n, group):
+    return [range(part.start, part.stop) for part in slices(n, -(-n // group))]
+
+
+def oracle(n, group, optimizer, steps=STEPS):
+    """One model; every step takes the groups' sums, each added in order of rank, over n."""
+    bench = Bench(n, small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(steps):
+        gradients = [bench.gradient(rank, w) for rank in range(n)]
+        sums = [sum((gradients[r] for r in ranks[1:]), gradients[ranks[0]]) for ranks in groups(n, group)]
+        stepper.step(w, sum(sums[1:], sums[0]) / w.dtype.type(n))
+    return w
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_promises(mode, group):
+    """Asynchronous leaves answer before the root has stepped, so that one worker too is late."""
+    check_strategy(
+        Hierarchical.parse(f"hierarchical({group}{mode})"),
+        (1, 2, 5),
+        10,
+        "leaf" not in mode,
+    )
+
+
+@pytest.mark.oracle("strategy:hierarchical")
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+@pytest.mark.parametrize(("n", "group"), [(1, 4), (3, 2), (4, 2), (4, 4), (7, 3), (8, 1)])
+def test_equals_the_oracle(optimizer, n, group):
+    run = run_strategy(f"hierarchical({group})", n, STEPS, job=small_job(optimizer))
+    assert equal_bits(*run.params.values(), oracle(n, group, optimizer))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_synchronous_levels_are_a_flat_server(group):
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-13)):
+        job = small_job("sgd(lr=0.1, momentum=0.9)", dtype)
+        one, other = (run_strategy(text, 8, STEPS, job=job).result for text in (f"hierarchical({group})", "ps(bsp)"))
+        assert np.allclose(one, other, rtol=tolerance, atol=tolerance)
+        assert equal_bits(one, other) or group not in (1, 8)
+
+
+def test_synchronous_levels_equal_a_flat_server_in_every_bit_where_sums_are_exact():
+    """Whole samples, curvatures and a rate that are powers of two: no addition rounds in the first steps."""
+
+    def data():
+        x = np.random.default_rng(0).integers(-64, 64, (64, 4)) * 1.0
+        return Data(x, np.zeros(64), x[:1], np.zeros(1))
+
+    curvatures = np.array([1, 0.5, 0.25, 0.125])
+    job = Job(
+        lambda: Quadratic(curvatures, np.zeros(4), "float64"), data, "sgd(lr=0.25)", metric=lambda o, t: 0.0, batch=4
+    )
+    exact = [run_strategy(text, 8, 4, job=job).result for text in ("hierarchical(2)", "hierarchical(4)", "ps(bsp)")]
+    assert equal_bits(*exact)
+    assert not np.array_equal(exact[0], np.zeros(4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("n", "group"), [(8, 2), (8, 4), (16, 4), (6, 6)])
+def test_the_roots_traffic_is_a_group_th(mode, n, group):
+    flat = run_strategy("ps(bsp)", n, STEPS).totals[MASTER]
+    run = run_strategy(f"hierarchical({group}{mode})", n, STEPS)
+    root, leaves = run.totals[MASTER], [run.totals[server(1 + i)] for i in range(n // group)]
+    assert root.received * group == flat.received
+    assert flat.sent <= root.sent * group <= flat.sent + ("async" in mode) * n * 18 * 4
+    assert sum(leaf.received for leaf in leaves) == flat.received + root.sent
+    assert all(
+        leaf.sent == (flat.sent + flat.received) / (n // group) / 2 + root.received / len(leaves) for leaf in leaves
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_gradient_takes_effect_once_on_every_server(mode):
+    run = run_strategy(f"hierarchical(3{mode})", 7, STEPS)
+    assert run.deliveries() == {(server(i), rank): STEPS for i in range(4) for rank in range(7)}
+    assert equal_bits(run.result, *(run.params[server(i)] for i in range(4)))
+
+
+def test_the_models_on_the_way_are_evaluated_on_the_way():
+    """The root hears of the workers' steps from its leaves alone."""
+    for mode in MODES:
+        run = run_strategy(f"hierarchical(2{mode})", 4, STEPS, evaluate_every=3)
+        snapshots = run.of(Snapshot)
+        assert [s.step for s in snapshots][:4] == [0, 3, 6, 9]
+        assert len({s.loss for s in snapshots}) >= 4
+        events = run.events
+        assert events.index(snapshots[2]) < len(events) / 2 + len(events) / 4
+
+
+def mean_staleness(run):
+    late = [event.staleness for event in run.of(Update) if event.staleness is not None]
+    return sum(late) / len(late)
+
+
+def test_staleness_is_counted_in_the_roots_updates():
+    """L leaves that take turns: a sum is L - 1 updates late. Cached answers are late by about one round trip more."""
+    run = run_strategy("hierarchical(2, root=asynchronous)", 8, 200)
+    assert mean_staleness(run) == pytest.approx(3, abs=0.1)
+    cached = run_strategy("hierarchical(2, leaf=asynchronous, root=asynchronous)", 8, 200)
+    assert mean_staleness(cached) > mean_staleness(run)
+    assert mean_staleness(run_strategy("hierarchical(2)", 8, STEPS)) == 0
+
+
+def test_a_root_that_waits_for_leaves_that_do_not_is_refused():
+    with pytest.raises(CompositionError, match="root=asynchronous"):
+        Hierarchical(leaf="asynchronous")
+    with pytest.raises(ConfigurationError, match="group must be >= 1"):
+        Hierarchical(0)
+
+
+class SendsMeans(Watched):
+    """Negative control: every leaf's sum weighs the same, however many workers it stands for."""
+
+    def send(self, to, message):
+        if message.tag == "sum":
+            array = message.array / np.float32(len(str(message.note["ranks"]).split()) * 3 / 7)
+            message = Message(message.source, message.tag, array, message.note, number=message.number)
+        super().send(to, message)
+
+
+@pytest.mark.negative_control("strategy:hierarchical")
+def test_the_oracle_notices_another_weight():
+    """Three leaves, of 3, 2 and 2 workers: the mean of their means is not the mean."""
+    run = run_strategy("hierarchical(3)", 7, STEPS, simulation=SendsMeans)
+    assert not np.allclose(run.result, oracle(7, 3, "sgd(lr=0.1)"), rtol=1e-3)

@@ -1,0 +1,163 @@
+"""Hogwild! against plain numpy, and what is lost when processes really write at the same time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.errors import CompositionError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Quadratic
+from flockstep.nodes import Worker
+from flockstep.records.events import Figure
+from flockstep.strategies.hogwild import Hogwild, Segment
+from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
+from flockstep.transports.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name needs Linux")
+
+
+@pytest.mark.oracle("strategy:hogwild")
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+def test_alone_is_plain_sgd_in_every_bit(optimizer):
+    bench = Bench(1, small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(15):
+        stepper.step(w, bench.gradient(0, w))
+    assert equal_bits(run_strategy("hogwild", 1, 15, job=small_job(optimizer)).result, w)
+
+
+@pytest.mark.oracle("strategy:hogwild")
+def test_workers_in_turn_are_sequential_sgd_with_the_gradients_of_what_they_had_read():
+    """In order of the times at which gradients end, each of the parameters that its worker had read before it."""
+    pace = (1, 1.1, 1.3)
+    run = run_strategy("hogwild", 3, 5, compute=f"speeds(constant(1), {pace})", network="ideal")
+    bench = Bench(3)
+    w = bench.start()
+    read = [w.copy() for _ in range(3)]
+    for _, rank in sorted((pace[rank] * step, rank) for rank in range(3) for step in range(1, 6)):
+        w -= np.float32(0.1) * bench.gradient(rank, read[rank])
+        read[rank] = w.copy()
+    assert equal_bits(w, *run.replicas)
+
+
+def disjoint_job() -> Job:
+    """Sample j of 6 pulls coordinate j only: gradients of different workers have no coordinate in common."""
+
+    def data() -> Data:
+        return Data(np.eye(6), np.zeros(6), np.ones((1, 6)), np.zeros(1))
+
+    class Sparse(Quadratic):
+        def gradients(self, params, x, y, out):  # type: ignore[no-untyped-def]
+            losses = super().gradients(params, x, y, out)
+            out["w"] *= x.any(axis=1)
+            return losses
+
+    return Job(
+        lambda: Sparse(np.ones(6), np.full(6, 4.0), "float64"),
+        data,
+        "sgd(lr=0.25)",
+        metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
+        higher_is_better=False,
+        batch=1,
+    )
+
+
+@pytest.mark.parametrize("compute", ["constant(1)", "exponential(1)", "speeds(exponential(1), (1, 5, 2))"])
+def test_with_disjoint_supports_every_interleaving_is_the_serial_run(compute):
+    run = run_strategy("hogwild", 3, 8, job=disjoint_job(), compute=compute)
+    bench = Bench(3, disjoint_job())
+    w = bench.start()
+    for rank in range(3):
+        for _ in range(8):
+            w -= 0.25 * bench.gradient(rank, w)
+    assert equal_bits(run.result, w)
+
+
+def test_nothing_is_lost_where_updates_take_no_time():
+    run = run_strategy("hogwild", 4, 10, compute="exponential(1)")
+    assert {figure.name: figure.value for figure in run.of(Figure)} == {"updates": 4 * 10 * 18, "lost_updates": 0}
+
+
+@dataclass(frozen=True)
+class Overtaken(Hogwild):
+    """Writes back what it had read before it computed: what others did meanwhile is lost, as in a race."""
+
+    def update(self, me: Worker, segment: Segment, gradient: np.ndarray) -> None:
+        segment.counts[:] = self._seen(me, segment)
+        super().update(me, segment, gradient)
+
+    def _seen(self, me: Worker, segment: Segment) -> np.ndarray:
+        return np.full_like(segment.counts, me.step - 1)
+
+
+@pytest.mark.negative_control("strategy:hogwild")
+def test_lost_updates_are_counted():
+    run = run_strategy(Overtaken(), 4, 10, compute="constant(1)", network="ideal")
+    assert {figure.name: figure.value for figure in run.of(Figure)} == {"updates": 720, "lost_updates": 720 - 10 * 18}
+
+
+INCREMENTS, ELEMENTS = 300, 100_000
+RACER = """
+import sys
+import numpy as np
+from flockstep.transports.shared_memory import SharedMemory
+memory = SharedMemory.attach(sys.argv[1])
+counts, ready = memory.array(np.int64, {elements}), memory.array(np.int64, 2, 8 * {elements})
+ready[int(sys.argv[2])] = 1
+while not ready.all():
+    pass
+for _ in range({increments}):
+    if sys.argv[3] == "locked":
+        with memory.lock():
+            counts += 1
+    else:
+        counts += 1
+"""
+
+
+def raced(how: str) -> int:
+    """How many increments two processes lose that begin at the same time."""
+    memory = SharedMemory.create(8 * (ELEMENTS + 2))
+    script = RACER.format(elements=ELEMENTS, increments=INCREMENTS)
+    racers = [subprocess.Popen([sys.executable, "-c", script, memory.address, str(rank), how]) for rank in range(2)]
+    assert [racer.wait(60) for racer in racers] == [0, 0]
+    return 2 * INCREMENTS * ELEMENTS - int(memory.array(np.int64, ELEMENTS).sum())
+
+
+def test_with_a_lock_nothing_is_lost():
+    assert raced("locked") == 0
+
+
+@pytest.mark.negative_control("strategy:hogwild")
+def test_without_a_lock_increments_are_lost():
+    assert any(raced("unlocked") > 0 for _ in range(5))
+
+
+def test_memory_of_another_host_or_of_a_dead_process_is_refused():
+    memory = SharedMemory.create(64)
+    host, _, path = memory.address.partition(":")
+    with pytest.raises(CompositionError, match="it lies on another host; start all workers on one host"):
+        SharedMemory.attach(f"elsewhere:{path}")
+    with pytest.raises(CompositionError, match=r"cannot attach to shared memory: .*No such file"):
+        SharedMemory.attach(f"{host}:/proc/{2**22 + 1}/fd/3")
+
+
+def test_it_leaves_no_file():
+    before = set(Path("/dev/shm").iterdir())
+    memory = SharedMemory.create(1 << 16)
+    SharedMemory.attach(memory.address).array(np.int64, 3)[:] = 5
+    assert (memory.array(np.int64, 4) == [5, 5, 5, 0]).all()
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def test_workers_may_die():
+    run = run_strategy("hogwild", 3, 10, compute="constant(1)", network="ideal", faults=["dies(2, 4.5)"])
+    assert equal_bits(run.replicas[0], run.replicas[1])
+    assert run.of(Figure) == []  # nobody knows how many updates the dead one had made

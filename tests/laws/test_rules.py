@@ -1,0 +1,291 @@
+"""Server update rules against plain numpy: scaled by staleness, compensated for delay, with momentum of any sign."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.events import Update
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.consistency import Push
+from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.rules.delay_compensated import DelayCompensated, compensate
+from flockstep.strategies.rules.staleness_scaled import StalenessScaled, weighted_mean
+from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from support.servers import STEPS, FakeServer, oracle, served
+
+F = np.float32
+MOMENTUM = "sgd(lr=0.1, momentum=0.9)"
+RULES = [
+    "staleness_scaled",
+    "staleness_scaled('mean')",
+    "delay_compensated",
+    "delay_compensated('constant')",
+    "momentum_corrected",
+    "momentum_corrected(0.5)",
+    "negative_momentum",
+    "with_optimizer(adagrad(0.05))",
+    "with_optimizer(adam(0.01))",
+    "proximal(0.01)",
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_promise_of_a_strategy(rule):
+    alone = rule.startswith(("staleness", "delay")) or rule == "momentum_corrected"
+    check_strategy(Strategy.parse(f"ps(asynchronous, rule={rule})"), alone_is_plain=alone)
+    check_strategy(Strategy.parse(f"ps(bsp, shards=2, rule={rule})"), (2,))
+
+
+# ---- staleness
+
+
+@pytest.mark.oracle("rule:staleness_scaled")
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+def test_each_gradient_counts_with_one_over_its_staleness(n):
+    def apply(w, g, tau, backup):
+        w -= F(0.1 * (1 / max(1, tau))) * g
+
+    assert equal_bits(served("staleness_scaled", n), oracle(n, apply))
+
+
+@pytest.mark.oracle("rule:staleness_scaled")
+def test_every_gradient_counts_with_one_over_the_mean_staleness():
+    ages = []
+
+    def apply(w, g, tau, backup):
+        ages.append(tau)
+        w -= F(0.1 * (1 / max(1, sum(ages) / len(ages)))) * g
+
+    assert equal_bits(served("staleness_scaled('mean')"), oracle(4, apply))
+
+
+@pytest.mark.negative_control("rule:staleness_scaled")
+def test_the_oracle_notices_one_over_staleness_plus_one():
+    def apply(w, g, tau, backup):
+        w -= F(0.1 / (1 + tau)) * g
+
+    assert not np.allclose(served("staleness_scaled"), oracle(4, apply), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("by", ["gradient", "mean"])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", MOMENTUM, "adam(lr=0.02)"])
+def test_without_staleness_it_is_synchronous(by, optimizer):
+    job = small_job(optimizer)
+    one, other = (
+        run_strategy(f"ps(bsp{rule})", 4, STEPS, job=job).result for rule in (f", rule=staleness_scaled('{by}')", "")
+    )
+    assert equal_bits(one, other)
+
+
+def test_a_group_moves_by_the_sum_of_scaled_gradients():
+    """w moves by - sum_i alpha(tau_i) g_i / c, for the group's different stalenesses."""
+    server = FakeServer(np.zeros(5), version=6)
+    gradients = np.random.default_rng(0).normal(size=(3, 5))
+    group = [Push(i, 0, version, 0.1, g) for i, (version, g) in enumerate(zip((6, 4, 1), gradients, strict=True))]
+    rule = StalenessScaled()
+    rule.apply(server, rule.start(server), group)
+    assert np.allclose(server.params, -0.1 * (gradients[0] + gradients[1] / 2 + gradients[2] / 5) / 3, rtol=1e-14)
+    assert equal_bits(weighted_mean(gradients, [0.5] * 3), gradients.sum(0) / 3)
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, "adam(lr=0.02)"])
+def test_adaptive_optimisers_take_the_shorter_step_too(optimizer):
+    """Scaling the gradient would be undone by Adam: the rate is what is scaled."""
+    job = small_job(optimizer)
+    steppers = []
+
+    def apply(w, g, tau, backup):
+        if not steppers:
+            steppers.append(Bench(job=job).stepper(w))
+            steppers.append(steppers[0].lr)
+        steppers[0].lr = steppers[1] * (1 / max(1, tau))
+        steppers[0].step(w, g)
+
+    assert equal_bits(served("staleness_scaled", 8, job), oracle(8, apply, job))
+
+
+# ---- delay compensation
+
+
+def dc(form, lambda0):
+    square = {}
+
+    def apply(w, g, tau, backup):
+        rate = F(lambda0)
+        if form == "adaptive":
+            square["mean"] = F(0.95) * square.get("mean", np.zeros_like(g)) + F(1 - 0.95) * (g * g)
+            rate = F(lambda0) / np.sqrt(square["mean"] + F(1e-7))
+        w -= F(0.1) * (g + rate * g * g * (w - backup))
+
+    return apply
+
+
+@pytest.mark.oracle("rule:delay_compensated")
+@pytest.mark.parametrize(("form", "lambda0"), [("constant", 0.04), ("adaptive", 2.0)])
+@pytest.mark.parametrize("n", [2, 5])
+def test_equals_the_paper(form, lambda0, n):
+    assert equal_bits(served(f"delay_compensated('{form}')", n), oracle(n, dc(form, lambda0)))
+
+
+@pytest.mark.negative_control("rule:delay_compensated")
+@pytest.mark.parametrize("form", ["constant", "adaptive"])
+def test_the_oracle_notices_a_backup_that_is_not_the_workers(form):
+    def apply(w, g, tau, backup):
+        dc(form, 2.0)(w, g, tau, np.zeros_like(w))
+
+    assert not equal_bits(served(f"delay_compensated('{form}', 2.0)"), oracle(4, apply))
+
+
+@pytest.mark.parametrize("form", ["constant", "adaptive"])
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", MOMENTUM, "adam(lr=0.02)"])
+def test_no_compensation_is_asgd_and_one_worker_is_sgd(form, optimizer):
+    job = small_job(optimizer)
+    assert equal_bits(served(f"delay_compensated('{form}', 0)", job=job), served("plain", job=job))
+    assert equal_bits(served(f"delay_compensated('{form}', 2)", 1, job), served("plain", 1, job))
+    assert not equal_bits(served(f"delay_compensated('{form}', 2)", job=job), served("plain", job=job))
+
+
+def test_the_true_curvature_recovers_the_gradient_exactly():
+    """On h (w - c)² / 2 with numbers that are exact in binary."""
+    h, c = np.array([0.5, 4.0, 0.125]), np.array([1.0, -3.0, 2.5])
+    now, then = np.array([1.5, 0.25, -7.0]), np.array([-2.0, 8.5, 0.75])
+    assert equal_bits(compensate(h * (then - c), h, now, then), h * (now - c))
+    assert not equal_bits(compensate(h * (then - c), h / 2, now, then), h * (now - c))
+
+
+@dataclass(frozen=True)
+class TrueCurvature(DelayCompensated):
+    """Compensates by the bowl's own Hessian."""
+
+    def apply(self, me, state, group):
+        for push in group:
+            backup = state.backups.get(push.rank, state.initial)
+            me.update(compensate(push.gradient, np.geomspace(1, 0.1, 8), me.params, backup), push.lr)
+
+
+def test_with_the_true_curvature_asynchronous_is_sequential():
+    """Without noise every gradient is compensated to that at w: the run is gradient descent, whatever the delays."""
+    job = bowl_job("sgd(lr=0.3)", noise=0.0)
+    w = np.zeros(8)
+    for _ in range(4 * STEPS):
+        w -= 0.3 * np.geomspace(1, 0.1, 8) * (w - 1)
+    run = run_strategy(ParameterServer(_asynchronous(), rule=TrueCurvature()), 4, STEPS, job=job)
+    assert max(update.staleness for update in run.of(Update)) >= 3
+    assert np.allclose(run.server, w, rtol=0, atol=1e-13)
+    assert np.abs(served("plain", job=job) - w).max() > 1e-6
+
+
+def test_a_group_is_compensated_from_where_each_of_its_workers_read():
+    """In one step: each by its own backup, all towards the same w."""
+    rule, server = DelayCompensated("constant", 0.5), FakeServer(np.zeros(3), 0)
+    state = rule.start(server)
+    rule.read(server, state, 0)
+    server.params[:], server.version = 1.0, 1
+    rule.read(server, state, 1)
+    server.params[:], server.version = 3.0, 2
+    g = np.array([1.0, -2.0, 0.5])
+    rule.apply(server, state, [Push(0, 0, 0, 0.1, g), Push(1, 0, 1, 0.1, 2 * g)])
+    expected = ((g + 0.5 * g * g * 3) + (2 * g + 0.5 * 4 * g * g * 2)) / 2
+    assert np.allclose(server.params, 3 - 0.1 * expected, rtol=1e-15)
+
+
+def test_workers_that_read_the_same_version_share_a_backup():
+    rule, server = DelayCompensated(), FakeServer(np.zeros(3), 0)
+    state = rule.start(server)
+    for rank in range(5):
+        rule.read(server, state, rank)
+    server.params += 1
+    server.version += 1
+    rule.read(server, state, 4)
+    assert len({id(backup) for backup in state.backups.values()}) == 2
+    assert not state.backups[0].any()
+    assert state.backups[4].all()
+
+
+# ---- other optimisers, other functions on the server
+
+
+@pytest.mark.oracle("rule:with_optimizer")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_adagrad_on_the_server(shards):
+    total = {"s": np.zeros(18, F)}
+    grown = []
+
+    def apply(w, g, tau, backup):
+        before = total["s"].copy()
+        total["s"] = total["s"] + g * g
+        grown.append((total["s"] >= before).all())
+        w -= g / (np.sqrt(total["s"]) + F(1e-10)) * F(0.05)
+
+    text = f"ps(asynchronous, shards={shards}, rule=with_optimizer(adagrad(0.05)))"
+    run = run_strategy(text, 4, STEPS, network="ideal")
+    expected = oracle(4, apply)
+    assert np.allclose(run.server, expected, rtol=1e-6, atol=1e-7)
+    assert all(grown)
+    job = small_job("adagrad(0.05)")
+    assert equal_bits(run.server, run_strategy("asgd", 4, STEPS, network="ideal", job=job).server)
+    sums = [run.nodes[-1 - i].state.rule.slots["square_sum"] for i in range(shards)]
+    assert np.allclose(np.concatenate(sums), total["s"], rtol=1e-5)
+
+
+@pytest.mark.negative_control("rule:with_optimizer")
+def test_the_servers_optimiser_is_not_the_jobs():
+    own, jobs = served("with_optimizer(adagrad(0.05))"), served("plain")
+    assert np.abs(own - jobs).max() > 0.01
+
+
+@pytest.mark.oracle("rule:proximal")
+def test_the_proximal_step_shrinks_towards_zero():
+    def apply(w, g, tau, backup):
+        w -= F(0.1) * g
+        w[:] = np.sign(w) * np.maximum(np.abs(w) - F(0.1 * 0.2), 0)
+
+    result = served("proximal(0.2)")
+    assert np.array_equal(result, oracle(4, apply))
+    assert 0 < np.count_nonzero(result) < 18
+    assert equal_bits(served("proximal(0)"), served("plain"))
+
+
+@pytest.mark.negative_control("rule:proximal")
+def test_an_optimum_under_the_penalty_is_known_and_wrong_elsewhere():
+    """On the bowl around 1 with curvature h and l1 = 0.3 the optimum is max(0, 1 - 0.3 / h)."""
+    job, h = bowl_job("sgd(lr=0.3)", noise=0.0), np.geomspace(1, 0.1, 8)
+    w = run_strategy("ps(bsp, rule=proximal(0.3))", 2, 300, job=job).result
+    assert np.allclose(w, np.maximum(0, 1 - 0.3 / h), atol=1e-6)
+    assert not np.allclose(w, np.maximum(0, 1 - 0.2 / h), atol=1e-2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shards", [2, 5])
+def test_sharding_changes_no_bit_where_messages_are_atomic(rule, shards):
+    whole = run_strategy(f"ps(asynchronous, rule={rule})", 4, STEPS, network="ideal")
+    cut = run_strategy(f"ps(asynchronous, shards={shards}, rule={rule})", 4, STEPS, network="ideal")
+    assert equal_bits(whole.server, cut.server)
+    assert equal_bits(whole.replicas, cut.replicas)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "delay_compensated(lambda0=-1)",
+        "delay_compensated(m=1)",
+        "delay_compensated(eps=0)",
+        "momentum_corrected(1)",
+        "negative_momentum(0.5)",
+        "negative_momentum(-1)",
+        "proximal(-1)",
+        "staleness_scaled('other')",
+    ],
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError):
+        Rule.parse(text)
+
+
+def _asynchronous():
+    return Strategy.parse("asgd").consistency

@@ -1,0 +1,85 @@
+"""Momentum rules of a server against plain numpy, and the momentum that asynchrony brings by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep.errors import CompositionError
+from flockstep.messages import MASTER
+from flockstep.optimizers.base import Optimizer
+from flockstep.strategies.rules.base import Rule
+from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy, small_job
+from support.servers import FakeServer, oracle, served
+
+F = np.float32
+MOMENTUM = "sgd(lr=0.1, momentum=0.9)"
+
+
+def ball(mu, weight_decay=0.0):
+    speed = {}
+
+    def apply(w, g, tau, backup):
+        g = g + F(weight_decay) * w
+        speed["v"] = F(mu) * speed["v"] + g if speed else g
+        w -= F(0.1) * speed["v"]
+
+    return apply
+
+
+@pytest.mark.oracle("rule:momentum_corrected")
+@pytest.mark.parametrize(("n", "mu"), [(2, 0.9 - 0.5), (4, 0.9 - 0.75), (16, 0.9 - 0.9375)])
+def test_asynchronys_momentum_is_taken_off(n, mu):
+    expected = oracle(n, ball(mu, 0.01))
+    job = small_job("sgd(lr=0.1, momentum=0.9, weight_decay=0.01)")
+    assert equal_bits(served("momentum_corrected", n, job), expected)
+    job = small_job("sgd(lr=0.1, momentum=0.3, weight_decay=0.01)")
+    assert equal_bits(served("momentum_corrected(0.9)", n, job), expected)
+
+
+@pytest.mark.negative_control("rule:momentum_corrected")
+def test_the_oracle_notices_momentum_that_is_not_corrected():
+    assert not np.allclose(served("momentum_corrected", 4, small_job(MOMENTUM)), oracle(4, ball(0.9)), atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", MOMENTUM, "sgd(lr=0.1, momentum=0.9, weight_decay=0.1)"])
+def test_alone_the_correction_is_none(optimizer):
+    job = small_job(optimizer)
+    assert equal_bits(served("momentum_corrected", 1, job), served("plain", 1, job))
+
+
+@pytest.mark.oracle("rule:negative_momentum")
+@pytest.mark.parametrize("mu", [0, -0.25, -0.9])
+def test_negative_momentum_is_a_heavy_ball_below_zero(mu):
+    assert equal_bits(served(f"negative_momentum({mu})", 4, small_job(MOMENTUM)), oracle(4, ball(mu)))
+
+
+@pytest.mark.negative_control("rule:negative_momentum")
+def test_the_oracle_notices_the_wrong_sign():
+    assert not np.allclose(served("negative_momentum(-0.5)"), oracle(4, ball(0.5)), atol=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["momentum_corrected", "negative_momentum"])
+@pytest.mark.parametrize("optimizer", ["adam(0.01)", "sgd(0.1, momentum=0.9, nesterov=true)"])
+def test_momentum_rules_need_the_heavy_ball(rule, optimizer):
+    server = FakeServer(np.zeros(3), 0, Optimizer.parse(optimizer))
+    with pytest.raises(CompositionError, match="needs sgd without nesterov"):
+        Rule.parse(rule).start(server)
+    server.optimizer = Optimizer.parse(MOMENTUM)
+    Rule.parse(rule).start(server)
+
+
+def test_asynchrony_begets_momentum():
+    """Memoryless workers: the mean path moves as with momentum 1 - 1/M and rate eta / M (Mitliagkas et al. 2016)."""
+    m, eta, curvature = 4, 0.2, np.geomspace(1, 0.1, 8)
+    paths = []
+    for seed in range(150):
+        run = run_strategy("asgd", m, 8, job=bowl_job("sgd(lr=0.2)", noise=0.0), seed=seed, network="ideal")
+        replies = run.sent("push", MASTER)
+        paths.append([np.zeros(8), *(sent.message.payload for sent in replies[:20])])
+    mean = np.mean(paths, axis=0)
+    moves = np.diff(mean, axis=0)
+    columns = np.stack([moves[:-1].ravel(), (-(curvature * (mean[1:-1] - 1))).ravel()], axis=1)
+    momentum, rate = np.linalg.lstsq(columns, moves[1:].ravel(), rcond=None)[0]
+    assert abs(momentum - (1 - 1 / m)) < 0.05
+    assert abs(rate - eta / m) < 0.01

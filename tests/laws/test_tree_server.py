@@ -1,0 +1,94 @@
+"""A reduction tree with a root that updates, against plain numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flockstep.errors import RunError
+from flockstep.records.events import Snapshot
+from flockstep.strategies import tree_server
+from flockstep.strategies.tree_server import depth, family
+from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+
+
+def oracle(n, steps, optimizer):
+    """One model; gradients are added as the tree adds them."""
+    bench = Bench(n, small_job(optimizer))
+    w = bench.start()
+    stepper = bench.stepper(w)
+    for _ in range(steps):
+        sums = [bench.gradient(rank, w) for rank in range(n)]
+        distance = 1
+        while distance < n:
+            for rank in range(0, n - distance, 2 * distance):
+                sums[rank] = sums[rank] + sums[rank + distance]
+            distance *= 2
+        stepper.step(w, sums[0] / np.float32(n))
+    return w
+
+
+@pytest.mark.oracle("strategy:tree_server")
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_equals_the_oracle_in_every_bit(n, optimizer):
+    run = run_strategy("tree_server", n, 12, job=small_job(optimizer))
+    assert equal_bits(*run.replicas, oracle(n, 12, optimizer))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 13, 16])
+def test_the_tree_spans_everyone_in_as_many_levels_as_n_has_bits(n):
+    for rank in range(n):
+        parent, children = family(rank, n)
+        assert (parent is None) == (rank == 0)
+        assert all(family(child, n)[0] == rank for child in children)
+        above, edges = parent, 0 if parent is None else 1
+        while above:
+            above, edges = family(above, n)[0], edges + 1
+        assert edges == depth(rank) <= math.ceil(math.log2(n)) if n > 1 else edges == 0
+    assert sum(len(family(rank, n)[1]) for rank in range(n)) == n - 1
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_everyone_but_the_root_sends_one_gradient_a_step(n):
+    run = run_strategy("tree_server", n, 10)
+    for rank in range(n):
+        assert len(run.sent("gradient", rank)) == (10 if rank else 0)
+    assert len(run.sent("parameters")) == 10 * (n - 1)
+
+
+@pytest.mark.parametrize(("n", "rounds"), [(2, 1), (4, 2), (8, 3), (16, 4)])
+def test_the_critical_path_is_logarithmic(n, rounds):
+    """Latency alone: each of ceil(log2 n) levels costs one message up and one down."""
+    run = run_strategy("tree_server", n, 5, compute="constant(1)", network="link(bandwidth=1e15, latency=0.1)")
+    ends = [event.t for event in run.of(Snapshot)]
+    assert max(ends) == pytest.approx(5 * (1 + 2 * rounds * 0.1), rel=1e-9)
+
+
+def test_the_sum_does_not_depend_on_the_tree_where_addition_is_exact():
+    """Whole numbers of a size that sums keep: tree, ring and server give the same bits."""
+    job = bowl_job("sgd(lr=0.5)", noise=0.0)
+    runs = [run_strategy(text, 4, 6, job=job) for text in ("tree_server", "all_reduce", "bsp")]
+    assert equal_bits(*(run.result for run in runs))
+
+
+@pytest.mark.negative_control("strategy:tree_server")
+def test_a_subtree_that_is_left_out_shows(monkeypatch):
+    whole = tree_server.family
+
+    def pruned(rank: int, n: int) -> tuple[int | None, list[int]]:
+        parent, children = whole(rank, n)
+        return parent, [child for child in children if (rank, child) != (2, 3)]
+
+    monkeypatch.setattr(tree_server, "family", pruned)
+    with pytest.raises(RunError, match="deadlock"):
+        run_strategy("tree_server", 4, 12)
+
+
+@pytest.mark.negative_control("strategy:tree_server")
+def test_the_mean_over_the_wrong_number_shows():
+    run = run_strategy("tree_server", 3, 12, job=small_job("sgd(lr=0.1)"))
+    assert equal_bits(run.result, oracle(3, 12, "sgd(lr=0.1)"))
+    assert not np.allclose(run.result, oracle(3, 12, "sgd(lr=0.05)"), atol=1e-3)

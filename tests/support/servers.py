@@ -1,0 +1,45 @@
+"""An asynchronous parameter server in plain numpy, and a stand-in for a server."""
+
+from __future__ import annotations
+
+import heapq
+
+from flockstep.simulation.compute import ComputeModel
+from flockstep.testing.strategies import COMPUTE, Bench, run_strategy, small_job
+
+STEPS = 15
+
+
+def oracle(n, apply, job=None, steps=STEPS):
+    """The server's parameters: asynchronous, where messages take no time; `apply(w, gradient, tau, backup)`
+    changes w in place, where backup is what the worker had read."""
+    bench = Bench(n, job or small_job())
+    w = bench.start()
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    read, seen, left, version = [w.copy()] * n, [0] * n, [steps] * n, 0
+    due = [(next(durations[rank]), rank) for rank in range(n)]
+    heapq.heapify(due)
+    while due:
+        now, rank = heapq.heappop(due)
+        apply(w, bench.gradient(rank, read[rank]), version - seen[rank], read[rank])
+        version += 1
+        read[rank], seen[rank] = w.copy(), version
+        left[rank] -= 1
+        if left[rank]:
+            heapq.heappush(due, (now + next(durations[rank]), rank))
+    return w
+
+
+def served(rule, n=4, job=None, **options):
+    return run_strategy(f"ps(asynchronous, rule={rule})", n, STEPS, job=job, network="ideal", **options).server
+
+
+class FakeServer:
+    """As much of a server as a rule sees."""
+
+    def __init__(self, params, version, optimizer=None):
+        self.params, self.version, self.optimizer = params, version, optimizer
+
+    def update(self, gradient, lr):
+        self.params -= lr * gradient
+        self.version += 1

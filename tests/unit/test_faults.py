@@ -1,0 +1,99 @@
+"""Faults in virtual time: who dies, what is lost, who is slow, and who hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from flockstep.errors import ConfigurationError, PeerLost, RunError
+from flockstep.nodes import Worker
+from flockstep.records.events import Lost, Step
+from flockstep.simulation.faults import Fault
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.testing.strategies import equal_bits, run_strategy
+
+
+def steps(run, rank):
+    return sum(event.rank == rank for event in run.of(Step))
+
+
+def test_where_everyone_is_needed_a_death_is_the_end():
+    with pytest.raises(PeerLost, match=r"worker 1 died at step 3; worker 0 at step 4 waited for .* from worker"):
+        run_strategy("all_reduce", 3, 20, compute="constant(1)", network="ideal", faults=["dies(1, 3.5, noticed=2)"])
+
+
+def test_where_it_can_be_done_without_the_others_go_on():
+    run = run_strategy("asgd", 3, 20, compute="constant(1)", network="ideal", faults=["dies(1, 3.5, noticed=2)"])
+    assert [steps(run, rank) for rank in range(3)] == [20, 3, 20]
+    assert [(lost.t, lost.node) for lost in run.of(Lost)] == [(5.5, 1)]
+    whole = run_strategy("asgd", 3, 20, compute="constant(1)", network="ideal")
+    assert not equal_bits(run.server, whole.server)
+    assert whole.of(Lost) == []
+
+
+def test_a_dead_server_is_the_end_of_those_that_need_it():
+    with pytest.raises(PeerLost, match=r"server 0 died at step 0; worker 0 at step"):
+        run_strategy("asgd", 2, 20, compute="constant(1)", faults=["dies(-1, 5)"])
+
+
+def test_a_death_after_the_end_changes_nothing():
+    plain, late = (run_strategy("gossip", 3, 10, compute="constant(1)", faults=f) for f in ([], ["dies(1, 1000)"]))
+    assert equal_bits(plain.replicas, late.replicas)
+    assert late.of(Lost) == []
+
+
+def test_a_lost_message_stalls_those_that_wait_for_it():
+    with pytest.raises(RunError, match=r"deadlock.*worker 1 for 'gather' from worker 0 at step 2"):
+        # Two workers exchange two messages each a step: the fourth is the answer of the second step.
+        run_strategy("all_reduce", 2, 10, faults=["drops(0, 1, nth=4)"])
+
+
+def test_only_the_message_that_was_named_is_lost():
+    run, whole = (run_strategy("broadcast", 3, 10, faults=f) for f in (["drops(0, 2, 3)"], []))
+    lost = {pair: count - run.deliveries()[pair] for pair, count in whole.deliveries().items()}
+    assert lost == {pair: int(pair == (2, 0)) for pair in lost}
+
+
+def test_a_slow_worker_is_slow_for_the_time_given():
+    run = run_strategy("gossip", 2, 6, compute="constant(1)", network="ideal", faults=["slows(1, 3, at=2, until=5)"])
+    ends = {rank: [event.t for event in run.of(Step) if event.rank == rank] for rank in range(2)}
+    assert ends == {0: [1, 2, 3, 4, 5, 6], 1: [1, 2, 5, 6, 7, 8]}
+
+
+@pytest.mark.parametrize("fault", ["dies(3, 1)", "dies(-1, 1)", "drops(0, 5)", "drops(-2, 0)", "slows(9, 2)"])
+def test_faults_of_nodes_that_take_no_part_are_refused(fault):
+    with pytest.raises(ConfigurationError, match=r"does not take part: there are 3 workers .* and 0 servers"):
+        run_strategy("gossip", 3, 2, faults=[fault])
+
+
+@pytest.mark.parametrize("fault", ["dies(1, -1)", "drops(0, 1, 0)", "slows(1, 0)", "slows(1, 2, at='soon')"])
+def test_impossible_faults_are_refused(fault):
+    with pytest.raises(ConfigurationError):
+        Fault.parse(fault)
+
+
+def test_a_server_is_never_slow():
+    with pytest.raises(ConfigurationError, match="needs a worker's rank"):
+        run_strategy("asgd", 2, 2, faults=["slows(-1, 2)"])
+
+
+@dataclass(frozen=True)
+class Copes(Strategy):
+    """Worker 0 waits for worker 1, and goes on alone where it does not come."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(4, True, ("rank0",))
+
+    async def worker(self, me: Worker) -> None:
+        if me.rank == 0:
+            with pytest.raises(PeerLost):
+                await me.receive("never", 1)
+        while me.training:
+            await me.gradient()
+
+
+def test_a_program_may_deal_with_a_message_that_cannot_come():
+    run = run_strategy(Copes(), 2, 4, compute="constant(1)", faults=["dies(1, 2.5)"])
+    assert [steps(run, rank) for rank in range(2)] == [4, 2]
