@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -25,13 +26,20 @@ import msgspec
 import typer
 
 from flockstep import registry
+from flockstep.claims.base import Claim
 from flockstep.cli.app import app
 from flockstep.cli.listing import listing
+from flockstep.cli.reproduce import known as known_claims
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
 from flockstep.strategies.base import Strategy
+from flockstep.systems.catalogue import NOT_YET, System, systems
+from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
+
+sys.path.insert(0, str(Path(__file__).parent))
+import proofs
 
 ROOT = Path(__file__).parents[1]
 WORKERS, STEPS = 4, 100
@@ -117,6 +125,17 @@ def _sources(kind: type) -> str:
     summary_of = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
     found = re.search(r"\(([^()]+)\)", summary_of)
     return found[1] if found else ""
+
+
+def failures() -> str:
+    """The failure and consistency matrix."""
+    heading = ("strategy", "class", "replicas equal", "dead worker", "lost message", "slow worker", "why")
+    return table(heading, [tuple(_failure_cells(row)) for row in failure_matrix.rows()])
+
+
+def _failure_cells(row: failure_matrix.Row) -> Iterator[str]:
+    lost = row.lost if isinstance(row.lost, str) else "; ".join(f"{_code(k)}: {v}" for k, v in row.lost.items())
+    yield from (_code(row.strategy), str(row.completeness), row.equal, row.dead, lost, row.slow, row.why)
 
 
 def components(noun: str) -> Callable[[], str]:
@@ -213,8 +232,50 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
+def proof_table() -> str:
+    """Algorithm → the tests that prove it."""
+    heading = ("kind", "algorithm", "equals plain numpy", "broken on purpose, it is noticed")
+    return table(heading, [(noun, _code(name), *tests) for noun, name, *tests in proofs.rows()])
+
+
+def systems_table() -> str:
+    """Every system's row of the taxonomy, derived from its composition."""
+    found = [known.row() for known in systems()]
+    return table(tuple(found[0]), [tuple(row.values()) for row in found])
+
+
+def systems_list() -> str:
+    """A section for every system: its rule, its source, its compositions and how to run it."""
+    return "\n\n".join(_system_section(known) for known in systems())
+
+
+def _system_section(known: System) -> str:
+    lines = [f"### {known.name}", "", f"{known.rule} {known.differs}".strip(), "", f"*{known.citation}*", ""]
+    if not known.modes:
+        return "\n".join([*lines, f"Model parallelism is {NOT_YET} here."])
+    lines += [f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}" for mode in known.modes]
+    runs = [known.name, *(f"{known.name}: {mode.name}" for mode in known.modes[1:])]
+    commands = [f"flockstep simulate digits -s {shlex.quote(name)} -n 16 --epochs 20" for name in runs]
+    return "\n".join([*lines, "", "```console", *commands, "```"])
+
+
+def claims() -> str:
+    """Every claim that can be tried."""
+    rows = []
+    for name in known_claims():
+        claim = Claim.parse(name)
+        rows.append((name, claim.statement, claim.source, claim.tolerance, "yes" if claim.quick else ""))
+    return table(("claim", "statement", "source", "asserted", "quick"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "strategies": strategies,
+    "proofs": proof_table,
+    "systems": systems_table,
+    "systems-list": systems_list,
+    "claims": claims,
+    "failures": failures,
+    "failure-words": lambda: table(("word", "what is observed"), list(failure_matrix.WORDS.items())),
     "commands": commands,
     "difference": difference,
     "events": event_fields,

@@ -168,7 +168,7 @@ def _build(kind: type[Component], arguments: Mapping[str, Any], resolve: Resolve
 def _from_node(node: Any, hint: Any, where: str) -> Any:
     """The value of a syntax-tree node, checked against its type."""
     base = _component_base(hint)
-    if base is not None and not (isinstance(node, ast.Constant) and node.value is None):
+    if base is not None and not (isinstance(node, ast.Constant) and _is_plain(node.value, hint)):
         return _from_tree(node, base, where)
     if isinstance(node, ast.Name):
         return _checked(_WORDS.get(node.id, node.id), hint, where)
@@ -188,7 +188,7 @@ def _from_plain(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, Mapping) and not value:
         return _checked(None, hint, where)
     base = _component_base(hint)
-    if base is not None and value is not None:
+    if base is not None and not _is_plain(value, hint):
         return from_data(value, base) if isinstance(value, Mapping) else base.parse(value)
     if isinstance(value, (list, tuple)):
         return _checked(tuple(_from_plain(v, _item(hint), where) for v in value), hint, where)
@@ -220,6 +220,11 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, str) and typing.get_origin(hint) is Literal:
         raise UnknownName.among(where, value, typing.get_args(hint))
     raise ConfigurationError(f"{where} must be {_words(hint)}, got {value!r}")
+
+
+def _is_plain(value: Any, hint: Any) -> bool:
+    """Whether a value for what takes a component or else a plain value, as a whole number, is such a plain value."""
+    return value is None or type(value) in _options(hint)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -15,8 +15,8 @@ from flockstep.testing.topologies import check_topology
 from flockstep.topologies.base import Topology, spectral_gap
 from flockstep.topologies.complete import CompleteGraph
 from flockstep.topologies.exponential import ExponentialGraph
-from flockstep.topologies.facts import require_doubly_stochastic
 from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
+from flockstep.topologies.requirements import require_doubly_stochastic
 from flockstep.topologies.ring import RingGraph
 from flockstep.topologies.star import StarGraph
 from flockstep.topologies.torus import TorusGraph, sides

@@ -12,8 +12,11 @@ from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
-NEEDS_EVERYONE = ["all_reduce", "ps(consistency=bsp)", "ps(consistency=ssp(0))", "local_sgd", "dpsgd"]
-SURVIVES = ["asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast", "partial"]
+NEEDS_EVERYONE = ["all_reduce", "ps(consistency=bsp)", "ps(consistency=ssp(0))", "local_sgd"]
+SURVIVES = [
+    *("asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast", "partial"),
+    *("dpsgd", "adpsgd(tree)", "sgp", "sgp(tau=2)"),
+]
 LIMIT = 5.0
 """Seconds within which a run ends after a process was killed."""
 

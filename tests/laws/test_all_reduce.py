@@ -40,6 +40,7 @@ def test_alone_is_plain_sgd(collective):
     assert equal_bits(run_strategy(f"all_reduce({collective})", 1, STEPS).result, w)
 
 
+@pytest.mark.oracle("strategy:all_reduce")
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.01)"])
 def test_equals_one_model_stepped_by_the_mean_gradient(n, optimizer):
@@ -101,6 +102,7 @@ class MeanOfHalves(AllReduce):
             me.optimizer_step(gradient)
 
 
+@pytest.mark.negative_control("strategy:all_reduce")
 @pytest.mark.parametrize("broken", [SumNotMean(), MeanOfHalves()], ids=lambda s: type(s).__name__)
 def test_the_oracle_notices_another_rule(broken):
     run = run_strategy(broken, 3, STEPS)

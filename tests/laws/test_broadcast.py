@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from flockstep.arrays.ledger import GRID
 from flockstep.errors import ConfigurationError, Diverged
+from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.broadcast import Broadcast
-from flockstep.testing.strategies import Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
 
 COMPUTES = ["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)", "speeds(lognormal(0.05, 1), (1, 7, 2))"]
 NETWORKS = ["ideal", "1gbit", "link(300, 0.4)", "switch(1e4, 0.01, 400)", "two_tier(2, 1e4, 0, 150, 2)"]
@@ -50,6 +51,79 @@ def test_statement_1(n, seed, compute, network, optimizer, dtype):
     run = run_strategy("broadcast", n, 6, job=job, seed=seed, compute=compute, network=network)
     assert len(all_updates(run)) == 6 * n
     assert equal_bits(*run.replicas, start_plus_all(run, Bench(job=job, seed=seed).start()))
+
+
+def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
+    """The replicas at the end, (n, K), where messages take no time: sums of updates in whole units of the grid.
+
+    `chosen(rank)` says who hears of an update at once; others later, with the next, if `defer`, or never.
+    """
+    bench = Bench(n, small_job(optimizer))
+    start = bench.start()
+    units = [np.rint(np.float64(start) / GRID).astype(np.int64) for _ in range(n)]
+    owed = np.zeros((n, n, len(start)), np.int64)
+    inbox, params = [[] for _ in range(n)], [start.copy() for _ in range(n)]
+    steppers = [bench.stepper(start) for _ in range(n)]
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    due, taken = [(next(durations[rank]), rank) for rank in range(n)], [0] * n
+
+    def absorb(rank):
+        units[rank] += sum(inbox[rank], np.zeros_like(units[rank]))
+        inbox[rank] = []
+        params[rank] = (units[rank] * GRID).astype(start.dtype)
+
+    def pay(rank, peer):
+        """As much as the dtype of the parameters can hold."""
+        portion = np.rint(np.float64((owed[rank, peer] * GRID).astype(start.dtype)) / GRID).astype(np.int64)
+        inbox[peer].append(portion)
+        owed[rank, peer] -= portion
+
+    while due:
+        now, rank = min(due)
+        due.remove((now, rank))
+        stepped = params[rank].copy()
+        steppers[rank].step(stepped, bench.gradient(rank, params[rank]))
+        update = np.rint(np.float64(np.float32(scale) * (stepped - params[rank])) / GRID).astype(np.int64)
+        units[rank] += update
+        peers = [peer for peer in range(n) if peer != rank]
+        owed[rank, peers] += update
+        taken[rank] += 1
+        for peer in chosen(rank):
+            pay(rank, peer)
+        for peer in peers if defer and taken[rank] == steps else []:
+            while owed[rank, peer].any():
+                pay(rank, peer)
+        if not defer:
+            owed[rank] = 0
+        absorb(rank)
+        if taken[rank] < steps:
+            due.append((now + next(durations[rank]), rank))
+    for rank in range(n):
+        absorb(rank)
+    return np.stack(params)
+
+
+@pytest.mark.oracle("strategy:broadcast")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_equals_the_oracle(optimizer, scale):
+    run = run_strategy(f"broadcast({scale})", 4, 15, job=small_job(optimizer), network="ideal")
+    everyone = oracle(4, lambda rank: [peer for peer in range(4) if peer != rank], 15, scale, optimizer=optimizer)
+    assert equal_bits(run.replicas, everyone)
+
+
+@pytest.mark.oracle("strategy:partial")
+@pytest.mark.parametrize("rest", ["drop", "defer"])
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_partial_communication_equals_the_oracle(rest, share):
+    run = run_strategy(f"partial({share}, {rest})", 4, 15, network="ideal")
+    plan = run.simulation.plan
+    draws = [plan.random(rank) for rank in range(4)]
+
+    def chosen(rank):
+        return [peer for peer in range(4) if peer != rank and draws[rank].random() < share]
+
+    assert equal_bits(run.replicas, oracle(4, chosen, 15, defer=rest == "defer"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -186,6 +260,7 @@ class ReceiverScales(PlainFloats):
             me.send_all(me.peers, "update", me.params - before)
 
 
+@pytest.mark.negative_control("strategy:broadcast")
 @pytest.mark.parametrize(
     ("broken", "optimizer", "apart"),
     [

@@ -72,6 +72,7 @@ def doubling_sum(given):
     return rows[0]
 
 
+@pytest.mark.oracle("collective:ring", "collective:recursive_doubling")
 @pytest.mark.parametrize(
     ("collective", "oracle"), [(Ring(), ring_sum), (RecursiveDoubling(), doubling_sum)], ids=["ring", "doubling"]
 )
@@ -180,6 +181,7 @@ class AnyOrder(RecursiveDoubling):
             array += (await me.receive("double")).array
 
 
+@pytest.mark.negative_control("collective:ring", "collective:recursive_doubling")
 @pytest.mark.parametrize("broken", [OneHopShort(), OwnFirst(), AnyOrder()], ids=lambda c: type(c).__name__)
 def test_the_checks_above_notice_a_broken_collective(broken):
     given = arrays(4, 18, steps=3)

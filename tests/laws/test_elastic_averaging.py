@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import pytest
 
+from flockstep.claims.a05_easgd_stability import InTurn, one_round
+from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
-from flockstep.simulation.compute import ComputeModel, Constant
-from flockstep.strategies.elastic_averaging import ElasticAveraging
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
 from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
 
 STILL = bowl_job("sgd(lr=0)")
 
 
-def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
+def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
     """Replicas and centre where messages take no time: exchanges happen one after the other."""
     bench = Bench(n, small_job(optimizer))
     w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
     steppers = [bench.stepper(replica) for replica in w]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
-    due = [(0.0, rank, 0) for rank in range(n)]
+    due, late = [(0.0, rank, 0) for rank in range(n)], {}
     while due:
         t, rank, step = heapq.heappop(due)
         if step > 0:
             steppers[rank].step(w[rank], g[rank])
+            w[rank] -= late.pop(rank, 0)
         if step < steps:
             if step % period == 0:
                 delta = np.float32(alpha) * (w[rank] - centre)
-                w[rank] -= delta
                 centre += delta
+                if order == "survey":
+                    w[rank] -= delta
+                else:
+                    late[rank] = delta
             g[rank] = bench.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w, centre
@@ -40,12 +46,25 @@ def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
 
 @pytest.mark.parametrize(("n", "period", "alpha"), [(1, 1, 0.5), (1, 4, 0.1), (3, 1, 0.3), (4, 3, 0.225)])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9, nesterov=True)"])
-def test_equals_the_oracle(n, period, alpha, optimizer):
+@pytest.mark.parametrize("order", ["survey", "paper"])
+@pytest.mark.oracle("strategy:easgd")
+def test_equals_the_oracle(n, period, alpha, optimizer, order):
     job = small_job(optimizer)
-    run = run_strategy(f"easgd({period}, {alpha})", n, 15, job=job, network="ideal")
-    replicas, centre = oracle(n, period, alpha, 15, optimizer)
+    run = run_strategy(f"easgd({period}, {alpha}, {order})", n, 15, job=job, network="ideal")
+    replicas, centre = oracle(n, period, alpha, 15, optimizer, order)
     assert equal_bits(run.result, run.server, centre)
     assert all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
+
+
+def test_the_orders_differ():
+    survey, paper = (run_strategy(f"easgd(3, 0.3, {order})", 3, 15, network="ideal") for order in ("survey", "paper"))
+    assert np.abs(survey.replicas - paper.replicas).max() > 1e-4
+
+
+@pytest.mark.parametrize("text", ["easgd(0)", "easgd(1, -0.1)", "easgd(1, 0.51)", "easgd(1, 1.01, paper)"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got .*; .*usual"):
+        Strategy.parse(text)
 
 
 @pytest.mark.parametrize("period", [1, 4, 30])
@@ -81,14 +100,15 @@ def kept(strategy, start, job=STILL, **options):
 
 @pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_exchanges_conserve_the_sum_of_replicas_and_centre(n, network):
+@pytest.mark.parametrize("order", ["survey", "paper"])
+def test_exchanges_conserve_the_sum_of_replicas_and_centre(n, network, order):
     start = np.random.default_rng(0).normal(size=(n, 8))
-    assert np.abs(kept("easgd(1, 0.3)", start, network=network)).max() < 1e-14
+    assert np.abs(kept(f"easgd(1, 0.3, {order})", start, network=network)).max() < 1e-14
     single = bowl_job("sgd(lr=0)", dtype="float32")
-    assert np.abs(kept("easgd(1, 0.3)", start.astype(np.float32), single, network=network)).max() < 1e-5
+    assert np.abs(kept(f"easgd(1, 0.3, {order})", start.astype(np.float32), single, network=network)).max() < 1e-5
     # Halves of whole numbers are exact until the 53 bits are used up.
     whole = np.random.default_rng(0).integers(-8, 8, (n, 8)) * 1.0
-    assert not kept("easgd(4, 0.5)", whole, network=network).any()
+    assert not kept(f"easgd(4, 0.5, {order})", whole, network=network).any()
 
 
 def test_what_the_worker_gives_is_what_the_centre_gets():
@@ -129,33 +149,11 @@ class Unequal(ElasticAveraging):
                     me.params += message.array / 2
 
 
+@pytest.mark.negative_control("strategy:easgd")
 @pytest.mark.parametrize("broken", [OneSided(1, 0.3), Unequal(1, 0.3)], ids=lambda s: type(s).__name__)
 def test_the_sum_notices_a_broken_symmetry(broken):
     start = np.random.default_rng(0).normal(size=(3, 8))
     assert np.abs(kept(broken, start)).max() > 0.1
-
-
-@dataclass(frozen=True)
-class GradientFirst(ElasticAveraging):
-    """The paper's own order: the gradient is that of the point before the exchange."""
-
-    async def worker(self, me):
-        while me.training:
-            gradient = await me.gradient()
-            if (me.step - 1) % self.period == 0:
-                delta = self.alpha * (me.params - await me.request(MASTER, "pull"))
-                me.params -= delta
-                me.send(MASTER, "push", delta)
-            me.optimizer_step(gradient)
-
-
-@dataclass(frozen=True)
-class InTurn(Constant):
-    """Everyone takes a second; worker r begins r / 16 late."""
-
-    def stream(self, seed, rank):
-        yield self.mean * (1 + rank / 16)
-        yield from repeat(self.mean)
 
 
 def turn(n, eta, alpha, gradient_first):
@@ -189,14 +187,24 @@ def distances(strategy, n, eta, steps):
 def test_the_published_bound_is_that_of_the_papers_order(eta, bound, n):
     limit = (4 - 2 * eta) / (4 - eta)
     assert limit == pytest.approx(bound, abs=1e-3)
+    assert largest_stable(eta) == limit
     assert radius(n, eta, 0.99 * limit, True) < 1 < radius(n, eta, 1.01 * limit, True)
+
+
+def test_the_claim_measures_the_matrix_of_a_round():
+    for n, eta, alpha in [(1, 0.1, 0.3), (3, 0.5, 0.9), (3, 1.9, 0.1)]:
+        assert np.allclose(one_round(n, eta, alpha), turn(n, eta, alpha, True), rtol=0, atol=1e-14)
+
+
+def test_no_alpha_is_stable_beyond_two():
+    assert largest_stable(2) == largest_stable(3) == largest_stable(5) == 0
 
 
 @pytest.mark.parametrize(("eta", "alpha"), [(1.5, 0.4), (1.9, 0.2 / 2.1)])
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_papers_order_diverges_just_above_the_bound(eta, alpha, n):
-    below = distances(GradientFirst(1, 0.95 * alpha), n, eta, 600)
-    above = distances(GradientFirst(1, 1.05 * alpha), n, eta, 600)
+    below = distances(ElasticAveraging(1, 0.95 * alpha, "paper"), n, eta, 600)
+    above = distances(ElasticAveraging(1, 1.05 * alpha, "paper"), n, eta, 600)
     assert np.abs(below).max() < 0.1
     assert np.abs(above).max() > 10
 
@@ -221,7 +229,7 @@ def test_the_matrices_are_those_of_the_strategies(n, eta):
     """Ours exchanges first: worker 0's exchange, which changes nothing at the common start, is over at time 0."""
     start, steps = -np.ones(n + 1), 12
     ours = distances(ElasticAveraging(1, 0.3), n, eta, steps)
-    papers = distances(GradientFirst(1, 0.3), n, eta, steps)
+    papers = distances(ElasticAveraging(1, 0.3, "paper"), n, eta, steps)
     matrix = np.linalg.matrix_power
     assert np.allclose(papers, matrix(turn(n, eta, 0.3, True), steps) @ start, rtol=1e-10, atol=1e-12)
     assert np.allclose(ours, matrix(turn(n, eta, 0.3, False), steps) @ start, rtol=1e-10, atol=1e-12)

@@ -7,12 +7,13 @@ import pytest
 
 from flockstep.codecs.half import Half
 from flockstep.codecs.identity import Identity
-from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
+from flockstep.messages import MASTER
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import HASHED, LISTED, WHOLE, Inbox, Outbox, pack, unpack
 from flockstep.testing.expressions import check_component
-from flockstep.testing.strategies import check_strategy, run_strategy, small_job
+from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy, small_job
 
 SIZE = 50
 ALL = ["significantly_modified(3)", "random_skip(0.7)", "support", "kkt(2, 0.5)", "key_caching"]
@@ -263,3 +264,43 @@ def test_every_promise_of_a_strategy(text):
 def test_what_makes_no_sense_is_refused(text):
     with pytest.raises(ConfigurationError):
         Filter.parse(text)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp(2)", "asynchronous", "essp(2)"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_parameter_server_with_filters_that_let_everything_through_is_as_without(consistency, shards):
+    plain = run_strategy(f"ps({consistency}, {shards})", 3, 12, network="ideal")
+    for filters in ("(key_caching,)", "(significantly_modified(0), support)"):
+        run = run_strategy(f"ps({consistency}, {shards}, filters={filters})", 3, 12, network="ideal")
+        assert equal_bits(run.server, plain.server)
+
+
+def test_what_a_parameter_servers_filters_withhold_goes_with_the_last_push():
+    """A threshold above everything: nobody moves before the end, and then all gradients were those at the start."""
+    run = run_strategy("ps(bsp, filters=(significantly_modified(1000),))", 3, 12, job=small_job(dtype="float64"))
+    bench = Bench(3, small_job(dtype="float64"))
+    start = bench.start()
+    total = sum(bench.gradient(rank, start) for _ in range(12) for rank in range(3)) / 3
+    assert np.allclose(run.server, start - 0.1 * total, rtol=1e-12)
+    assert run.totals[MASTER].received < 0.3 * run.totals[MASTER].sent
+
+
+def test_a_parameter_server_with_filters_still_learns_with_less_traffic():
+    full, less = (
+        run_strategy(f"ps(asynchronous{f})", 4, 100) for f in ("", ", filters=(significantly_modified(0.2),)")
+    )
+    engine = Bench().engine
+    assert less.totals[MASTER].received < 0.5 * full.totals[MASTER].received
+    assert engine.evaluate(less.result).loss < 1.05 * engine.evaluate(full.result).loss
+
+
+def test_filters_do_not_go_with_everything():
+    for text in (
+        "ps(filters=(support,), codec=half, feedback=residual)",
+        "ps(backup(1), filters=(support,))",
+        "factor_server(filters=(support,))",
+    ):
+        with pytest.raises(CompositionError, match="filters"):
+            Strategy.parse(text)
+    assert Strategy.parse("ps(filters=(support,))").traits.needs_job
+    assert not Strategy.parse("ps").traits.needs_job

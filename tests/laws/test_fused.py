@@ -137,6 +137,15 @@ def test_replicas_are_equal_after_every_step():
     assert [snapshot.divergence for snapshot in run.of(Snapshot)] == [0.0] * (STEPS + 1)
 
 
+@pytest.mark.parametrize("workers", [3, 4])
+def test_news_of_the_next_step_may_come_before_this_one_is_over(workers):
+    # Worker 1's last messages come from worker 0, next to it; worker 0's from far away.
+    network = "two_tier(2, '10gbit', 0.000001, '1mbit', 0.1)"
+    run = run_strategy("fused", workers, STEPS, job=several_tensors(), compute="constant(0.001)", network=network)
+    assert equal_bits(run.result, *run.replicas)
+    np.testing.assert_allclose(run.result, oracle(workers), atol=1e-5)
+
+
 def test_fusing_saves_messages():
     counts = [
         sum(books.messages_sent for books in run_strategy(f"fused({fusion})", 4, STEPS, job=several_tensors(),

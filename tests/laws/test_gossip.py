@@ -132,6 +132,22 @@ def test_without_gradients_the_mean_by_mass_stays(p, network):
         assert not equal_bits(run.replicas, start)
 
 
+@pytest.mark.parametrize("p", [0.3, 1])
+def test_the_mean_by_mass_moves_by_the_gradients_by_mass(p):
+    """Whatever the masses are by then, one more step moves it by -eta sum(alpha_i g_i(w_i))."""
+    n, steps = 5, 9
+    run = run_strategy(f"gossip({p})", n, steps, job=bowl_job())
+    mass = np.array([run.nodes[rank].state.mass for rank in range(n)], np.float64) / TOTAL_MASS
+    bench = Bench(n, bowl_job())
+    for rank in range(n):
+        for _ in range(steps):
+            bench.gradient(rank, run.replicas[rank])
+    gradients = np.stack([bench.gradient(rank, run.replicas[rank]) for rank in range(n)])
+    after = run_strategy(f"gossip({p})", n, steps + 1, job=bowl_job(), resume=run.simulation.save())
+    assert np.ptp(mass) > 0.01
+    assert np.abs(weighted_mean(after) - (weighted_mean(run) - 0.1 * mass @ gradients)).max() < 1e-14
+
+
 def test_without_gradients_all_agree_in_the_end():
     start = np.random.default_rng(0).normal(size=(5, 8))
     spread = [

@@ -41,6 +41,7 @@ def test_alone_is_plain_sgd(period):
     assert equal_bits(run_strategy(f"local_sgd({period})", 1, 15).result, w)
 
 
+@pytest.mark.oracle("strategy:local_sgd")
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
 @pytest.mark.parametrize(("n", "period", "steps"), [(2, 1, 7), (3, 4, 17), (4, 5, 20), (4, 30, 20)])
 def test_equals_the_oracle(optimizer, n, period, steps):
@@ -106,6 +107,7 @@ class TakesOne(LocalSGD):
                 await self.collective.all_reduce(me, me.params)
 
 
+@pytest.mark.negative_control("strategy:local_sgd")
 def test_the_mean_notices_another_rule():
     start = np.random.default_rng(0).normal(size=(4, 8))
     run = run_strategy(TakesOne(3), 4, 9, job=bowl_job("sgd(lr=0)"), replicas=start)

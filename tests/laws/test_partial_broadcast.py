@@ -126,6 +126,7 @@ class PaysTwice(PartialBroadcast):
             me.send(peer, "update", me.state.owed[peer].astype(me.params.dtype))
 
 
+@pytest.mark.negative_control("strategy:partial")
 @pytest.mark.parametrize("broken", [NoFlush(0.1), PaysTwice(0.1)], ids=lambda s: type(s).__name__)
 def test_another_rule_breaks_statement_1(broken):
     assert not equal_bits(*run_strategy(broken, 4, 8).replicas)

@@ -84,6 +84,7 @@ def test_every_setting_counts(optimizer: Optimizer) -> None:
     assert np.abs(trajectories(optimizer, "float64")[0] - plain).max() > 1e-4
 
 
+@pytest.mark.oracle("optimizer:sgd")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_plain_sgd_is_one_product_and_one_difference(dtype: str) -> None:
     random = np.random.default_rng(1)
@@ -97,6 +98,93 @@ def test_plain_sgd_is_one_product_and_one_difference(dtype: str) -> None:
     assert np.array_equal(gradient, kept)
     assert state.slots == {}
     assert state.steps == 1
+
+
+def changing(optimizer: Optimizer) -> np.ndarray:
+    """Ours, after gradients that do not depend on the parameters, at a rate that changes."""
+    random = np.random.default_rng(11)
+    params = random.normal(size=30)
+    state = optimizer.init(params)
+    for step in range(1, 13):
+        optimizer.step(params, random.normal(size=30), state, 0.1 / step)
+    return params
+
+
+def in_numpy(optimizer: Optimizer) -> np.ndarray:
+    """The same by the formulas of the docstrings, without a word of ours."""
+    random = np.random.default_rng(11)
+    w, a, b = random.normal(size=30), np.zeros(30), np.zeros(30)
+    for t in range(1, 13):
+        g, lr = random.normal(size=30), 0.1 / t
+        decay = optimizer.weight_decay  # type: ignore[attr-defined]
+        if type(optimizer) is AdamW:
+            w = w - lr * decay * w
+        else:
+            g = g + decay * w
+        if isinstance(optimizer, SGD):
+            a = g if t == 1 else optimizer.momentum * a + g
+            w = w - lr * (g + optimizer.momentum * a if optimizer.nesterov else a)
+        elif isinstance(optimizer, Adam):
+            a = optimizer.beta1 * a + (1 - optimizer.beta1) * g
+            b = optimizer.beta2 * b + (1 - optimizer.beta2) * g**2
+            mean, square = a / (1 - optimizer.beta1**t), b / (1 - optimizer.beta2**t)
+            w = w - lr * mean / (np.sqrt(square) + optimizer.eps)
+        elif isinstance(optimizer, Adagrad):
+            a = a + g**2
+            w = w - lr / (1 + (t - 1) * optimizer.lr_decay) * g / (np.sqrt(a) + optimizer.eps)
+    return w
+
+
+def distance(ours: Optimizer, other: Optimizer) -> float:
+    return float(np.abs(changing(ours) - in_numpy(other)).max())
+
+
+@pytest.mark.oracle("optimizer:sgd")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_by_its_formula(nesterov: bool) -> None:
+    """The rate stays out of the velocity, so that it may change without a correction."""
+    optimizer = SGD(momentum=0.9, weight_decay=0.02, nesterov=nesterov)
+    assert distance(optimizer, optimizer) < 1e-13
+
+
+@pytest.mark.negative_control("optimizer:sgd")
+def test_sgd_by_another_formula_is_noticed() -> None:
+    assert distance(SGD(momentum=0.9, nesterov=True), SGD(momentum=0.9)) > 1e-2
+    assert distance(SGD(momentum=0.9, weight_decay=0.02), SGD(momentum=0.9)) > 1e-3
+
+
+@pytest.mark.oracle("optimizer:adam")
+def test_adam_by_its_formula() -> None:
+    optimizer = Adam(beta2=0.99, weight_decay=0.1)
+    assert distance(optimizer, optimizer) < 1e-13
+
+
+@pytest.mark.negative_control("optimizer:adam")
+def test_adam_by_another_formula_is_noticed() -> None:
+    assert distance(Adam(weight_decay=0.1), AdamW(weight_decay=0.1)) > 1e-3
+    assert distance(Adam(beta2=0.5), Adam(beta2=0.999)) > 1e-2
+
+
+@pytest.mark.oracle("optimizer:adamw")
+def test_adamw_by_its_formula() -> None:
+    optimizer = AdamW(beta2=0.99, weight_decay=0.1)
+    assert distance(optimizer, optimizer) < 1e-13
+
+
+@pytest.mark.negative_control("optimizer:adamw")
+def test_adamw_by_another_formula_is_noticed() -> None:
+    assert distance(AdamW(weight_decay=0.1), Adam(weight_decay=0.1)) > 1e-3
+
+
+@pytest.mark.oracle("optimizer:adagrad")
+def test_adagrad_by_its_formula() -> None:
+    optimizer = Adagrad(lr_decay=0.05, weight_decay=0.1)
+    assert distance(optimizer, optimizer) < 1e-13
+
+
+@pytest.mark.negative_control("optimizer:adagrad")
+def test_adagrad_by_another_formula_is_noticed() -> None:
+    assert distance(Adagrad(lr_decay=0.05), Adagrad()) > 1e-3
 
 
 def test_the_step_uses_the_learning_rate_it_is_given() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 
 from flockstep import registry
+from flockstep.errors import ConfigurationError
 from flockstep.expression import fields_of, to_text
+from flockstep.topologies.base import Topology
+from flockstep.topologies.facts import stated
 
 
 def listing(noun: str) -> list[dict[str, str]]:
@@ -16,6 +20,8 @@ def listing(noun: str) -> list[dict[str, str]]:
         kind = registry.load(noun, name)
         arguments = ", ".join(_argument(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind))
         summary = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        if issubclass(kind, Topology):
+            summary += f" {_stated(kind())}"
         rows.append(
             {"noun": noun, "name": name, "write": f"{name}({arguments})" if arguments else name, "summary": summary}
         )
@@ -24,6 +30,14 @@ def listing(noun: str) -> list[dict[str, str]]:
         for name, text in registry.aliases(noun).items()
     ]
     return rows
+
+
+def _stated(topology: Topology) -> str:
+    """What holds of a topology, on as many workers as it takes."""
+    for n in (8, 4):
+        with contextlib.suppress(ConfigurationError):
+            return f"On {n} workers: {stated(topology, n)}."
+    return ""
 
 
 def _argument(field: dataclasses.Field[object]) -> str:

@@ -27,6 +27,10 @@ Epochs = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker and step (default: the job's).")]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).")]
+ScheduleText = Annotated[
+    str | None,
+    typer.Option("--schedule", help="How the learning rate or the batch changes: goyal, cosine, batch_increase, …."),
+]
 SplitText = Annotated[
     str, typer.Option("--split", help="How data is split over workers: iid, by-label, dirichlet(alpha).")
 ]

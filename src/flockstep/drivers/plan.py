@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flockstep.arrays.factors import Layer
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Engine, Indices, Lesson
 from flockstep.messages import Address
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
+from flockstep.schedules.timetable import Timetable
 from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.workloads.sampler import Sampler, SamplerState
 
@@ -31,6 +34,40 @@ class Plan:
     result: ResultPolicy
     evaluate_every: int
     """Steps per worker between two evaluations of the model, which happen off the clock."""
+    timetable: Timetable | None = None
+    """How learning rate and batch change; None where they stay."""
+
+    def __post_init__(self) -> None:
+        if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
+            raise CompositionError(
+                f"{self.strategy} steps slices of the parameters, got {self.optimizer}, which needs whole layers; use "
+                f"an elementwise optimiser such as sgd, or a strategy whose workers step themselves, such as all_reduce"
+            )
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a worker's gradient that `step` others were used before."""
+        return self.optimizer.lr if self.timetable is None else self.timetable.lr_at(step)
+
+    def batch_at(self, step: int) -> int:
+        """How many samples that gradient is over."""
+        return self.batch if self.timetable is None else self.timetable.batch_at(step)
+
+    def samples_at(self, step: int) -> int:
+        """How many samples a worker has used before that gradient."""
+        return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
+
+    def layers(self, engine: Engine) -> tuple[Layer, ...]:
+        """The layers whose gradients can be had as factors.
+
+        Raises:
+            CompositionError: batches grow, and the factors with them.
+        """
+        if self.timetable is not None and self.timetable.grows:
+            raise CompositionError(
+                f"factors of gradients need batches of one size, got the schedule {self.timetable.schedule}; use one "
+                f"that changes the learning rate only"
+            )
+        return engine.layers(self.batch)
 
     def held(self, size: int) -> list[slice]:
         """For each server, which of the parameters it holds."""
@@ -58,10 +95,10 @@ class Batches:
         turn = self._turns.get(block, 0) if need.turn is None else need.turn
         if block not in self._samplers or turn < self._turns[block]:
             self._begin(block)
-        for _ in range(self._turns[block], turn):
-            self._samplers[block].next()
+        for skipped in range(self._turns[block], turn):
+            self._samplers[block].next(self._plan.batch_at(skipped))
         self._turns[block] = turn + 1
-        return self._samplers[block].next()
+        return self._samplers[block].next(self._plan.batch_at(turn))
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
         """How far each block has been read."""
@@ -94,10 +131,13 @@ def computed(
 class LocalOptimizer:
     """A worker's optimiser: an `Optimizer` with the state of one replica."""
 
-    def __init__(self, optimizer: Optimizer, params: FlatArray):
+    def __init__(self, optimizer: Optimizer, params: FlatArray, tensors: Sequence[slice] = ()):
+        """`tensors`: where each of the model's lies in `params`."""
         self.lr = optimizer.lr
+        """Of the next step; drivers set it by the schedule before every gradient that a program gets."""
         self._optimizer = optimizer
         self.state = optimizer.init(params)
+        self.state.tensors = tuple(tensors)
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
         """Update `params` in place."""

@@ -35,7 +35,8 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         params[:] = start
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
             seat = Seat(member, plan.strategy.traits.survives, plan.evaluate_every, events.write)
-            stepper = LocalOptimizer(plan.optimizer, params)
+            stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+            stepper.lr = plan.lr_at(0)
             worker = guard.worker = Worker(
                 ticket.address,
                 cluster,
@@ -48,12 +49,12 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
                 engine.train_size,
                 engine.schema.slices,
             )
-            worker.find_layers = lambda: engine.layers(plan.batch)
+            worker.find_layers = lambda: plan.layers(engine)
             worker.state = plan.strategy.worker_state(worker)
             worker.freeze = Copies().frozen
             seat.node = worker
             seat.buffers = lambda: engine.buffers(ticket.address)
-            _train(engine, worker, seat, plan)
+            _train(engine, worker, stepper, seat, plan)
             seat.close()
         member.wait_for_end()
     return guard.code
@@ -83,7 +84,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
     return guard.code
 
 
-def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan) -> None:
+def _train(engine: Engine, worker: Worker, stepper: LocalOptimizer, seat: Seat, plan: Plan) -> None:
     batches = Batches(plan, worker.rank)
     gradient = np.zeros_like(worker.params)
     runner = Runner(plan.strategy.worker(worker), seat)
@@ -91,6 +92,7 @@ def _train(engine: Engine, worker: Worker, seat: Seat, plan: Plan) -> None:
     loss: float | None = None
     while runner.advance(value, loss):
         need = runner.need
+        stepper.lr = plan.lr_at(worker.step)
         loss = computed(engine, need, worker.params, batches.next(need), gradient, worker.rank, worker.step)
         if not math.isfinite(loss):
             raise Diverged(

@@ -16,6 +16,8 @@ from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import import_components, load_job_file, make_engine
 from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
+from flockstep.schedules.base import Schedule
+from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -61,7 +63,14 @@ def check(config: RunConfig) -> Strategy:
 
 def canonical(config: RunConfig) -> RunConfig:
     """The configuration with every component written in its shortest form."""
-    bases = {"strategy": Strategy, "split": Split, "network": Network, "compute": ComputeModel, "transport": Transport}
+    bases = {
+        "strategy": Strategy,
+        "schedule": Schedule,
+        "split": Split,
+        "network": Network,
+        "compute": ComputeModel,
+        "transport": Transport,
+    }
     texts: dict[str, Any] = {
         name: str(base.parse(getattr(config, name)))
         for name, base in bases.items()
@@ -115,16 +124,19 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
         optimizer = dataclasses.replace(optimizer, lr=config.lr)  # type: ignore[type-var]
     least = 1 if config.epochs else job.least_steps
     steps = config.steps or max(least, steps_for(job.epochs, engine.train_size, config.workers, job.batch))
+    timetable = _timetable(config, job, optimizer.lr, engine.train_size, steps)
+    if timetable is not None:
+        steps = config.steps or timetable.steps
     every = int(config.evaluate_every or max(1, steps // EVALUATIONS))
     parts = Split.parse(config.split).assign(engine.labels, engine.train_size, config.workers, config.seed)
     result = choose_result(strategy, config.result)  # type: ignore[arg-type]
     cluster = Cluster(config.workers, strategy.servers_for(config.workers))
-    plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every)
+    plan = Plan(strategy, cluster, optimizer, parts, job.batch, steps, config.seed, result, every, timetable)
     resolved = dataclasses.replace(
         config,
         result=result,
         steps=steps,
-        epochs=float(job.epochs),
+        epochs=float(job.epochs if timetable is None else timetable.epochs),
         batch=job.batch,
         lr=optimizer.lr,
         evaluate_every=float(every),
@@ -135,3 +147,17 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
         versions=versions(),
     )
     return engine, plan, resolved
+
+
+def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: int) -> Timetable | None:
+    """The schedule over as many samples as `steps` of the job's own batch; over config.epochs if steps were given too.
+
+    Steps and epochs of a resolved configuration say again where it stops, and how long the schedule is.
+    """
+    if config.schedule is None:
+        return None
+    schedule = Schedule.parse(config.schedule)
+    facts = lr, job.batch, config.workers, train_size
+    if config.steps and config.epochs is None:
+        return Timetable.over_steps(schedule, *facts, config.steps)
+    return Timetable(schedule, *facts, config.epochs or steps * config.workers * job.batch / train_size)

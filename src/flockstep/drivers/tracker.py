@@ -7,7 +7,7 @@ policy would choose then is evaluated, and the replicas' distance from their mea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,16 +33,18 @@ class Tick:
     workers: int = 0
     t: float = 0.0
     steps: int = 0
+    samples: int = 0
     sent: int = 0
     reference: FlatArray | None = None
     offset: npt.NDArray[np.float64] | None = None
     squares: float = 0.0
     kept: dict[Address, FlatArray] = field(default_factory=dict)
 
-    def add_worker(self, params: FlatArray, step: int, sent: int) -> None:
+    def add_worker(self, params: FlatArray, step: int, sent: int, samples: int = 0) -> None:
         """Add a replica to the sums."""
         self.workers += 1
         self.steps += step
+        self.samples += samples
         self.sent += sent
         if self.reference is None:
             self.reference = params.copy()
@@ -94,16 +96,22 @@ class Tracker:
     """Collects the ticks of one run; evaluates each once it is complete."""
 
     def __init__(
-        self, engine: Engine, policy: ResultPolicy, cluster: Cluster, held: Sequence[slice], batch: int, emit: Emit
+        self,
+        engine: Engine,
+        policy: ResultPolicy,
+        cluster: Cluster,
+        held: Sequence[slice],
+        samples: Callable[[int], int],
+        emit: Emit,
     ):
-        """`held`: for each server, which of the parameters it holds."""
+        """`held`: for each server, which of the parameters it holds; `samples`: those of a worker after some steps."""
         self.result: FlatArray | None = None
         self.evaluation: Evaluation | None = None
         self._engine = engine
         self._policy = policy
         self._cluster = cluster
         self._held = held
-        self._batch = batch
+        self._samples = samples
         self._emit = emit
         self._idle = {server(i) for i in range(cluster.servers)} - {server(i) for i in deciding(held)}
         self._alive = set(cluster.addresses) - self._idle
@@ -118,7 +126,7 @@ class Tracker:
         entry.missing.discard(address)
         entry.t = max(entry.t, t)
         if address >= 0:
-            entry.add_worker(params, step, sent)
+            entry.add_worker(params, step, sent, self._samples(step))
         if self._keeps(address):
             entry.kept[address] = params.copy()
         if not entry.missing:
@@ -158,7 +166,7 @@ class Tracker:
             Snapshot(
                 entry.t,
                 entry.steps / entry.workers,
-                entry.steps * self._batch,
+                entry.samples,
                 entry.sent / entry.workers,
                 evaluation.loss,
                 evaluation.metric,

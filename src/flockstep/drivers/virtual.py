@@ -49,7 +49,7 @@ class Simulation:
     ):
         n = plan.cluster.workers
         self.plan = plan
-        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.batch, emit)
+        self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
         self._emit = emit
         self._report = progress
@@ -121,10 +121,11 @@ class Simulation:
     def _seat_worker(self, rank: int) -> None:
         plan, params = self.plan, self._params[rank]
         seat = self.seats[rank] = Seat(self, Account(rank, self._emit))
-        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params)
+        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params, self._engine.schema.slices)
+        stepper.lr = plan.lr_at(0)
         facts = plan.optimizer, self._engine.train_size, self._engine.schema.slices
         worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
-        worker.find_layers = lambda: self._engine.layers(plan.batch)
+        worker.find_layers = lambda: plan.layers(self._engine)
         worker.state = plan.strategy.worker_state(worker)
         seat.node = worker
         seat.program = _life(plan.strategy, worker)
@@ -255,8 +256,9 @@ class Simulation:
         if not math.isfinite(loss):
             raise Diverged(
                 f"the loss of worker {rank} is {loss} at step {seat.node.step}; lower the learning rate, "
-                f"now {self.plan.optimizer.lr:g}"
+                f"now {self.plan.lr_at(seat.node.step):g}"
             )
+        self._steppers[rank].lr = self.plan.lr_at(seat.node.step)
         seat.account.spent("compute", event.started, self.now)
         if event.need.closes:
             seat.account.step(self.now, loss)
@@ -272,10 +274,15 @@ class Simulation:
     def _compute_pending(self) -> None:
         pending = sorted(self._pending)
         self._pending.clear()
-        alone = {rank for rank in pending if self._is_special(self._need(rank), self._indices[rank])}
+        alone = {rank for rank in pending if self._is_alone(self._need(rank), self._indices[rank])}
         for rank in sorted(alone):
             self._compute_alone(rank)
         pending = [rank for rank in pending if rank not in alone]
+        for size in sorted({len(self._indices[rank]) for rank in pending}):
+            self._compute_batches([rank for rank in pending if len(self._indices[rank]) == size])
+
+    def _compute_batches(self, pending: list[int]) -> None:
+        """Gradients over equally many samples each, together."""
         for start in range(0, len(pending), ROWS):
             ranks = pending[start : start + ROWS]
             steps = [self.seats[rank].node.step for rank in ranks]
@@ -294,6 +301,9 @@ class Simulation:
     def _is_special(self, need: NeedGradient, indices: Indices) -> bool:
         """Whether a gradient is over another number of samples than a batch, or of more than the loss."""
         return len(indices) != self.plan.batch or bool(need.teachers or need.layers)
+
+    def _is_alone(self, need: NeedGradient, indices: Indices) -> bool:
+        return self._is_special(need, indices) and bool(need.samples or need.teachers or need.layers)
 
     def _need(self, rank: int) -> NeedGradient:
         ready = self.seats[rank].computing

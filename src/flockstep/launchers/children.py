@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, TextIO
 
 PRELOAD = ["flockstep.launchers.entry"]
 """Imported once by the server that workers are forked from, so that each starts in milliseconds."""
+
+DRAIN = 1.0
+"""Seconds to wait for the last output of a process that has ended: what it started itself may hold the pipe open."""
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Child(Protocol):
@@ -45,19 +52,44 @@ class Forked:
 
 
 class Script:
-    """A child that runs a user's script."""
+    """A child that runs a user's script; what it prints comes out in whole lines."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        self._process = subprocess.Popen(command, env=environment)
+        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.pid = self._process.pid
+        pipes = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
+        self._relays = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pipes]
+        for thread in self._relays:
+            thread.start()
 
     def exit_code(self) -> int | None:
         """None while it runs."""
-        return self._process.poll()
+        code = self._process.poll()
+        if code is not None:
+            for thread in self._relays:
+                thread.join(DRAIN)
+        return code
 
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
+
+
+def relay(source: IO[bytes], sink: TextIO) -> None:
+    """Copy whole lines from a process, so that those of several do not run together, to the file behind `sink`."""
+    left, out = b"", sink.fileno()
+    while chunk := os.read(source.fileno(), 1 << 16):
+        left += chunk
+        end = max(left.rfind(b"\n"), left.rfind(b"\r")) + 1
+        _write(out, left[:end])
+        left = left[end:]
+    _write(out, left)
+
+
+def _write(out: int, data: bytes) -> None:
+    with _ONE_AT_A_TIME:
+        while data:
+            data = data[os.write(out, data) :]
 
 
 def forkserver() -> ForkServerContext:

@@ -75,7 +75,8 @@ def settle(record: RunFolder, engine: Engine, plan: Plan, outcome: Outcome) -> N
         RunError: the evaluation itself failed.
     """
     with EventWriter(record.node_events_file(None)) as events:
-        tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.batch, events.write)
+        held = plan.held(engine.schema.size)
+        tracker = Tracker(engine, plan.result, plan.cluster, held, plan.samples_at, events.write)
         try:
             for item in sorted(outcome.handed_in, key=lambda item: item.tick):
                 if item.buffers is not None:

@@ -1,4 +1,4 @@
-"""Elementwise optimisers on flat arrays: the same arithmetic on a worker, on a server and on a shard."""
+"""Optimisers on flat arrays: the same arithmetic on a worker and, if elementwise, on a server and on a shard."""
 
 from flockstep.optimizers.base import Optimizer, OptimizerState
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
 
@@ -20,16 +21,22 @@ class OptimizerState:
 
     steps: int = 0
     slots: dict[str, FlatArray] = field(default_factory=dict)
+    tensors: tuple[slice, ...] = ()
+    """Where each of the model's tensors lies; set by whoever holds a whole model, for optimisers that go by layers."""
+    lr: float = 0.0
+    """The learning rate of the last step, where an optimiser has to know it."""
 
 
 class Optimizer(Component):
-    """An elementwise update rule; its fields are its hyper-parameters, `lr` always among them.
+    """An update rule; its fields are its hyper-parameters, `lr` always among them.
 
     Elementwise means that a slice of the parameters can be stepped on its own: a shard's result equals the
     same slice of the whole, bit for bit.
     """
 
     noun: ClassVar[str] = "optimizer"
+    elementwise: ClassVar[bool] = True
+    """Otherwise it needs `OptimizerState.tensors`, and nobody who holds only a slice can step with it."""
     lr: float
 
     @abstractmethod
@@ -39,6 +46,25 @@ class Optimizer(Component):
     @abstractmethod
     def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
+
+
+def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice, ...]:
+    """Where the model's tensors lie in `params`.
+
+    Raises:
+        CompositionError: nobody said, or these are not the parameters of the whole model.
+    """
+    if not state.tensors or state.tensors[-1].stop != len(params):
+        raise CompositionError(
+            f"{who} must step whole layers, got {len(params)} parameters of unknown layers; use it where workers step "
+            f"themselves (all_reduce, local_sgd), or sgd"
+        )
+    return state.tensors
+
+
+def norm(array: FlatArray) -> float:
+    """The Euclidean length, summed in float64: the same bits wherever in memory the array lies."""
+    return math.sqrt(sum(float(np.square(array[part], dtype=np.float64).sum()) for part in blocks(len(array))))
 
 
 BLOCK = 32768

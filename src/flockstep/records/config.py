@@ -25,6 +25,7 @@ _OPTIONS = (
     "epochs",
     "batch",
     "lr",
+    "schedule",
     "split",
     "network",
     "compute",
@@ -60,6 +61,8 @@ class RunConfig:
     """Samples per worker and step."""
     lr: float | None = None
     """Overrides the learning rate of the job's optimiser."""
+    schedule: str | None = None
+    """How learning rate and batch change over the steps; factors on `lr` and `batch`."""
     split: str = "iid"
     network: str | None = None
     compute: str | None = None

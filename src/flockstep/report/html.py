@@ -31,6 +31,7 @@ _FACTS = (
     ("steps", "steps per worker"),
     ("epochs", "epochs"),
     ("lr", "learning rate"),
+    ("schedule", "schedule"),
     ("split", "data split"),
     ("transport", "transport"),
     ("threads", "threads per process"),

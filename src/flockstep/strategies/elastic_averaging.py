@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
@@ -15,20 +17,24 @@ class ElasticAveraging(Strategy):
     """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
 
     Every `period` (tau) steps worker i pulls the centre, moves by -delta and pushes delta = alpha (w_i - centre), which
-    the master adds: what the worker gives is what the centre gets, so an exchange conserves w_i + centre. The gradient
-    is that of the point after the exchange, as in the survey by Langer et al. (2020, figure 10). The paper takes that
-    of the point before it; there, round-robin on the quadratic w²/2, training is stable up to alpha =
-    (4 - 2 eta) / (4 - eta), here for every alpha in (0, 1/2] and eta < 2.
+    the master adds: what the worker gives is what the centre gets, so an exchange conserves w_i + centre. The sources
+    disagree on the point whose gradient is used. Order `survey` (Langer et al. 2020, figure 10): that after the move,
+    stable round-robin on the quadratic w²/2 for every alpha in (0, 1/2] and eta < 2. Order `paper`, as in the authors'
+    code: that before the move, which comes after the gradient step; stable up to alpha = (4 - 2 eta) / (4 - eta).
     """
 
     period: int = 10
     alpha: float = 0.1
+    order: Literal["survey", "paper"] = "survey"
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 10 is usual")
-        if not 0 <= self.alpha <= 0.5:
-            raise ConfigurationError(f"alpha must be in [0, 0.5], got {self.alpha}; 0.9 / workers is usual")
+        if self.order not in ("survey", "paper"):
+            raise ConfigurationError(f"order must be survey or paper, got {self.order}; leave it out for survey")
+        most = 0.5 if self.order == "survey" else 1
+        if not 0 <= self.alpha <= most:
+            raise ConfigurationError(f"alpha must be in [0, {most}], got {self.alpha}; 0.9 / workers is usual")
 
     @property
     def traits(self) -> Traits:
@@ -48,12 +54,27 @@ class ElasticAveraging(Strategy):
     async def worker(self, me: Worker) -> None:
         """Exchange with the centre every `period` steps; step."""
         while me.training:
-            if me.step % self.period == 0:
-                centre = await me.request(MASTER, "pull")
-                delta = self.alpha * (me.params - centre)
+            delta = await self.exchange(me) if me.step % self.period == 0 else None
+            if delta is not None and self.order == "survey":
                 me.params -= delta
-                me.send(MASTER, "push", delta)
-            me.optimizer_step(await me.gradient())
+            await self.step(me)
+            if delta is not None and self.order == "paper":
+                me.params -= delta
+
+    async def exchange(self, me: Worker) -> FlatArray:
+        """Pull the centre, push delta; return delta, by which the worker is still to move."""
+        centre = await me.request(MASTER, "pull")
+        delta: FlatArray = self.elasticity(me) * (me.params - centre)
+        me.send(MASTER, "push", delta)
+        return delta
+
+    def elasticity(self, me: Worker) -> float:
+        """alpha of the exchange that is due."""
+        return self.alpha
+
+    async def step(self, me: Worker) -> None:
+        """One local step."""
+        me.optimizer_step(await me.gradient())
 
     async def master(self, me: Server) -> None:
         """Hand out the centre; add what comes in."""
@@ -64,3 +85,11 @@ class ElasticAveraging(Strategy):
                 case "push":
                     me.params += message.payload
                     me.version += 1
+
+
+def largest_stable(lr: float) -> float:
+    """The largest alpha for which order `paper` is stable, round-robin on w²/2, for any number of workers; 0 at least.
+
+    (4 - 2 eta) / (4 - eta): Zhang, Choromanska & LeCun 2015, section 3.2.
+    """
+    return max(0.0, (4 - 2 * lr) / (4 - lr)) if lr < 4 else 0.0

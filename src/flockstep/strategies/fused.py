@@ -11,6 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.messages import Note
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -65,11 +66,15 @@ class Fused(Strategy):
         """Worker 0: name what is complete on everyone, one buffer after the other."""
         heard: Counter[int] = Counter()
         ready: list[int] = []
+        early: list[Note] = []
         left, busy = len(me.tensors), False
         while left or busy:
             note = (await me.receive("news")).note
             if "tensor" in note:
                 tensor = int(note["tensor"])
+                if heard[tensor] == me.workers:  # of the next step: its sender knew before that this one was over
+                    early.append(note)
+                    continue
                 heard[tensor] += 1
                 ready += [tensor] if heard[tensor] == me.workers else []
             else:
@@ -78,6 +83,8 @@ class Fused(Strategy):
                 batch = self._fused(me, ready)
                 ready, left, busy = ready[len(batch) :], left - len(batch), True
                 me.send_all(range(me.workers), "go/follow", None, {"tensors": " ".join(map(str, batch))})
+        for note in early:
+            me.send(0, "news/lead", None, note)
 
     def _fused(self, me: Worker, ready: list[int]) -> list[int]:
         """As many of these tensors, from the first on, as one buffer takes; at least one."""

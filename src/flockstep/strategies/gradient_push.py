@@ -11,8 +11,9 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.topologies.base import Topology
-from flockstep.topologies.facts import Matrix, mixing, require_column_stochastic
+from flockstep.topologies.facts import Matrix, hearing, mixing
 from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
+from flockstep.topologies.requirements import require_column_stochastic
 
 UNIT = 1 << 48
 """The mass omega = 1, in indivisible units: integers are conserved exactly, floats are not."""
@@ -96,14 +97,14 @@ def push(me: Worker, state: PushState, weights: Matrix) -> None:
     """Part with p_ji of x and omega for each j that hears this worker; what a dead one would get is kept."""
     whole, kept = state.mass, state.mass
     shares: dict[int, list[int]] = {}
-    for j in map(int, np.flatnonzero(weights[:, me.rank])):
-        if j != me.rank and j not in me.lost:
+    for j in hearing(weights, me.rank):
+        if j not in me.lost:
             numerator, denominator = float(weights[j, me.rank]).as_integer_ratio()
             share = whole * numerator // denominator
             shares.setdefault(share, []).append(j)
             kept -= share
-    for share, hearing in shares.items():
-        me.send_all(hearing, "push", fraction(state.x, share, whole), {"mass": share})
+    for share, others in shares.items():
+        me.send_all(others, "push", fraction(state.x, share, whole), {"mass": share})
     state.x[:] = fraction(state.x, kept, whole)
     state.mass = kept
 

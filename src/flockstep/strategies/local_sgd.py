@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.outer.average import Average
+from flockstep.strategies.outer.base import Outer
+from flockstep.strategies.periods.base import Period
+from flockstep.strategies.periods.fixed import Fixed
+
+
+@dataclass
+class Meetings:
+    """What a worker remembers: the step of the last meeting, and what period and outer optimiser remember."""
+
+    period: Any
+    met: int = 0
+    model: FlatArray | None = None
+    """What all replicas began from at the last meeting, (K,); kept only for an outer optimiser that moves it."""
+    outer: Any = None
 
 
 @dataclass(frozen=True)
@@ -16,30 +33,62 @@ class LocalSGD(Strategy):
     """Local SGD, or parameter averaging (McDonald, Hall & Mann 2010; Stich 2019).
 
     Every worker takes `period` (H) steps of its own, then w_i ← mean_j w_j; floor(T/H) averages in T steps. Momentum
-    and other optimiser state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding.
+    and other optimiser state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding. The
+    period may be a number or a rule of its own, as in post-local SGD; an `outer` optimiser makes more of the mean, as
+    in DiLoCo and BMUF. With H = 50 it is SparkNet (Moritz et al. 2016), but for the collective in place of a driver.
     """
 
-    period: int = 10
+    period: int | Period = 10
     collective: Collective = field(default_factory=Ring)
+    outer: Outer = field(default_factory=Average)
 
     def __post_init__(self) -> None:
-        if self.period < 1:
+        if isinstance(self.period, int) and self.period < 1:
             raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 1 averages after every step")
+
+    @property
+    def rhythm(self) -> Period:
+        """The period as a rule."""
+        return self.period if isinstance(self.period, Period) else Fixed(self.period)
 
     @property
     def traits(self) -> Traits:
         """Every update reaches everyone at the next average; a dead worker stops everyone."""
-        return Traits(completeness=2 if self.period > 1 else 1, survives=False, results=("mean", "rank0", "best"))
+        rhythm = self.rhythm
+        return Traits(
+            completeness=1 if rhythm.every_step else 2,
+            survives=False,
+            results=("mean", "rank0", "best"),
+            needs_job=rhythm.needs_job,
+        )
 
     @property
     def cell(self) -> Cell:
         """Replicas meet at an average; the collective stands in for the master."""
         return Cell("decentral", "sync", "reduce", "dedicated master")
 
+    def worker_state(self, me: Worker) -> Meetings:
+        """Nobody has met; an outer optimiser begins at the common start."""
+        if not self.outer.moves:
+            return Meetings(self.rhythm.start(me))
+        outer = self.outer.start(me.params, me.workers)
+        return Meetings(self.rhythm.start(me), model=me.params.copy(), outer=outer)
+
     async def worker(self, me: Worker) -> None:
-        """Step; average every `period` steps."""
+        """Step; meet when it is due."""
         while me.training:
             me.optimizer_step(await me.gradient())
-            if me.step % self.period == 0:
-                await self.collective.average(me, me.params)
-                me.record_round(self.period)
+            await self.after_step(me, me.state)
+
+    async def after_step(self, me: Worker, state: Meetings) -> None:
+        """Average, and let the outer optimiser make the next model of it, if it is time to."""
+        since = me.step - state.met
+        if not self.rhythm.due(me, state.period, since):
+            return
+        await self.collective.average(me, me.params)
+        if state.model is not None:
+            self.outer.move(state.model, me.params, state.outer)
+            me.params[:] = state.model
+        me.record_round(since)
+        state.met = me.step
+        await self.rhythm.met(me, state.period, self.collective)

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flockstep.collectives.base import received
+from flockstep.errors import PeerLost
+from flockstep.messages import Message, node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.rewiring import Bridges
 from flockstep.topologies.base import Topology
-from flockstep.topologies.facts import mixing, require_doubly_stochastic
+from flockstep.topologies.facts import Matrix, hearing, mixing
+from flockstep.topologies.requirements import require_doubly_stochastic, require_symmetric
 from flockstep.topologies.ring import RingGraph
 
 
@@ -18,18 +21,19 @@ from flockstep.topologies.ring import RingGraph
 class NeighbourAveraging(Strategy):
     """D-PSGD (Lian et al. 2017, algorithm 1).
 
-    w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is doubly stochastic. The model is sent first, the gradient computed while
-    it travels, and the neighbours' models awaited last: an iteration takes the longer of computing and communicating.
-    The mean of the replicas moves as in synchronous SGD; they agree only in the limit. Graphs with one-way edges, or
-    that change from step to step, will do where every W is doubly stochastic (Ying et al. 2021).
+    w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. The model is sent first, the gradient
+    computed while it travels, and the neighbours' models awaited last: an iteration takes the longer of computing and
+    communicating. The mean of the replicas moves as in synchronous SGD; they agree only in the limit. The graph may
+    change from step to step. Neighbours of a dead worker keep what they gave to it, and are joined with each other
+    unless the graph changes anyhow; the paper has no failures.
     """
 
     topology: Topology = field(default_factory=RingGraph)
 
     @property
     def traits(self) -> Traits:
-        """Updates diffuse over the graph; a dead neighbour stops everyone."""
-        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+        """Updates diffuse over the graph, around the dead."""
+        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:
@@ -40,22 +44,55 @@ class NeighbourAveraging(Strategy):
     def check(self, workers: int) -> None:
         """The mixing matrix must keep the mean."""
         require_doubly_stochastic(self.topology, workers, f"dpsgd on {self.topology}")
+        require_symmetric(self.topology, workers, f"dpsgd on {self.topology}")
+
+    def worker_state(self, me: Worker) -> Bridges:
+        """No worker is dead, no edge is new."""
+        return Bridges()
 
     async def worker(self, me: Worker) -> None:
         """Send, compute, await, mix, step."""
-        schedule = [w.astype(me.params.dtype) for w in mixing(self.topology, me.workers)]
+        bridges: Bridges = me.state
+        schedule = mixing(self.topology, me.workers)
         while me.training:
             weights = schedule[me.step % len(schedule)]
-            heard = [int(j) for j in np.flatnonzero(weights[me.rank])]
-            hearing = [int(j) for j in np.flatnonzero(weights[:, me.rank]) if j != me.rank]
-            me.send_all(hearing, "model", me.params)
+            me.send_all(hearing(weights, me.rank), "model", me.params)
+            if me.lost and len(schedule) == 1:
+                bridges.offer(me, weights)
             gradient = await me.gradient()
-            mixed = np.full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
-            for j in heard:  # by rank, so that the sum does not depend on who was first
-                model = me.params if j == me.rank else await received(me, "model", j)
-                mixed += weights[me.rank, j] * model
-            me.params[:] = mixed
+            await self._mix(me, weights)
+            bridges.cross(me)
             me.optimizer_step(gradient)
-            for j in heard:
-                if j != me.rank:
+
+    async def finish(self, me: Worker) -> None:
+        """Leave; complete what the other end of a new edge has begun."""
+        me.leave(peers=True)
+        await me.state.close(me)
+
+    async def _mix(self, me: Worker, weights: Matrix) -> None:
+        """w_i ← Σ_j W_ij w_j, with w_i in the place of the dead."""
+        mixed = np.full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
+        shares = weights[me.rank].astype(me.params.dtype)
+        for j in map(int, np.flatnonzero(shares)):  # by rank, so that the sum does not depend on who was first
+            model = me.params
+            if j != me.rank:
+                try:
+                    message = await me.receive("model", j)
+                except PeerLost:
+                    if j not in me.lost:
+                        raise
+                else:
+                    _require_in_step(me, message)
+                    model = message.payload
                     me.record_update(j, 0)
+            mixed += shares[j] * model
+        me.params[:] = mixed
+
+
+def _require_in_step(me: Worker, message: Message) -> None:
+    """Raise `PeerLost` if this is not the model that goes with the last gradient: one got lost before it."""
+    if message.step != me.step - 1:
+        raise PeerLost(
+            f"the model of {node_name(message.source)} at step {me.step - 1} got lost: {node_name(me.rank)} got that "
+            f"of step {message.step}; start again from the last checkpoint"
+        )

@@ -9,7 +9,7 @@ from flockstep.messages import BYE
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.topologies.base import Topology
-from flockstep.topologies.facts import sides
+from flockstep.topologies.requirements import sides
 from flockstep.topologies.ring import RingGraph
 
 PAIRS = "pairs"

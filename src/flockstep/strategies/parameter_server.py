@@ -14,13 +14,15 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition, encode
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Exchange, Scheduling, Strategy, Traits
+from flockstep.strategies.base import Cell, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
-from flockstep.strategies.eager import push_eagerly, take_last
+from flockstep.strategies.filters.base import Filter
+from flockstep.strategies.filters.packet import Inbox, Outbox, pack, unpack
 from flockstep.strategies.push_server import PushServer
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 from flockstep.strategies.server_state import PushState, ServerState
+from flockstep.strategies.worker_copies import push_and_keep, renew
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class ParameterServer(Strategy):
     answered when `consistency` admits the read. A server applies what `consistency` releases, as `rule` says, with the
     optimiser of the job rebuilt on the server. The staleness of a gradient is the number of updates between the version
     it was computed on and the one it is applied to (Zhang et al. 2016). Shards decide independently of each other.
+    `filters` choose which entries of a gradient travel; what they withhold goes with the next push, at last with the
+    last one.
     """
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
@@ -38,6 +42,7 @@ class ParameterServer(Strategy):
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
     rule: Rule = field(default_factory=Plain)
+    filters: tuple[Filter, ...] = ()
 
     def __post_init__(self) -> None:
         if self.shards < 1:
@@ -47,13 +52,20 @@ class ParameterServer(Strategy):
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
             )
+        if self.filters and (self.consistency.gives_up or not isinstance(self.feedback, NoFeedback)):
+            raise CompositionError(
+                "filters keep what they withhold, for a push that is certain: they go without feedback, and without a "
+                f"rule that gives up gradients, got {self.feedback} and {self.consistency}; leave one out"
+            )
         check_composition(self.codec, self.feedback)
 
     @property
     def traits(self) -> Traits:
         """As the consistency rule promises."""
         rule = self.consistency
-        return Traits(rule.completeness, rule.survives, ("server", "mean", "rank0", "best"), server_optimizer=True)
+        results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
+        ends = any(chosen.carries for chosen in self.filters)  # a last push must be known as such
+        return Traits(rule.completeness, rule.survives, results, server_optimizer=True, needs_job=ends)
 
     @property
     def cell(self) -> Cell:
@@ -75,7 +87,8 @@ class ParameterServer(Strategy):
 
     def worker_state(self, me: Worker) -> PushState:
         """Nothing read, nothing dropped."""
-        return PushState([0] * self.shards, [None] * self.shards, [0] * self.shards)
+        each = range(self.shards)
+        return PushState([0] * self.shards, [None] * self.shards, [Outbox() for _ in each], [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
         """Everyone computes on version 0."""
@@ -95,10 +108,10 @@ class ParameterServer(Strategy):
                 gradient = await me.gradient()
             pushes: list[tuple[Address, FlatArray, Note]] = []
             for i, part in enumerate(parts):
-                data, state.errors[i] = encode(self.codec, self.feedback, gradient[part], state.errors[i], me.random)
+                data = self._encoded(me, state, i, gradient[part], me.params[part])
                 pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))
-            if self.consistency.eager:
-                await push_eagerly(me, state, pushes, gradient, self.consistency.slack)
+            if self.consistency.keeps_copies:
+                await push_and_keep(me, state, pushes, gradient, self.consistency)
                 continue
             for i, reply in enumerate(await me.ask_all("push", pushes)):
                 me.params[parts[i]] = reply.payload
@@ -107,8 +120,14 @@ class ParameterServer(Strategy):
     async def finish(self, me: Worker) -> None:
         """Where servers send by themselves, take what they send last; leave."""
         if self.consistency.eager:
-            await take_last(me, me.state)
+            await renew(me, me.state, self.consistency, me.step)
         await super().finish(me)
+
+    def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, params: FlatArray) -> FlatArray:
+        if self.filters:
+            return pack(self.filters, self.codec, gradient, params, state.outboxes[i], me.random, flush=not me.training)
+        data, state.errors[i] = encode(self.codec, self.feedback, gradient, state.errors[i], me.random)
+        return data
 
     async def _unless_needless(self, me: Worker, state: PushState) -> FlatArray | None:
         """The gradient, or None where newer parameters came first and were taken."""
@@ -127,4 +146,5 @@ class ParameterServer(Strategy):
 
     def decode(self, me: Server, message: Message) -> FlatArray:
         """The gradient (K,) that a push stands for."""
-        return self.codec.decode(message.payload, len(me.params), me.params.dtype.name)
+        inbox = me.state.inboxes.setdefault(message.source, Inbox())
+        return unpack(self.filters, self.codec, message.payload, len(me.params), me.params.dtype.name, inbox)

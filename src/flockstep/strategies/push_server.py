@@ -9,9 +9,9 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.messages import BYE, Message
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Consistency, Push, Read, View
-from flockstep.strategies.eager import send_fresh
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.server_state import ServerState
+from flockstep.strategies.worker_copies import contents, send_fresh
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class PushServer:
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
+            elif message.tag == "read":
+                state.reads.append(Read(message.source, message.step, int(message.note["version"]), message))
+                self._settle(me, state, moved=False, newest=True)
             elif message.tag == BYE:
                 self._settle(me, state, state.depart(message.source, lost=bool(message.note.get("lost"))))
         for group in self.consistency.flushed(state.pushes, self._view(me, state)):
@@ -48,8 +51,9 @@ class PushServer:
         note, rank, clock = message.note, message.source, message.step
         version = int(note["version"])
         state.pushes.append(Push(rank, clock - 1, version, float(note["lr"]), gradient))
-        state.reads.append(Read(rank, clock, version, message))
-        self._settle(me, state, state.advance(rank, clock), newest=not self.consistency.eager)
+        if not self.consistency.keeps_copies:
+            state.reads.append(Read(rank, clock, version, message))
+        self._settle(me, state, state.advance(rank, clock), newest=True)
 
     def _settle(self, me: Server, state: ServerState, moved: bool, newest: bool = False) -> None:
         """Apply what is released now, answer who is admitted now."""
@@ -62,10 +66,11 @@ class PushServer:
         state.leave(rule.dropped(state.pushes, self._view(me, state)))
         admitted = rule.admitted(state.reads[-1:] if only_newest else state.reads, self._view(me, state))
         state.leave(reads=admitted)
-        if rule.eager:
-            state.reads = []
-            if moved:
-                send_fresh(me, state)
+        if rule.eager and moved:
+            send_fresh(me, state)
+        if rule.keeps_copies:
+            for read in admitted:
+                me.reply(read.message, me.params, contents(me, state, read.rank))
         elif admitted:
             for read in admitted:
                 self.rule.read(me, state.rule, read.rank)

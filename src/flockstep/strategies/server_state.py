@@ -10,6 +10,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.strategies.consistency import Push, Read
+from flockstep.strategies.filters.packet import Inbox, Outbox
 
 
 @dataclass
@@ -18,10 +19,12 @@ class PushState:
 
     versions: list[int]
     errors: list[FlatArray | None]
+    outboxes: list[Outbox]
+    """What filters withhold, and the lists of keys that each shard knows."""
     clocks: list[int] = field(default_factory=list)
-    """The slowest clock that each shard's copy knows of (eager servers only)."""
+    """The slowest clock that each shard's copy knows of (where it keeps copies)."""
     own: list[tuple[int, FlatArray]] = field(default_factory=list)
-    """This worker's own steps, by timestamp, that the copies may not hold yet (eager servers only)."""
+    """This worker's own steps, by timestamp, that the copies may not hold yet (where it keeps copies)."""
 
 
 @dataclass
@@ -39,6 +42,8 @@ class ServerState:
     """Live worker that computes → the version that it computes on."""
     done: set[int] = field(default_factory=set)
     """Workers that have left because they had no more to do; their clocks still count."""
+    inboxes: dict[int, Inbox] = field(default_factory=dict)
+    """The lists of keys of each worker whose pushes are filtered."""
     snapshots: dict[int, FlatArray] = field(default_factory=dict)
     """Old versions, where the consistency rule compares them with the present one."""
 

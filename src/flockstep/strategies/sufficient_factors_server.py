@@ -34,11 +34,13 @@ class FactorServer(ParameterServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.consistency.eager or self.consistency.gives_up:
+        if self.consistency.keeps_copies or self.consistency.gives_up:
             raise CompositionError(
-                "factors are pushed and answered, so consistency must neither send by itself nor give up gradients, "
+                "factors are pushed and answered, so consistency must neither keep copies nor give up gradients, "
                 f"got {self.consistency}; use ps"
             )
+        if self.filters:
+            raise CompositionError(f"factors are sent as they are, so filters must be (), got {self.filters}; use ps")
         if not self.codec.lossless:
             raise CompositionError(f"factors are sent as they are, so codec must be identity, got {self.codec}; use ps")
 

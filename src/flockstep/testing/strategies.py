@@ -21,6 +21,8 @@ from flockstep.nodes import Cluster, Node
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.events import Event, Step, Update
 from flockstep.records.events import Node as Totals
+from flockstep.schedules.base import Schedule
+from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -212,7 +214,7 @@ class Bench:
 
     def stepper(self, params: FlatArray) -> LocalOptimizer:
         """The job's optimiser, with a state of its own."""
-        return LocalOptimizer(self.engine.optimizer, params)
+        return LocalOptimizer(self.engine.optimizer, params, self.engine.schema.slices)
 
 
 class Sent(NamedTuple):
@@ -334,6 +336,7 @@ def run_strategy(
     resume: Mapping[Address, Saved] | None = None,
     simulation: type[Watched] = Watched,
     faults: Sequence[Fault | str] = (),
+    schedule: Schedule | str | None = None,
 ) -> Run:
     """Run a strategy in virtual time, by default on `small_job`.
 
@@ -342,6 +345,7 @@ def run_strategy(
         resume: what `Simulation.save` gave, to go on from there up to `steps`.
         simulation: a subclass that looks at messages, or tampers with them.
         faults: what goes wrong, for example "dies(1, 0.5)".
+        schedule: how learning rate and batch change over these steps.
 
     Raises:
         FlockstepError: the run failed, for example because its programs wait for each other for ever.
@@ -351,7 +355,11 @@ def run_strategy(
     job = job or small_job()
     bench, cluster = Bench(workers, job, seed), Cluster(workers, strategy.servers_for(workers))
     policy, every = choose_result(strategy, result), evaluate_every or steps
-    plan = Plan(strategy, cluster, bench.engine.optimizer, bench.parts, job.batch, steps, seed, policy, every)
+    optimizer, timetable = bench.engine.optimizer, None
+    if schedule is not None:
+        facts = optimizer.lr, job.batch, workers, bench.engine.train_size, steps
+        timetable = Timetable.over_steps(Schedule.parse(schedule), *facts)
+    plan = Plan(strategy, cluster, optimizer, bench.parts, job.batch, steps, seed, policy, every, timetable)
     models = ComputeModel.parse(compute), Network.parse(network)
     virtual = simulation(bench.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults])
     for rank, params in enumerate([] if replicas is None else replicas):

@@ -9,7 +9,6 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.errors import ConfigurationError
 from flockstep.topologies.base import Topology, spectral_gap
 
 TOLERANCE = 1e-9
@@ -74,63 +73,25 @@ def facts(topology: Topology, n: int) -> Facts:
     )
 
 
-def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless mixing keeps the mean and agreement, at every step."""
-    if not facts(topology, n).doubly_stochastic:
-        raise ConfigurationError(
-            f"{who} needs a doubly stochastic mixing matrix, got {_off(topology, n)}; use a topology with "
-            "Metropolis–Hastings weights, such as ring or torus, or sgp, which corrects for rows"
-        )
+def hearing(weights: Matrix, rank: int) -> list[int]:
+    """The others that hear `rank`, from the next rank on: in this order no two workers of a ring send to the same."""
+    n = len(weights)
+    return sorted((int(j) for j in np.flatnonzero(weights[:, rank]) if j != rank), key=lambda j: (j - rank) % n)
 
 
-def require_symmetric(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless what i gives to j's model, j gives to i's, at every step."""
+def stated(topology: Topology, n: int) -> str:
+    """What holds of `topology` on n workers, in words."""
     found = facts(topology, n)
-    if not found.symmetric:
-        what = "one-way edges" if found.directed else "other weights one way than the other"
-        raise ConfigurationError(
-            f"{who} needs a symmetric mixing matrix, got {what}; use an undirected graph such as ring, torus or "
-            "exponential, or sgp, which takes one-way edges"
-        )
-
-
-def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless what is sent arrives in full, at every step."""
-    if not facts(topology, n).column_stochastic:
-        raise ConfigurationError(
-            f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let each worker's weights for "
-            "all that hear it and for itself sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
-        )
-
-
-def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
-    """The two sides of a bipartite topology, the larger one first (of equal ones, that of worker 0).
-
-    Raises:
-        ConfigurationError: an edge goes one way only, the edges change over time, or two sides do not suffice.
-    """
-    found, graph = facts(topology, n), topology.graph(n)
-    if found.directed or found.period > 1:
-        what = "one-way edges" if found.directed else f"edges that change over {found.period} steps"
-        raise ConfigurationError(f"{who} needs a fixed undirected graph, got {what}; use ring, torus or tree")
-    if not found.bipartite:
-        raise ConfigurationError(
-            f"{who} needs a bipartite graph, got a cycle of odd length among {n} workers; use a ring of even size, "
-            "a tree, a star, or a complete bipartite graph given as graph(edges='0-1 0-3 2-1 2-3')"
-        )
-    colours = nx.bipartite.color(graph)
-    one = [rank for rank in range(n) if colours[rank] == colours[0]]
-    other = [rank for rank in range(n) if colours[rank] != colours[0]]
-    return (one, other) if len(one) >= len(other) else (other, one)
+    sums = {(True, True): "doubly", (True, False): "row-", (False, True): "column-"}
+    kind = sums.get((found.row_stochastic, found.column_stochastic), "not")
+    words = [
+        "symmetric" if found.symmetric else "one-way" if found.directed else "not symmetric",
+        f"{kind}{'' if kind.endswith('-') else ' '}stochastic",
+        "bipartite" if found.bipartite else "not bipartite",
+        f"spectral gap {found.spectral_gap:.3g}" + (f" over {found.period} steps" if found.period > 1 else ""),
+    ]
+    return ", ".join(words)
 
 
 def _sums_to_one(weights: Matrix, axis: int) -> bool:
     return bool(np.abs(weights.sum(axis) - 1).max() <= TOLERANCE and weights.min() >= 0)
-
-
-def _off(topology: Topology, n: int) -> str:
-    """By how much the sums miss one, for a message."""
-    matrices = mixing(topology, n)
-    rows, columns = (max(float(np.abs(w.sum(axis) - 1).max()) for w in matrices) for axis in (1, 0))
-    least = min(float(w.min()) for w in matrices)
-    return f"row sums off by {rows:.2g}, column sums off by {columns:.2g} and a least weight of {least:.2g}"

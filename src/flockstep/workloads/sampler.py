@@ -56,12 +56,13 @@ class Sampler:
         self._repeats = max(1, BLOCK // len(self._indices))
         self._block, self._position, self._order = 0, 0, self._permutations(0)
 
-    def next(self) -> Indices:
+    def next(self, batch: int | None = None) -> Indices:
         """The next batch, int64 (batch,); not to be written to, for it may be a view of the order."""
+        size = self._batch if batch is None else batch
         start = self._position
-        end = start + self._batch
+        end = start + size
         if end > len(self._order):
-            return self._wrapped()
+            return self._wrapped(size)
         self._position = end
         return self._order[start:end]
 
@@ -82,8 +83,8 @@ class Sampler:
         self._block, self._position = state.block, state.position
         self._order = self._permutations(state.block)
 
-    def _wrapped(self) -> Indices:
-        parts, missing = [], self._batch
+    def _wrapped(self, size: int) -> Indices:
+        parts, missing = [], size
         while missing:
             if self._position == len(self._order):
                 self._block, self._position = self._block + 1, 0

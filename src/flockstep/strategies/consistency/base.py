@@ -68,6 +68,8 @@ class Consistency(Component):
     """Nothing changes for those that wait already as long as the slowest clock stands still."""
     eager: ClassVar[bool] = False
     """Servers send fresh parameters to everyone whenever the slowest clock advances, instead of when asked."""
+    keeps_copies: ClassVar[bool] = False
+    """Workers compute on a copy of their own, and do not ask for parameters with every push."""
     gives_up: ClassVar[bool] = False
     """Workers give up a gradient of an older version as soon as there is a newer one."""
     bounds_values: ClassVar[bool] = False
@@ -75,7 +77,7 @@ class Consistency(Component):
 
     @property
     def slack(self) -> int:
-        """Clocks by which a reader's copy may lag behind it, where servers are eager."""
+        """Clocks by which a worker's copy may lag behind it, where workers keep copies."""
         return 0
 
     @property

@@ -21,6 +21,7 @@ class EagerStaleSynchronous(StaleSynchronous):
     """
 
     eager: ClassVar[bool] = True
+    keeps_copies: ClassVar[bool] = True
 
     @property
     def slack(self) -> int:

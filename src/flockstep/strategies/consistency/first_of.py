@@ -35,10 +35,10 @@ class FirstOf(Consistency):
         return [read for read in reads if read.version < view.version]
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The first ones of this version, in order of rank.
+        """The first ones of this version, in order of rank; towards the end those of all who have not ended.
 
         Raises:
-            PeerLost: fewer workers live than it takes.
+            PeerLost: so many workers died that fewer are left than it takes.
         """
         needed = self.needed(view.workers)
         if view.workers - view.lost < needed:
@@ -47,7 +47,8 @@ class FirstOf(Consistency):
                 f"{needed}; ask for fewer"
             )
         current = [push for push in pending if push.version == view.version]
-        return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed else []
+        needed = min(needed, view.live)  # who was late has skipped versions, and still has steps when others have none
+        return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed > 0 else []
 
     def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
         """Those of earlier versions."""

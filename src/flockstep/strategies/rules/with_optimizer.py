@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from flockstep.errors import CompositionError
 from flockstep.expression import SHOWN
 from flockstep.nodes import Server
 from flockstep.optimizers.adagrad import Adagrad
@@ -22,6 +23,13 @@ class WithOptimizer(Rule):
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)
+
+    def __post_init__(self) -> None:
+        if not self.optimizer.elementwise:
+            raise CompositionError(
+                f"the optimizer of with_optimizer must be elementwise, for servers hold slices of the parameters, got "
+                f"{self.optimizer}; use for example adagrad"
+            )
 
     def start(self, me: Server) -> OptimizerState:
         """A fresh state."""

@@ -1,0 +1,111 @@
+"""The mean staleness of n-softsync is (workers - 1) / c, whatever the law of the service times."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.clockwork import Updates, timed, trace_of
+from flockstep.launchers.train import train
+from flockstep.messages import Address, Message
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Event, Update
+from flockstep.records.folder import RunFolder
+from flockstep.strategies.consistency.softsync import SoftSync
+from flockstep.strategies.parameter_server import ParameterServer
+
+WORKERS = 30
+REAL_WORKERS = 4
+SPLITS = (1, 2, 5, 15, 30)
+LAWS = ("normal(1, cv=0.1)", "exponential(1)", "lognormal(1, sigma=1)")
+
+
+class InFlight(Updates):
+    """Adds up, over all versions, how many other workers are computing while one is made."""
+
+    total = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        workers, strategy = self.plan.cluster.workers, self.plan.strategy
+        assert isinstance(strategy, ParameterServer)
+        assert isinstance(strategy.consistency, SoftSync)
+        self.collected = workers // strategy.consistency.n
+        self.computing = set(range(workers))
+        self.left = dict.fromkeys(range(workers), self.plan.steps)
+
+    def send(self, to: Address, message: Message) -> None:
+        """A push ends a gradient, its answer begins the next one, if there is a next one."""
+        if message.tag == "push" and message.source >= 0:
+            self.computing.discard(message.source)
+            self.left[message.source] -= 1
+        elif message.tag == "push" and self.left[to]:
+            self.computing.add(to)
+        super().send(to, message)
+
+    def note(self, event: Event) -> None:
+        """A version is made of so many gradients; what is left at the end of the run makes a smaller one."""
+        super().note(event)
+        if isinstance(event, Update) and len(self.log) % self.collected == 0:
+            self.total += len(self.computing)
+
+
+@dataclass(frozen=True)
+class Staleness(Claim):
+    """Average staleness against the number of executors."""
+
+    steps: int = 300
+    real_steps: int = 1500
+    statement: ClassVar[str] = (
+        "n-softsync collects c = floor(workers / n) gradients, so that the mean staleness is (workers - 1) / c, about "
+        "n, whatever the law of the service times; where the server steps after each, it is the number of executors"
+    )
+    source: ClassVar[str] = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
+    setting: ClassVar[str] = (
+        "parameter server, 30 workers in virtual time under normal (cv 0.1), exponential and lognormal (sigma 1) "
+        "gradient times, free messages; 4 real processes; both up to where the first worker ends"
+    )
+    tolerance: ClassVar[str] = (
+        "virtual +-0.5 %, real +-2 %, both without the first 5 updates per worker; the sum of all staleness equals "
+        "the number of other gradients in flight, summed over the updates, exactly"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Every n under every law; then real processes."""
+        rows = []
+        for n in SPLITS:
+            expected = (WORKERS - 1) / (WORKERS // n)
+            for law in LAWS:
+                mean, total, in_flight = self._virtual(n, law)
+                rows.append(_row(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
+                what = f"n={n}, {law}: sum of staleness; of gradients in flight"
+                rows.append(Row(what, total, in_flight, total == in_flight))
+            say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
+        for n in (1, 2, REAL_WORKERS):
+            expected = (REAL_WORKERS - 1) / (REAL_WORKERS // n)
+            rows.append(_row(f"n={n}, {REAL_WORKERS} real processes: mean staleness", expected, self._real(n), 0.02))
+            say(f"n={n}, real processes: {rows[-1].ours:.4f}")
+        return Verdict(tuple(rows))
+
+    def _virtual(self, n: int, law: str) -> tuple[float, int, int]:
+        """The mean staleness of the long run; over the whole run: its sum, and the gradients in flight."""
+        trace, simulation = timed(f"ps(consistency=softsync({n}))", WORKERS, self.steps, law, simulation=InFlight)
+        assert isinstance(simulation, InFlight)
+        settled = trace.until_first_end(self.steps).staleness[5 * WORKERS :]
+        return float(settled.mean()), int(trace.staleness.sum()), simulation.total
+
+    def _real(self, n: int) -> float:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "run"
+            strategy = f"ps(consistency=softsync({n}))"
+            workers, steps = REAL_WORKERS, self.real_steps
+            train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=workers, steps=steps), folder)
+            trace = trace_of([event for event in RunFolder(folder).read_events() if isinstance(event, Update)])
+        return float(trace.until_first_end(self.real_steps).staleness[5 * REAL_WORKERS :].mean())
+
+
+def _row(what: str, expected: float, ours: float, tolerance: float) -> Row:
+    return Row(what, expected, ours, abs(ours / expected - 1) <= tolerance)

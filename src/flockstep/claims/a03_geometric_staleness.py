@@ -1,0 +1,67 @@
+"""Staleness is geometric where workers are memoryless."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.clockwork import timed
+
+WORKERS = 8
+BINS = 41
+"""Staleness 0 to 39, and all that is above: 40 degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class GeometricStaleness(Claim):
+    """The distribution of staleness against the geometric one."""
+
+    steps: int = 15_000
+    statement: ClassVar[str] = (
+        "With memoryless workers the staleness of asynchronous SGD is geometric: P(k) = (1/P) (1 - 1/P)^k"
+    )
+    source: ClassVar[str] = "Mitliagkas, Zhang, Hadjis & Re 2016 (queueing model with exponential work times)"
+    setting: ClassVar[str] = "parameter server, 8 workers, exponential gradient times, virtual time, free messages"
+    tolerance: ClassVar[str] = "chi-squared with 40 degrees of freedom: p > 0.01; mean 7 within 1 %"
+
+    def check(self, say: Say) -> Verdict:
+        """One long run."""
+        trace = timed("ps(asynchronous)", WORKERS, self.steps, "exponential(1)")[0].until_first_end(self.steps)
+        settled = slice(5 * WORKERS, None)
+        staleness, rank = trace.staleness[settled], trace.rank[settled]
+        mean = float(staleness.mean())
+        p_all, p_one = fit(staleness), fit(staleness[rank == 0])
+        say(f"{len(staleness)} gradients, mean staleness {mean:.4f}, p = {p_all:.3f}")
+        rows = (
+            Row("mean staleness", WORKERS - 1, mean, abs(mean / (WORKERS - 1) - 1) <= 0.01),
+            Row("p, gradients of all workers", "> 0.01", p_all, p_all > 0.01),
+            Row("p, gradients of one worker, which are independent", "> 0.01", p_one, p_one > 0.01),
+        )
+        normal = timed("ps(asynchronous)", WORKERS, self.steps // 10, "normal(1, cv=0.5)")[0].staleness
+        p_normal = fit(normal[settled])
+        contrast = Row("p, control: normal gradient times of cv 0.5", "< 1e-6", p_normal, p_normal < 1e-6)
+        shares = np.bincount(staleness, minlength=3)[:3] / len(staleness)
+        return Verdict((*rows, contrast), figures={f"share of staleness {k}": float(s) for k, s in enumerate(shares)})
+
+
+def fit(staleness: npt.NDArray[np.int64]) -> float:
+    """The probability of a worse fit than that of `staleness`, if it is geometric."""
+    expected = (1 / WORKERS) * (1 - 1 / WORKERS) ** np.arange(BINS - 1)
+    expected = np.append(expected, 1 - expected.sum()) * len(staleness)
+    counts = np.bincount(np.minimum(staleness, BINS - 1), minlength=BINS)
+    return chi_squared_above(float(((counts - expected) ** 2 / expected).sum()), BINS - 1)
+
+
+def chi_squared_above(x: float, freedom: int) -> float:
+    """P(chi-squared > x) for an even number of degrees of freedom: exp(-x/2) times a sum of (x/2)^i / i!."""
+    half, term = x / 2, math.exp(-x / 2)
+    total = term
+    for i in range(1, freedom // 2):
+        term *= half / i
+        total += term
+    return total

@@ -1,0 +1,155 @@
+"""In expectation, asynchrony adds momentum."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.clockwork import Updates
+from flockstep.codecs.identity import Identity
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model, Views
+from flockstep.messages import Address, Message
+from flockstep.testing.strategies import run_strategy
+
+RATES = {2: 0.5, 4: 0.3, 8: 0.2, 16: 0.1}
+"""Workers → learning rate times curvature."""
+WINDOW = 60
+COPIES = 512
+
+
+class Pushed(Model):
+    """Many independent bowls in one dimension; each sample pushes one of them, which is at rest at 0, up by 1.
+
+    The gradient is affine, so that a copy's way back after a push is a run of its own that starts at distance 1, and
+    one simulation is as many runs as it has gradients. The learning rate is part of the gradient.
+    """
+
+    dtype = "float64"
+
+    def __init__(self, rate: float):
+        self.rate = rate
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """One parameter a copy."""
+        return {"w": (COPIES,)}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """All at rest."""
+        return {"w": np.zeros(COPIES)}
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """rate * w, less 1 where the sample pushes."""
+        np.multiply(params["w"], self.rate, out=out["w"])
+        out["w"][np.arange(len(x)), x[:, 0, 0].astype(np.int64)] -= 1
+        return np.zeros(len(x))
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The parameters; nothing is asked for."""
+        return params["w"]
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """None to speak of."""
+        return 0.0
+
+
+class Responses(Updates):
+    """Adds up what the server holds of each copy 0, 1, 2, ... updates after its push."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.sums, self.counts = np.zeros(WINDOW + 1), np.zeros(WINDOW + 1)
+        self.pushed: deque[int] = deque(maxlen=WINDOW + 1)
+        self.since = np.full(COPIES, -WINDOW - 1)
+        self.version = 0
+
+    def send(self, to: Address, message: Message) -> None:
+        """Look at gradients, for which copy they push, and at the answers, for what became of those pushed before."""
+        if message.tag == "push" and message.source >= 0:
+            self.version += 1
+            copy = int(np.argmin(Identity().decode(message.payload, COPIES, Pushed.dtype)))
+            self.pushed.appendleft(copy)
+            self.since[copy] = self.version
+        elif message.tag == "push":
+            copies = np.array(self.pushed)
+            ages = np.arange(len(copies))
+            valid = self.since[copies] == self.version - ages  # not pushed again meanwhile
+            self.sums[ages[valid]] += np.asarray(message.payload)[copies[valid]]
+            self.counts[ages[valid]] += 1
+        super().send(to, message)
+
+    @property
+    def mean(self) -> FlatArray:
+        """E w_t for t = 0 to 60."""
+        mean: FlatArray = self.sums / self.counts
+        return mean
+
+
+@dataclass(frozen=True)
+class AsynchronyBegetsMomentum(Claim):
+    """The momentum that asynchronous SGD has of its own."""
+
+    seeds: int = 5
+    responses: int = 30_000
+    """Per number of workers and seed."""
+    statement: ClassVar[str] = (
+        "With M memoryless workers asynchronous SGD moves in expectation as SGD with momentum 1 - 1/M and with the "
+        "learning rate divided by M: E[w_(t+1) - w_t] = (1 - 1/M) E[w_t - w_(t-1)] - (rate / M) E f'(w_t)"
+    )
+    source: ClassVar[str] = "Mitliagkas, Zhang, Hadjis & Re 2016 (momentum from asynchrony, memoryless workers)"
+    setting: ClassVar[str] = (
+        "quadratic, exponential gradient times (whoever finishes next is uniformly distributed), M = 2, 4, 8, 16, rate "
+        "times curvature 0.5, 0.3, 0.2, 0.1, 60 updates, 150,000 runs, which overlap, for each M, 5 seeds"
+    )
+    tolerance: ClassVar[str] = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"
+
+    def check(self, say: Say) -> Verdict:
+        """Fit momentum and rate to the mean course of each number of workers."""
+        rows, figures = [], {}
+        for workers, rate in RATES.items():
+            means = np.array([self._mean(workers, rate, seed) for seed in range(self.seeds)])
+            momentum, step = fitted(means.mean(axis=0))
+            spread = np.std([fitted(mean) for mean in means], axis=0, ddof=1) / np.sqrt(self.seeds)
+            implied, divided = 1 - 1 / workers, rate / workers
+            rows += [
+                Row(f"M={workers}: momentum", implied, momentum, abs(momentum - implied) <= 0.003),
+                Row(f"M={workers}: rate times curvature", divided, step, abs(step / divided - 1) <= 0.02),
+            ]
+            figures[f"M={workers}: standard error of the momentum"] = float(spread[0])
+            figures[f"M={workers}: standard error of the rate"] = float(spread[1])
+            say(f"{workers} workers: momentum {momentum:.4f} +- {spread[0]:.4f}, rate {step:.4f} +- {spread[1]:.4f}")
+        return Verdict(tuple(rows), figures=figures)
+
+    def _mean(self, workers: int, rate: float, seed: int) -> FlatArray:
+        def data() -> Data:
+            x = np.arange(COPIES, dtype=np.float64)[:, None]
+            return Data(x, np.zeros(COPIES), x[:1], np.zeros(1))
+
+        job = Job(lambda: Pushed(rate), data, "sgd(lr=1)", metric=lambda outputs, targets: 0.0, batch=1)
+        steps = self.responses // workers
+        run = run_strategy(
+            "ps(asynchronous)",
+            workers,
+            steps,
+            job=job,
+            compute="exponential(1)",
+            network="ideal",
+            seed=seed,
+            simulation=Responses,
+        )
+        assert isinstance(run.simulation, Responses)
+        return run.simulation.mean
+
+
+def fitted(w: FlatArray) -> tuple[float, float]:
+    """The momentum and the rate, by least squares, with which each change of w follows from the one before."""
+    change = np.diff(w)
+    solution = np.linalg.lstsq(np.stack([change[:-1], -w[1:-1]], axis=1), change[1:], rcond=None)[0]
+    return float(solution[0]), float(solution[1])

@@ -1,0 +1,67 @@
+"""How much longer an update of synchronous SGD takes than one of asynchronous SGD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.clockwork import timed
+
+STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
+"""Workers → steps: standard errors of a synchronous step of 0.6 % and less, of an asynchronous update of 0.5 %."""
+LAW = "exponential(1)"
+K = 4
+"""For the variants, of 8 workers."""
+
+
+@dataclass(frozen=True)
+class SyncAsyncRuntime(Claim):
+    """Time per update, synchronous over asynchronous, and of the variants in between."""
+
+    statement: ClassVar[str] = (
+        "With exponential gradient times an update of synchronous SGD takes P H_P times as long as one of asynchronous "
+        "SGD, H_P = 1 + 1/2 + ... + 1/P; K-sync takes H_P - H_(P-K), K-batch-sync and K-batch-async K/P gradient times"
+    )
+    source: ClassVar[str] = "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (runtime analysis, exponential times)"
+    setting: ClassVar[str] = "parameter server, 2 to 32 workers, virtual time, the same draws for all, free messages"
+    tolerance: ClassVar[str] = "+-1 % each"
+
+    def check(self, say: Say) -> Verdict:
+        """Each number of workers, synchronously and asynchronously; then the variants."""
+        rows = []
+        for workers, steps in STEPS.items():
+            sync = seconds_per_update("ps(bsp)", workers, steps, workers)
+            one = seconds_per_update("ps(asynchronous)", workers, steps, 1)
+            rows += [
+                _row(f"P={workers}: seconds of a synchronous step", harmonic(workers), sync),
+                _row(f"P={workers}: seconds per asynchronous update", 1 / workers, one),
+                _row(f"P={workers}: synchronous over asynchronous", workers * harmonic(workers), sync / one),
+            ]
+            say(f"{workers} workers: {sync / one:.2f}")
+        workers = 8
+        for rule, expected, steps in (
+            ("k_sync", harmonic(workers) - harmonic(workers - K), 4000),
+            ("k_batch_sync", K / workers, 10_000),
+            ("k_batch_async", K / workers, 10_000),
+        ):
+            found = seconds_per_update(f"ps(consistency={rule}({K}))", workers, steps, K)
+            rows.append(_row(f"P={workers}: seconds per update of {rule}({K})", expected, found))
+            say(f"{rows[-1].what}: {found:.4f}")
+        return Verdict(tuple(rows))
+
+
+def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) -> float:
+    """Mean virtual seconds of an update, each of so many gradients, over the first 9 of 10: then nobody has ended."""
+    t = timed(strategy, workers, steps, LAW)[0].t
+    updates = 9 * len(t) // (10 * gradients)
+    return float(t[updates * gradients - 1] / updates)
+
+
+def harmonic(n: int) -> float:
+    """H_n = 1 + 1/2 + ... + 1/n."""
+    return sum(1 / i for i in range(1, n + 1))
+
+
+def _row(what: str, expected: float, ours: float) -> Row:
+    return Row(what, expected, ours, abs(ours / expected - 1) <= 0.01)

@@ -1,0 +1,40 @@
+"""What DiLoCo saves in communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.testing.strategies import run_strategy
+
+WORKERS = 2
+STEPS = 1000
+
+
+@dataclass(frozen=True)
+class DilocoBytes(Claim):
+    """DiLoCo sends as much every 500 steps as synchronous training does every step."""
+
+    statement: ClassVar[str] = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
+    source: ClassVar[str] = "Douillard et al. 2023, abstract and table 2"
+    setting: ClassVar[str] = f"softmax regression, {WORKERS} workers, {STEPS} steps each, a ring in virtual time"
+    tolerance: ClassVar[str] = "bytes and messages of all-reduce ÷ those of DiLoCo: exactly H"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Count both."""
+        every = _sent("all_reduce", say)
+        rows = []
+        for strategy, period in (("diloco", 500), ("local_sgd(100, outer=nesterov)", 100)):
+            some = _sent(strategy, say)
+            for what, more, less in zip(("bytes", "messages"), every, some, strict=True):
+                rows.append(Row(f"{what}, all-reduce ÷ {strategy}", period, more / less, more == period * less))
+        return Verdict(tuple(rows))
+
+
+def _sent(strategy: str, say: Say) -> tuple[int, int]:
+    """Bytes of payload, and messages, of all workers together."""
+    say(strategy)
+    books = run_strategy(strategy, WORKERS, STEPS, compute="constant(1)", network="ideal").totals.values()
+    return sum(node.sent for node in books), sum(node.messages_sent for node in books)

@@ -1,0 +1,69 @@
+"""How fast neighbours on a ring agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.testing.strategies import bowl_job, run_strategy
+from flockstep.topologies.facts import facts
+from flockstep.topologies.ring import RingGraph
+
+PUBLISHED = {4: 0.333, 8: 0.8047, 16: 0.9493, 32: 0.9872}
+"""rho = 1/3 + 2/3 cos(2 pi / n) by number of workers."""
+WINDOWS = {4: (2, 12), 8: (25, 45), 16: (60, 90), 32: (250, 300)}
+"""Steps between which the rate is measured: after faster modes have died out, before rounding shows."""
+SEEDS = 5
+DIMENSION = 4
+
+
+@dataclass(frozen=True)
+class ConsensusRate(Claim):
+    """Without gradients, D-PSGD's replicas on a ring agree by a factor rho a step."""
+
+    statement: ClassVar[str] = (
+        "With a learning rate of zero, disagreement on a ring with weights 1/3 shrinks by its second eigenvalue a step"
+    )
+    source: ClassVar[str] = "Lian et al. 2017, assumption 1 and theorem 1 (rho of W); eigenvalues of a circulant matrix"
+    setting: ClassVar[str] = (
+        f"dpsgd(ring), learning rate 0, {', '.join(map(str, PUBLISHED))} workers from random starts of {SEEDS} seeds, "
+        "float64, virtual time"
+    )
+    tolerance: ClassVar[str] = "geometric mean rate of the median seed within 1 %; the bound rho^t holds in every seed"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Measure how disagreement shrinks, long after the start; check the bound all the way."""
+        rows: list[Row] = []
+        figures: dict[str, float] = {}
+        for n, expected in PUBLISHED.items():
+            say(f"{n} workers")
+            begin, end = WINDOWS[n]
+            starts = [np.random.default_rng(seed).normal(size=(n, DIMENSION)) for seed in range(SEEDS)]
+            rho = 1 - facts(RingGraph(), n).spectral_gap
+            early, late = (spreads(n, steps, starts) for steps in (begin, end))
+            rates = (late / early) ** (1 / (end - begin))
+            rate = float(np.median(rates))
+            rows.append(Row(f"rate a step, {n} workers", expected, rate, abs(rate / expected - 1) <= 0.01))
+            first = np.array([spread(start) for start in starts])
+            excess = max(float(np.max(s / (rho**t * first))) for s, t in ((early, begin), (late, end)))
+            rows.append(
+                Row(f"disagreement over rho^t times the first, {n} workers", "<= 1", excess, excess <= 1 + 1e-9)
+            )
+            figures |= {f"least rate, {n}": float(rates.min()), f"largest rate, {n}": float(rates.max())}
+        return Verdict(tuple(rows), figures=figures)
+
+
+def spread(replicas: np.ndarray) -> float:
+    """Frobenius norm of the distances from the mean of the rows."""
+    return float(np.linalg.norm(replicas - replicas.mean(0)))
+
+
+def spreads(n: int, steps: int, starts: list[np.ndarray]) -> np.ndarray:
+    """The spread after so many steps, for each start; all starts travel in one run, as columns."""
+    job = bowl_job("sgd(lr=0)", dimension=DIMENSION * len(starts))
+    run = run_strategy("dpsgd(ring)", n, steps, job=job, replicas=np.hstack(starts), compute="constant(1)")
+    return np.array([spread(part) for part in np.split(run.replicas, len(starts), axis=1)])

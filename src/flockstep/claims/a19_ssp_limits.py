@@ -1,0 +1,77 @@
+"""Stale synchronous parallel between its limits, and its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.messages import Message
+from flockstep.testing.strategies import Run, Sent, equal_bits, run_strategy, small_job
+
+BOUNDS = (0, 1, 2, 3, 5, 10)
+LAWS = ("constant(0.05)", "normal(0.05, cv=0.3)", "exponential(0.05)", "lognormal(0.05, sigma=1.5)")
+WORKERS = 6
+NEVER = 10**6
+
+
+@dataclass(frozen=True)
+class SspLimits(Claim):
+    """No slack is bulk synchronous, endless slack is asynchronous, and in between nobody is further ahead."""
+
+    seeds: int = 5
+    steps: int = 60
+    statement: ClassVar[str] = (
+        "Stale synchronous parallel with s = 0 is bulk synchronous, without a bound it is asynchronous, and nobody is "
+        "ever more than s clocks ahead of the slowest"
+    )
+    source: ClassVar[str] = "Ho et al. 2013, section 3; Langer, He, Rahayu & Xue 2020, section 3.3.4"
+    setting: ClassVar[str] = "softmax regression, 6 workers with momentum, 4 laws of gradient times, 5 seeds, 1 Gbit/s"
+    tolerance: ClassVar[str] = "equal in every bit, parameters and times; the gap never exceeds s, and reaches it"
+
+    def check(self, say: Say) -> Verdict:
+        """The limits under every law; then the gaps."""
+        cases = [(law, seed) for law in LAWS for seed in range(self.seeds)]
+        none = sum(_same(self._run("ssp(0)", *case), self._run("bsp", *case)) for case in cases)
+        endless = sum(_same(self._run(f"ssp({NEVER})", *case), self._run("asynchronous", *case)) for case in cases)
+        say(f"{none} and {endless} of {len(cases)} runs are the same")
+        rows = [
+            Row("runs with s = 0 that are those of bsp", len(cases), none, none == len(cases)),
+            Row("runs without a bound that are asynchronous ones", len(cases), endless, endless == len(cases)),
+        ]
+        for s in BOUNDS:
+            gap = max(_gap(self._run(f"ssp({s})", *case)) for case in cases)
+            rows.append(Row(f"s={s}: largest gap", s, gap, gap == s))
+        free = max(_gap(self._run("asynchronous", *case)) for case in cases)
+        rows.append(Row("control, asynchronous: largest gap", f"> {max(BOUNDS)}", free, free > max(BOUNDS)))
+        say(f"largest gaps {[row.ours for row in rows[2:-1]]}, without a bound {free}")
+        return Verdict(tuple(rows))
+
+    def _run(self, consistency: str, law: str, seed: int) -> Run:
+        job = small_job("sgd(lr=0.05, momentum=0.5)")
+        return run_strategy(f"ps(consistency={consistency})", WORKERS, self.steps, job=job, compute=law, seed=seed)
+
+
+def _same(one: Run, other: Run) -> bool:
+    """Whether two runs end on the same parameters everywhere, after the same events at the same times."""
+    parameters = all(equal_bits(one.params[node], other.params[node]) for node in one.nodes)
+    return parameters and one.events == other.events
+
+
+def _gap(run: Run) -> int:
+    """The most clocks by which a worker that begins a gradient is ahead of the slowest, from the messages alone."""
+    clocks = dict.fromkeys(range(WORKERS), 0)
+    widest = 0
+    for to, message in _exchanges(run.simulation.log):
+        if message.source >= 0:
+            clocks[message.source] += 1
+        else:
+            widest = max(widest, clocks[to] - min(clocks.values()))
+    return widest
+
+
+def _exchanges(log: Iterable[object]) -> list[tuple[int, Message]]:
+    """Gradients pushed and parameters sent back, in order."""
+    sent = [entry for entry in log if isinstance(entry, Sent)]
+    return [(entry.to, entry.message) for entry in sent if entry.message.tag == "push"]

@@ -1,0 +1,71 @@
+"""What one slow worker costs pairwise averaging, and what it costs everyone in step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.records.events import Step
+from flockstep.testing.strategies import bowl_job, run_strategy
+
+SECONDS = 400
+"""Virtual seconds during which gradients are counted; one of a fast worker takes one."""
+CASES = [(8, 2, 1.875), (8, 10, 8.875), (8, 100, 87.6), (16, 10, 9.44)]
+"""Workers, slowness of one of them, published ratio."""
+LATENCY, BANDWIDTH = "50us", "10gbit"
+
+
+@dataclass(frozen=True)
+class Straggler(Claim):
+    """AD-PSGD goes on at the pace of its fast workers."""
+
+    statement: ClassVar[str] = (
+        "With one of P workers s times as slow, pairwise averaging takes s (P - 1 + 1/s) / P times as many gradients a "
+        "second as synchronous training"
+    )
+    source: ClassVar[str] = (
+        "Lian, Zhang, Zhang & Liu 2018, abstract (4 to 8 times faster epochs on shared clusters) and section 5.4; "
+        "closed form: synchronous P gradients in s seconds, otherwise P - 1 + 1/s a second"
+    )
+    setting: ClassVar[str] = (
+        f"bowl, adpsgd(ring) and all_reduce, one second a gradient, virtual {BANDWIDTH} network of {LATENCY} latency, "
+        f"gradients of {SECONDS} seconds counted"
+    )
+    tolerance: ClassVar[str] = "within 3 % of the closed form, for s = 2, 10, 100 at P = 8 and s = 10 at P = 16"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Count gradients."""
+        rows, figures = [], {}
+        for workers, slow, published in CASES:
+            say(f"{workers} workers, one {slow} times as slow")
+            free, together = (self._pace(strategy, workers, slow) for strategy in ("adpsgd", "all_reduce"))
+            ratio = free / together
+            holds = abs(ratio / published - 1) <= 0.03
+            rows.append(Row(f"gradients a second over synchronous, P = {workers}, s = {slow}", published, ratio, holds))
+            figures[f"D-PSGD over synchronous, P = {workers}, s = {slow}"] = (
+                self._pace("dpsgd", workers, slow) / together
+            )
+        even = self._pace("adpsgd", 8, 1) / self._pace("all_reduce", 8, 1)
+        rows.append(Row("the same without a slow worker, P = 8", 1.0, even, abs(even - 1) <= 0.03))
+        most = max(figures.values())
+        note = f"D-PSGD, which waits for its neighbours, takes at most {most:.3g} times as many as synchronous training"
+        return Verdict(tuple(rows), note, figures)
+
+    def _pace(self, strategy: str, workers: int, slow: int) -> float:
+        """Gradients a second while all are at work."""
+        free = strategy == "adpsgd"
+        steps = SECONDS if free else SECONDS // 4
+        run = run_strategy(
+            strategy,
+            workers,
+            steps,
+            job=bowl_job(),
+            compute="constant(1)",
+            network=f"link(bandwidth={BANDWIDTH!r}, latency={LATENCY!r})",
+            faults=[f"slows(1, {slow})"],
+        )
+        steps_at = [event.t for event in run.of(Step)]
+        until = max(e.t for e in run.of(Step) if e.rank == 0)
+        return sum(t <= until for t in steps_at) / until

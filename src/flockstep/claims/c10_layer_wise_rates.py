@@ -1,0 +1,49 @@
+"""Layer-wise learning rates go on where a scaled learning rate with gradual warm-up fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.b03_gradual_warmup import GRADUAL, LR, WARMUPS, final_error
+from flockstep.claims.base import Claim, Row, Say, Verdict
+
+WORKERS = (32, 64)
+LARS, LAMB = 20.0, 0.04
+"""Learning rates after the warm-up, whatever the number of workers."""
+
+
+@dataclass(frozen=True)
+class LayerWiseRates(Claim):
+    """Final error of LARS and LAMB at batches that SGD cannot use."""
+
+    seeds: int = 5
+    statement: ClassVar[str] = (
+        "LARS and LAMB train at batches at which SGD with a scaled learning rate and a gradual warm-up diverges"
+    )
+    source: ClassVar[str] = "You, Gitman & Ginsburg 2017 (ResNet-50 at 32 k); You et al. 2020 (BERT at 32,868)"
+    setting: ClassVar[str] = (
+        "the digits of B3, 32 and 64 workers of batch 16, 40 epochs, gradual warm-up over 5; after it lars(lr=20), "
+        "lamb(lr=0.04), sgd(lr=0.05 k, momentum=0.9); small batch: 1 worker; mean of 5 seeds"
+    )
+    tolerance: ClassVar[str] = "mean errors: SGD >= 50 %, LARS and LAMB <= small batch + 3 points"
+
+    def check(self, say: Say) -> Verdict:
+        """Train with each, on every seed."""
+        sgd = f"sgd(lr={LR}, momentum=0.9)"
+        small = self._mean("small batch", sgd, 1, WARMUPS["none"], say)
+        rows = [Row("error of the small batch, %", "that of the large one", round(small, 2), True)]
+        for k in WORKERS:
+            error = self._mean(f"sgd, {k} workers", sgd, k, GRADUAL, say)
+            rows.append(Row(f"sgd, {k} workers, %", ">= 50", round(error, 2), error >= 50))
+            for name, rate in (("lars", LARS), ("lamb", LAMB)):
+                error = self._mean(f"{name}, {k} workers", f"{name}(lr={rate / k})", k, GRADUAL, say)
+                rows.append(Row(f"{name}, {k} workers, %", "<= small batch + 3", round(error, 2), error <= small + 3))
+        return Verdict(tuple(rows), f"40 epochs of {WORKERS[-1]} workers are only 57 updates")
+
+    def _mean(self, name: str, optimizer: str, workers: int, schedule: str, say: Say) -> float:
+        errors = [final_error(optimizer, workers, schedule, seed) for seed in range(self.seeds)]
+        say(f"{name}: " + " ".join(f"{error:.1f}" for error in errors))
+        return float(np.mean(errors))

@@ -1,0 +1,76 @@
+"""A larger batch does what a smaller learning rate does, in fewer updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.digits_perceptron import digits_job
+from flockstep.records.events import Snapshot, Step
+from flockstep.testing.strategies import run_strategy
+
+BATCH, STEPS, AT, FACTOR = 4, 3000, (0.3, 0.6), 5
+SCHEDULES = {
+    "lr / 5": f"step_decay({1 / FACTOR}, {AT})",
+    "batch x 5": f"batch_increase({FACTOR}, {AT})",
+    "neither": "constant",
+}
+FEWER = 0.3 + 0.3 / FACTOR + 0.4 / FACTOR**2
+"""Updates with the larger batches over those with the smaller rates: shares of the samples over their batches."""
+
+
+@dataclass(frozen=True)
+class LargerBatches(Claim):
+    """Final error and updates of two schedules with the same noise."""
+
+    seeds: int = 10
+    statement: ClassVar[str] = (
+        "Multiplying the batch in place of dividing the learning rate ends at the same error after as many samples, "
+        "with fewer updates"
+    )
+    source: ClassVar[str] = "Smith, Kindermans, Ying & Le 2018, sections 4 and 5 (ResNet-50 to 76.1 % in 30 minutes)"
+    setting: ClassVar[str] = (
+        "digits on a perceptron 64-64-64-10, one worker of batch 4 in virtual time, sgd(lr=0.05, momentum=0.9), 12,000 "
+        "samples; a factor of 5 after 30 % and 60 % of them; mean of 10 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "mean errors equal within 1 point; updates reduced by the exact ratio; equal samples; neither: 5 points worse"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Train with either, and with neither, on every seed."""
+        updates, samples, errors = {}, {}, {}
+        for name, schedule in SCHEDULES.items():
+            steps = round(STEPS * FEWER) if name == "batch x 5" else STEPS
+            runs = [_run(schedule, steps, seed) for seed in range(self.seeds)]
+            updates[name], samples[name] = runs[0][:2]
+            errors[name] = [error for *_, error in runs]
+            say(f"{name}: {updates[name]} updates, errors " + " ".join(f"{error:.1f}" for error in errors[name]))
+        means = {name: float(np.mean(values)) for name, values in errors.items()}
+        (falls, grows, stays), ratio = means.values(), updates["batch x 5"] / updates["lr / 5"]
+        rows = (
+            Row("error with lr / 5, %", "the same", round(falls, 2), True),
+            Row("error with batch x 5, %", "the same", round(grows, 2), abs(grows - falls) <= 1),
+            Row("error with neither, % (negative control)", "more", round(stays, 2), stays >= grows + 5),
+            Row("updates, of those with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12),
+            Row(
+                "samples, of those with lr / 5",
+                1.0,
+                samples["batch x 5"] / samples["lr / 5"],
+                len(set(samples.values())) == 1,
+            ),
+        )
+        return Verdict(rows, "One worker: several with the same batches together are the same mathematics (law tests)")
+
+
+def _run(schedule: str, steps: int, seed: int) -> tuple[int, int, float]:
+    """Updates, samples, and test error in per cent."""
+    job = digits_job("sgd(lr=0.05, momentum=0.9)", BATCH)
+    run = run_strategy(
+        "all_reduce", 1, steps, job=job, compute="constant(0.01)", network="ideal", seed=seed, schedule=schedule
+    )
+    last = run.of(Snapshot)[-1]
+    return len(run.of(Step)), last.samples, 100 * (1 - last.metric)

@@ -1,0 +1,74 @@
+"""What block momentum gains over plain averaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.digits_perceptron import digits_job
+from flockstep.records.events import Snapshot
+from flockstep.testing.strategies import run_strategy
+
+WORKERS = 16
+PERIOD = 20
+STEPS = 400
+TARGET = 0.93
+OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
+
+
+@dataclass(frozen=True)
+class BlockMomentum(Claim):
+    """BMUF needs fewer steps than averaging, and loses nothing."""
+
+    statement: ClassVar[str] = (
+        "With block momentum 1 - 1/N, N workers lose nothing against plain averaging, and get there in fewer steps"
+    )
+    source: ClassVar[str] = "Chen & Huo 2016, sections 2 and 3"
+    setting: ClassVar[str] = (
+        f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, averages after "
+        f"every {PERIOD} of {STEPS} steps; median of 5 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        f"steps to accuracy {TARGET}: BMUF's below averaging's, with classical and with Nesterov's block momentum; "
+        "best accuracy no more than 0.5 points below averaging's"
+    )
+    seeds: int = 5
+
+    def check(self, say: Say) -> Verdict:
+        """Train with each."""
+        steps, best = {}, {}
+        for outer in ("average", "bmuf(nesterov=False)", "bmuf"):
+            runs = [_trained(outer, seed) for seed in range(self.seeds)]
+            steps[outer] = float(np.median([run[0] for run in runs]))
+            best[outer] = float(np.median([run[1] for run in runs]))
+            say(f"{outer}: {steps[outer]:g} steps, best accuracy {best[outer]:.4f}")
+        plain, top, rows = steps["average"], best["average"], []
+        for outer in steps.keys() - {"average"}:
+            fewer = steps[outer] < plain
+            rows.append(Row(f"steps to accuracy {TARGET}, {outer}, median", f"< {plain:g}", steps[outer], fewer))
+            kept = best[outer] >= top - 0.005
+            rows.append(Row(f"best accuracy, {outer}, median", f">= {top - 0.005:.4f}", best[outer], kept))
+        note = "all with the same local learning rate: block momentum is worth a larger step, N times in the long run"
+        return Verdict(
+            tuple(sorted(rows, key=lambda row: row.what)), note, {f"steps, {k}": v for k, v in steps.items()}
+        )
+
+
+def _trained(outer: str, seed: int) -> tuple[float, float]:
+    """Steps to the target, infinite where it is not reached, and the best accuracy."""
+    run = run_strategy(
+        f"local_sgd({PERIOD}, outer={outer})",
+        WORKERS,
+        STEPS,
+        job=digits_job(OPTIMIZER, BATCH),
+        compute="constant(1)",
+        network="ideal",
+        seed=seed,
+        evaluate_every=PERIOD,
+    )
+    snapshots = run.of(Snapshot)
+    reached = [snapshot.step for snapshot in snapshots if snapshot.metric >= TARGET]
+    return min(reached, default=float("inf")), max(snapshot.metric for snapshot in snapshots)

@@ -1,0 +1,75 @@
+"""How long SparkNet's local phases must be to use the workers well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.testing.strategies import bowl_job, run_strategy
+
+GRADIENT = 0.01
+"""T_c, seconds."""
+SIZE = 4000
+"""Parameters of eight bytes."""
+CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))
+COLLECTIVES = ("ring", "recursive_doubling")
+SWEEP = (1, 3, 10, 30)
+ROUNDS = 2
+RULE = 5 / 6
+
+
+@dataclass(frozen=True)
+class OneToFive(Claim):
+    """Communication for a fifth of the time of computation keeps workers busy for 83.3 % of it."""
+
+    statement: ClassVar[str] = (
+        "Local phases of tau steps keep workers busy for tau T_c / (tau T_c + T_comm) of the time; at a ratio of 1:5 "
+        "between communication and computation that is 83.3 %"
+    )
+    source: ClassVar[str] = "Moritz et al. 2016, section 3 (SparkNet); Langer et al. 2020, section 3.3.2"
+    setting: ClassVar[str] = (
+        f"quadratic, K = {SIZE}, T_c = {1000 * GRADIENT:g} ms, virtual time: 4, 8 and 16 workers on links of different "
+        "speed, ring and recursive doubling, tau from 1 to 30; T_comm measured with tau = 1"
+    )
+    tolerance: ClassVar[str] = "utilisation as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Sweep tau; solve for 5/6, and try."""
+        rows, figures = [], {}
+        for workers, network in CLUSTERS:
+            for collective in COLLECTIVES:
+                where = f"{workers} workers, {network}, {collective}"
+                say(where)
+                busy = _utilisation(workers, network, collective)
+                waits = GRADIENT / busy(1) - GRADIENT
+                figures[f"T_comm in ms, {where}"] = 1000 * waits
+                worst = max(SWEEP, key=lambda tau: abs(busy(tau) - _formula(tau, waits)))
+                expected = _formula(worst, waits)
+                rows.append(_row(f"utilisation at tau = {worst}, worst of the sweep, {where}", expected, busy(worst)))
+                solved = max(1, round(RULE / (1 - RULE) * waits / GRADIENT))
+                rows.append(_row(f"utilisation at tau = {solved}, solved for 5/6, {where}", RULE, busy(solved)))
+        note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
+        return Verdict(tuple(rows), note, figures)
+
+
+def _formula(tau: int, waits: float) -> float:
+    return tau * GRADIENT / (tau * GRADIENT + waits)
+
+
+def _row(what: str, expected: float, ours: float) -> Row:
+    return Row(what, expected, ours, abs(ours / expected - 1) <= 0.01)
+
+
+def _utilisation(workers: int, network: str, collective: str) -> Callable[[int], float]:
+    """tau → the share of time that is spent on gradients."""
+
+    def busy(tau: int) -> float:
+        steps, text = ROUNDS * tau, f"local_sgd({tau}, {collective})"
+        job = bowl_job(dimension=SIZE)
+        run = run_strategy(text, workers, steps, job=job, compute=f"constant({GRADIENT})", network=network)
+        return steps * GRADIENT / run.seconds
+
+    return busy

@@ -1,0 +1,84 @@
+"""The handwritten digits on a perceptron in plain numpy: the problem of the claims that need thousands of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model, Views
+from flockstep.workloads.digits import Digits
+
+SIZES = (64, 64, 64, 10)
+MEAN_PIXEL = 0.3
+"""Taken off the pixels, as the workload's own network does: about their mean."""
+
+
+@dataclass(frozen=True)
+class Perceptron(Model):
+    """64 pixels → 64 → 64 rectified units → 10 logits, cross-entropy: 8,970 parameters."""
+
+    dtype: str = "float32"
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """W1, b1, W2, b2, W3, b3."""
+        layers = list(enumerate(pairwise(SIZES), start=1))
+        return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """Normal weights of variance 2 / (inputs + outputs), by Glorot & Bengio (2010), no biases."""
+        return {
+            name: random.standard_normal(shape) * (2 / sum(shape)) ** 0.5 if len(shape) == 2 else np.zeros(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """Backpropagation; every product is a stacked matmul."""
+        inputs = [x]
+        for i in (1, 2):
+            inputs.append(np.maximum(inputs[-1] @ params[f"W{i}"] + params[f"b{i}"][:, None, :], 0))
+        log_p = _log_softmax(inputs[-1] @ params["W3"] + params["b3"][:, None, :])
+        losses: FlatArray = -np.take_along_axis(log_p, y[..., None], axis=2)[:, :, 0].mean(axis=1)
+        error = np.exp(log_p)
+        error -= y[..., None] == np.arange(SIZES[-1])
+        error /= x.dtype.type(x.shape[1])
+        for i in (3, 2, 1):
+            np.matmul(inputs[i - 1].transpose(0, 2, 1), error, out=out[f"W{i}"])
+            np.sum(error, axis=1, out=out[f"b{i}"])
+            if i > 1:
+                error = (error @ params[f"W{i}"].transpose(0, 2, 1)) * (inputs[i - 1] > 0)
+        return losses
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The logits, (N, 10)."""
+        for i in (1, 2):
+            x = np.maximum(x @ params[f"W{i}"] + params[f"b{i}"], 0)
+        logits: FlatArray = x @ params["W3"] + params["b3"]
+        return logits
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """The mean cross-entropy."""
+        return float(-np.take_along_axis(_log_softmax(outputs), y[:, None], axis=1).mean(dtype=np.float64))
+
+
+def digits_job(optimizer: str, batch: int) -> Job:
+    """The digits, 1,437 to train and 360 to test; the seed of a run draws the weights and the order of the samples."""
+    source = Digits().job(0).data
+
+    def data() -> Data:
+        its = source()
+        train, test = (x.reshape(-1, SIZES[0]) - np.float32(MEAN_PIXEL) for x in (its.train_x, its.test_x))
+        return Data(train, its.train_y, test, its.test_y)
+
+    return Job(Perceptron, data, optimizer, batch=batch, name="digits on a perceptron")
+
+
+def _log_softmax(logits: FlatArray) -> FlatArray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

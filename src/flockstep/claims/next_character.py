@@ -1,0 +1,96 @@
+"""Python's standard library, a character at a time, on a small network in plain numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model, Views
+from flockstep.workloads.charlm import SYMBOLS, encoded, library
+
+CONTEXT = 4
+WIDTH = 12
+HIDDEN = 48
+CHARACTERS = 120_000
+HELD_OUT = 6_000
+
+
+class NextCharacter(Model):
+    """Four characters, embedded and put side by side → 48 rectified units → logits (Bengio et al. 2003, figure 1)."""
+
+    dtype = "float32"
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The embedding, and two layers."""
+        inner = CONTEXT * WIDTH
+        return {"E": (SYMBOLS, WIDTH), "W": (inner, HIDDEN), "b": (HIDDEN,), "V": (HIDDEN, SYMBOLS), "c": (SYMBOLS,)}
+
+    def initial(self, random: np.random.Generator) -> Views:
+        """Normal embeddings, weights of variance 2 / inputs, no biases."""
+        return {
+            name: random.standard_normal(shape) * (1.0 if name == "E" else (2 / shape[0]) ** 0.5)
+            if len(shape) == 2
+            else np.zeros(shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
+        """Backpropagation; the embedding's gradient is a product with the characters as unit vectors."""
+        codes = np.asarray(x, np.int64).reshape(len(x), -1)
+        units = (codes[..., None] == np.arange(SYMBOLS)).astype(self.dtype)
+        inputs = (units @ params["E"]).reshape(*x.shape[:2], -1)
+        hidden = np.maximum(inputs @ params["W"] + params["b"][:, None], 0)
+        log_p = _log_softmax(hidden @ params["V"] + params["c"][:, None])
+        targets = np.asarray(y, np.int64)[..., None]
+        losses: FlatArray = -np.take_along_axis(log_p, targets, axis=2)[..., 0].mean(axis=1)
+        error = np.exp(log_p)
+        error -= targets == np.arange(SYMBOLS)
+        error /= error.dtype.type(x.shape[1])
+        np.matmul(hidden.transpose(0, 2, 1), error, out=out["V"])
+        np.sum(error, axis=1, out=out["c"])
+        error = (error @ params["V"].transpose(0, 2, 1)) * (hidden > 0)
+        np.matmul(inputs.transpose(0, 2, 1), error, out=out["W"])
+        np.sum(error, axis=1, out=out["b"])
+        error = (error @ params["W"].transpose(0, 2, 1)).reshape(len(x), -1, WIDTH)
+        np.matmul(units.transpose(0, 2, 1), error, out=out["E"])
+        return losses
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The logits, (N, 96)."""
+        inputs = params["E"][np.asarray(x, np.int64)].reshape(len(x), -1)
+        logits: FlatArray = np.maximum(inputs @ params["W"] + params["b"], 0) @ params["V"] + params["c"]
+        return logits
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """The mean cross-entropy, in nats a character."""
+        return float(-np.take_along_axis(_log_softmax(outputs), np.asarray(y, np.int64)[:, None], 1).mean(dtype=float))
+
+
+def characters_job(optimizer: str, batch: int) -> Job:
+    """Predict a character from the four before it; the seed of a run draws the weights and the order of the samples."""
+
+    def data() -> Data:
+        text = b"".join(file.read_bytes() for file in library()[:40])
+        codes = encoded(text)[:CHARACTERS]
+        x = np.lib.stride_tricks.sliding_window_view(codes, CONTEXT)[:-1]
+        y = codes[CONTEXT:]
+        order = np.random.default_rng(0).permutation(len(x) - HELD_OUT)
+        return Data(x[order], y[order], x[-HELD_OUT:], y[-HELD_OUT:])
+
+    def likelihood(outputs: FlatArray, targets: FlatArray) -> float:
+        """Nats a character."""
+        return NextCharacter().loss({}, outputs, targets)
+
+    return Job(
+        NextCharacter, data, optimizer, metric=likelihood, higher_is_better=False, batch=batch, name="characters"
+    )
+
+
+def _log_softmax(logits: FlatArray) -> FlatArray:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

@@ -1,0 +1,79 @@
+"""Adam's direction, as long in each layer as the layer's weights allow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm, require, require_visible
+
+
+@dataclass(frozen=True)
+class LAMB(Optimizer):
+    """Layer-wise adaptive moments (You et al. 2020, algorithm 2); one tensor is one layer.
+
+    m ← beta1 m + (1 - beta1) g, v ← beta2 v + (1 - beta2) g², u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+    + weight_decay w, and w ← w - lr φ(||w||) / ||u|| u for each layer, with φ(z) = min(z, largest). Where ||w|| or
+    ||u|| is 0 the ratio counts as 1, as in the authors' code. Slots: `mean` (m) and `square` (v).
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    largest: float = math.inf
+
+    def __post_init__(self) -> None:
+        require(0 <= self.lr < math.inf, "lr of lamb", ">= 0 and finite", self.lr, "use for example 0.001")
+        require(0 <= self.beta1 < 1, "beta1 of lamb", "in [0, 1)", self.beta1, "use for example 0.9")
+        require(0 <= self.beta2 < 1, "beta2 of lamb", "in [0, 1)", self.beta2, "use for example 0.999")
+        require(0 < self.eps < math.inf, "eps of lamb", "> 0 and finite", self.eps, "use for example 1e-6")
+        decays = 0 <= self.weight_decay < math.inf
+        require(decays, "weight_decay of lamb", ">= 0 and finite", self.weight_decay, "use 0 for none")
+        require(self.largest > 0, "largest of lamb", "> 0", self.largest, "use inf for no bound")
+
+    def init(self, params: FlatArray) -> OptimizerState:
+        """A fresh state for `params`, whose tensors are still to be set.
+
+        Raises:
+            ConfigurationError: eps is zero in the dtype of `params`.
+        """
+        require_visible(self.eps, params)
+        return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
+
+    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+        """Update `params` and `state` in place, layer by layer; `gradient` is left as it is.
+
+        Raises:
+            CompositionError: `params` are not those of a whole model.
+        """
+        scalar = params.dtype.type
+        layers = layers_of(params, state, "lamb")
+        state.steps += 1
+        for part in layers:
+            w, u = params[part], self._direction(params, gradient, state, part)
+            weights, length = norm(w), norm(u)
+            ratio = min(weights, self.largest) / length if weights > 0 and length > 0 else 1.0
+            u *= scalar(lr * ratio)
+            w -= u
+
+    def _direction(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice) -> FlatArray:
+        """u of one layer, in memory of its own; both running means are updated."""
+        scalar, g = params.dtype.type, gradient[part]
+        m, v = state.slots["mean"][part], state.slots["square"][part]
+        m += scalar(1 - self.beta1) * (g - m)
+        v *= scalar(self.beta2)
+        v += scalar(1 - self.beta2) * (g * g)
+        u: FlatArray = np.sqrt(v / scalar(1 - self.beta2**state.steps))
+        u += scalar(self.eps)
+        np.divide(m / scalar(1 - self.beta1**state.steps), u, out=u)
+        if self.weight_decay:
+            u += scalar(self.weight_decay) * params[part]
+        return u

@@ -1,0 +1,43 @@
+"""A larger batch in place of a smaller learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.errors import ConfigurationError
+from flockstep.schedules.base import Extent, Schedule, check_positive, check_shares
+
+
+@dataclass(frozen=True)
+class BatchIncrease(Schedule):
+    """`growth` times the batch where others divide the learning rate by `growth` (Smith et al. 2018, section 4).
+
+    Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same, and look at as many samples;
+    this one makes fewer updates. After `increases` of the shares `at` of the run (None: all) the learning rate falls
+    instead, for batches that cannot grow any more (section 5.1); `scale` multiplies the learning rate throughout.
+    """
+
+    growth: float = 5.0
+    at: tuple[float, ...] = (0.3, 0.6, 0.8)
+    increases: int | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("batch_increase", growth=self.growth, scale=self.scale)
+        check_shares(self.at, "batch_increase")
+        if self.increases is not None and not 0 <= self.increases <= len(self.at):
+            raise ConfigurationError(
+                f"increases of batch_increase must be in [0, {len(self.at)}], one for each share in at, got "
+                f"{self.increases}; leave it out for all of them"
+            )
+
+    def factor(self, epoch: float, run: Extent) -> float:
+        """scale / growth^(shares reached after the last increase)."""
+        falls = () if self.increases is None else self.at[self.increases :]
+        return self.scale / self.growth ** sum(run.reached(share, epoch) for share in falls)
+
+    @property
+    def stages(self) -> tuple[tuple[float, float], ...]:
+        """growth^i from the i-th share on."""
+        shares = (0.0, *self.at[: self.increases])
+        return tuple((share, self.growth**i) for i, share in enumerate(shares))

@@ -1,0 +1,27 @@
+"""Half a period of a cosine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flockstep.errors import ConfigurationError
+from flockstep.schedules.base import Extent, Schedule, check_positive
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """scale × (floor + (1 - floor) (1 + cos(π t)) / 2), t the share of the run (Loshchilov & Hutter 2017)."""
+
+    floor: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("cosine", scale=self.scale)
+        if not 0 <= self.floor <= 1:
+            raise ConfigurationError(f"floor of cosine must be in [0, 1], got {self.floor}; use 0 to end at 0")
+
+    def factor(self, epoch: float, run: Extent) -> float:
+        """The cosine; the floor for whoever goes on longer than planned."""
+        share = min(epoch / run.epochs, 1.0)
+        return self.scale * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * share)) / 2)

@@ -1,0 +1,31 @@
+"""Begin with a small learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.schedules.base import Extent, Schedule, check_epochs, check_positive
+from flockstep.schedules.constant import Constant
+
+
+@dataclass(frozen=True)
+class LinearWarmup(Schedule):
+    """From `start` times the job's learning rate in a straight line to what `then` says, within `warmup` epochs."""
+
+    warmup: float = 5.0
+    start: float = 0.1
+    then: Schedule = Constant()
+
+    def __post_init__(self) -> None:
+        check_epochs("linear_warmup", self.warmup)
+        check_positive("linear_warmup", start=self.start)
+
+    def factor(self, epoch: float, run: Extent) -> float:
+        """The line, then the other schedule, whose epochs count from the beginning of the run."""
+        target = self.then.factor(epoch, run)
+        return self.start + (target - self.start) * epoch / self.warmup if epoch < self.warmup else target
+
+    @property
+    def stages(self) -> tuple[tuple[float, float], ...]:
+        """Those of the other schedule."""
+        return self.then.stages

@@ -1,0 +1,24 @@
+"""The learning rate falls by a factor now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.schedules.base import Extent, Schedule, check_positive, check_shares
+
+
+@dataclass(frozen=True)
+class StepDecay(Schedule):
+    """`scale` at first, `decay` times as much after each share `at` of the run (He et al. 2016: 1/10 at 1/2, 3/4)."""
+
+    decay: float = 0.1
+    at: tuple[float, ...] = (0.5, 0.75)
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive("step_decay", decay=self.decay, scale=self.scale)
+        check_shares(self.at, "step_decay")
+
+    def factor(self, epoch: float, run: Extent) -> float:
+        """scale × decay^(shares reached)."""
+        return self.scale * self.decay ** sum(run.reached(share, epoch) for share in self.at)

@@ -1,0 +1,89 @@
+"""Elastic averaging whose elasticity follows the rate of convergence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Traits
+from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
+
+
+@dataclass
+class Window:
+    """What a worker knows of its progress: alpha, the losses since the last exchange, and their mean before it."""
+
+    alpha: float
+    total: float = 0.0
+    count: int = 0
+    before: float | None = None
+
+
+@dataclass(frozen=True)
+class AdaptiveElasticAveraging(ElasticAveraging):
+    """DeepSpark (Kim, Park, Jang, Yoon & Kim 2016): asynchronous elastic averaging that adapts alpha to convergence.
+
+    A reconstruction: that alpha adapts is published, the formula was not at hand. At each exchange a worker compares
+    the mean loss of its steps since the last one with that of the window before, r = (before - now) / before. Where r >
+    `improvement` it gets on well alone and explores: alpha ← alpha / factor. Where it stalls it leans more on the
+    others: alpha ← alpha factor. alpha starts at `alpha` and stays in [smallest, largest] (`largest` none: twice
+    0.9 / workers, at most 0.5), in order `paper` also within what is stable for the learning rate. With factor 1 this
+    is easgd.
+    """
+
+    factor: float = 1.2
+    improvement: float = 0.05
+    smallest: float = 0.02
+    largest: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.factor < float("inf"):
+            raise ConfigurationError(f"factor must be >= 1, got {self.factor}; 1.2 is usual, 1 keeps alpha")
+        if not 0 <= self.improvement < 1:
+            raise ConfigurationError(f"improvement must be in [0, 1), got {self.improvement}; 0.05 stands for 5 %")
+        if not 0 <= self.smallest <= self.alpha:
+            raise ConfigurationError(
+                f"smallest must be in [0, alpha] = [0, {self.alpha}], got {self.smallest}; lower it or raise alpha"
+            )
+        if self.largest is not None and not self.alpha <= self.largest <= 0.5:
+            raise ConfigurationError(
+                f"largest must be in [alpha, 0.5] = [{self.alpha}, 0.5], got {self.largest}; leave it out for "
+                f"1.8 / workers"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """As those of easgd; needs the loss of each step."""
+        return Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+
+    def ceiling(self, workers: int, lr: float) -> float:
+        """The largest alpha; never less than the one to start from, unless that is not stable."""
+        largest = max(self.alpha, min(0.5, 1.8 / workers)) if self.largest is None else self.largest
+        return min(largest, largest_stable(lr)) if self.order == "paper" else largest
+
+    def worker_state(self, me: Worker) -> Window:
+        """Nothing is known yet."""
+        return Window(self.alpha)
+
+    def elasticity(self, me: Worker) -> float:
+        """alpha, adapted to the steps since the last exchange."""
+        window: Window = me.state
+        if window.count:
+            now = window.total / window.count
+            if window.before:
+                gain = (window.before - now) / window.before
+                window.alpha = window.alpha / self.factor if gain > self.improvement else window.alpha * self.factor
+            window.before, window.total, window.count = now, 0.0, 0
+        ceiling = self.ceiling(me.workers, me.lr)
+        window.alpha = min(max(window.alpha, self.smallest), ceiling)
+        me.record_figure("alpha", window.alpha)
+        return window.alpha
+
+    async def step(self, me: Worker) -> None:
+        """One local step; remember its loss."""
+        window: Window = me.state
+        me.optimizer_step(await me.gradient())
+        window.total += me.loss
+        window.count += 1

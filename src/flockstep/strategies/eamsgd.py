@@ -1,0 +1,72 @@
+"""Elastic averaging in which every replica has Nesterov momentum of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Traits
+from flockstep.strategies.elastic_averaging import ElasticAveraging
+
+
+@dataclass
+class Velocity:
+    """A worker's v."""
+
+    v: FlatArray
+
+
+@dataclass(frozen=True)
+class ElasticMomentum(ElasticAveraging):
+    """EAMSGD: elastic averaging with momentum (Zhang, Choromanska & LeCun 2015, algorithm 2).
+
+    A step is v ← delta v, w ← w + v, the gradient g there, w ← w - lr g, v ← v - lr g; exchanges are those of `easgd`,
+    between w, never the point ahead of it, and the centre. `momentum` (delta) stands in for the momentum of the job's
+    sgd, which is not applied besides; its weight decay is, g + weight_decay w. The paper has 0.99, with learning rates
+    ten times smaller than those of EASGD. Replicas with momentum drift apart faster, hence the shorter `period`.
+    """
+
+    period: int = 4
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, the paper's 0.99")
+
+    @property
+    def traits(self) -> Traits:
+        """As those of easgd; needs to know the job's optimiser."""
+        return Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+
+    def worker_state(self, me: Worker) -> Velocity:
+        """At rest.
+
+        Raises:
+            CompositionError: the job does not train with sgd.
+        """
+        if not isinstance(me.optimizer, SGD) or me.optimizer.dampening:
+            raise CompositionError(
+                f"eamsgd brings the momentum itself and needs sgd without dampening, got {me.optimizer}; use for "
+                f"example sgd(lr=0.01), or easgd with the optimiser that you have"
+            )
+        return Velocity(np.zeros_like(me.params))
+
+    async def step(self, me: Worker) -> None:
+        """One step of Nesterov momentum."""
+        state: Velocity = me.state
+        assert isinstance(me.optimizer, SGD)
+        scalar = me.params.dtype.type
+        state.v *= scalar(self.momentum)
+        me.params += state.v
+        gradient = await me.gradient()
+        if me.optimizer.weight_decay:
+            gradient = me.params * scalar(me.optimizer.weight_decay) + gradient
+        change = scalar(me.lr) * gradient
+        me.params -= change
+        state.v -= change

@@ -1,0 +1,1 @@
+"""What is made of the mean of the replicas."""

@@ -1,0 +1,20 @@
+"""The mean is the next model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.strategies.outer.base import Outer
+
+
+@dataclass(frozen=True)
+class Average(Outer):
+    """Plain averaging (McDonald, Hall & Mann 2010; McMahan et al. 2017: FedAvg)."""
+
+    moves: ClassVar[bool] = False
+
+    def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
+        """Take the mean."""
+        model[:] = mean

@@ -1,0 +1,37 @@
+"""A step with Nesterov momentum along the way that the replicas went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.optimizers.base import OptimizerState
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.outer.base import Outer
+
+
+@dataclass(frozen=True)
+class Nesterov(Outer):
+    """DiLoCo's outer optimiser (Douillard et al. 2023, section 2 and algorithm 1).
+
+    With Delta = theta - mean_i theta_i: v ← momentum v + Delta, theta ← theta - lr (Delta + momentum v), in PyTorch's
+    form of Nesterov momentum, as the authors have it. lr 1 and momentum 0 give the mean, up to rounding.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        self.optimizer()
+
+    def optimizer(self) -> SGD:
+        """The optimiser that is handed Delta as a gradient."""
+        return SGD(self.lr, self.momentum, nesterov=self.momentum > 0)
+
+    def start(self, model: FlatArray, workers: int) -> OptimizerState:
+        """v = 0."""
+        return self.optimizer().init(model)
+
+    def move(self, model: FlatArray, mean: FlatArray, state: OptimizerState) -> None:
+        """Step along Delta."""
+        self.optimizer().step(model, model - mean, state, self.lr)

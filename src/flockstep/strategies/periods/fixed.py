@@ -1,0 +1,30 @@
+"""Meet every H steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.periods.base import Period
+
+
+@dataclass(frozen=True)
+class Fixed(Period):
+    """Always the same number of steps (Stich 2019)."""
+
+    period: int = 10
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 1 averages after every step")
+
+    @property
+    def every_step(self) -> bool:
+        """H = 1."""
+        return self.period == 1
+
+    def due(self, me: Worker, state: Any, since: int) -> bool:
+        """After H steps."""
+        return since >= self.period

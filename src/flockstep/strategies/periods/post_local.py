@@ -1,0 +1,53 @@
+"""Meet after every step at first, and every H steps later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.periods.base import Period
+
+
+@dataclass
+class Phase:
+    """Whether the second phase has begun, and the largest learning rate so far."""
+
+    local: bool
+    peak: float
+
+
+@dataclass(frozen=True)
+class PostLocal(Period):
+    """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local ones.
+
+    Without a `start_at` the second phase begins with the first step whose learning rate is below one before it, as the
+    authors advise; with `inf` it never does.
+    """
+
+    start_at: float | None = None
+    period: int = 16
+
+    def __post_init__(self) -> None:
+        if self.start_at is not None and not self.start_at >= 0:
+            raise ConfigurationError(
+                f"start_at must be >= 0 steps, got {self.start_at}; leave it out for the learning rate's first decay"
+            )
+        if self.period < 1:
+            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 16 is usual")
+
+    @property
+    def every_step(self) -> bool:
+        """There is no second phase, or it is like the first."""
+        return self.period == 1 or self.start_at == math.inf
+
+    def start(self, me: Worker) -> Phase:
+        """The first phase."""
+        return Phase(False, me.lr)
+
+    def due(self, me: Worker, state: Phase, since: int) -> bool:
+        """After each step of the first phase, and after H of the second."""
+        state.local |= me.lr < state.peak if self.start_at is None else me.step > self.start_at
+        state.peak = max(state.peak, me.lr)
+        return since >= (self.period if state.local else 1)

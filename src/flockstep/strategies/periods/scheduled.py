@@ -1,0 +1,42 @@
+"""Meet by a table of periods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.periods.base import Period
+
+
+@dataclass(frozen=True)
+class Scheduled(Period):
+    """H = periods[i] from step starts[i] on, as in local SGD with growing or shrinking periods.
+
+    Growing ones suit a falling learning rate (Haddadpour et al. 2019), shrinking ones a falling loss (Wang & Joshi
+    2019). What counts is H at the last step taken.
+    """
+
+    periods: tuple[int, ...] = (1, 4, 16)
+    starts: tuple[int, ...] = (0, 100, 200)
+
+    def __post_init__(self) -> None:
+        if not self.periods or min(self.periods) < 1:
+            raise ConfigurationError(f"periods must all be >= 1 local steps, got {self.periods}; use (1, 4, 16)")
+        rising = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
+        if len(self.starts) != len(self.periods) or self.starts[0] != 0 or not rising:
+            raise ConfigurationError(
+                f"starts must be rising steps from 0, one for each of {len(self.periods)} periods, got {self.starts}; "
+                "use (0, 100, 200) with (1, 4, 16)"
+            )
+
+    @property
+    def every_step(self) -> bool:
+        """Every H is 1."""
+        return max(self.periods) == 1
+
+    def due(self, me: Worker, state: Any, since: int) -> bool:
+        """After as many steps as the table says."""
+        begun = sum(me.step > start for start in self.starts)
+        return since >= self.periods[begun - 1]

@@ -1,0 +1,1 @@
+"""Which parameters are averaged where only a few are."""

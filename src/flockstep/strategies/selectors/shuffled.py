@@ -1,0 +1,25 @@
+"""One part after the other of an order drawn once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import slices
+from flockstep.strategies.selectors.base import Selector, parts_for
+
+
+@dataclass(frozen=True)
+class Shuffled(Selector):
+    """Shuffled-sequential: the parameters in a random order, cut into ceil(1/p) parts, again and again the same.
+
+    Every parameter is averaged exactly once in ceil(1/p) turns.
+    """
+
+    def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
+        """The next part of the order."""
+        count = parts_for(size, share)
+        order = np.random.default_rng(seed).permutation(size)
+        return np.sort(order[slices(size, count)[turn % count]])

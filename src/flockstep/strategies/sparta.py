@@ -1,0 +1,65 @@
+"""Local steps, and after each an average of a few of the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.local_sgd import LocalSGD, Meetings
+from flockstep.strategies.selectors.base import Selector
+from flockstep.strategies.selectors.random import RandomSelector
+
+
+@dataclass(frozen=True)
+class Sparta(Strategy):
+    """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3).
+
+    After each local step, every worker replaces the same random share p of its parameters by their mean over the
+    workers; which ones follows from a common `seed`, so that no index travels: 2 (n-1)/n p K elements a worker and
+    step. Gradients and optimiser state stay local. With `full`, for example local_sgd(100, outer=nesterov), the whole
+    model is averaged too, now and then: SPARTA inside DiLoCo, which stands longer periods for it.
+    """
+
+    p: float = 0.005
+    selector: Selector = field(default_factory=RandomSelector)
+    full: LocalSGD | None = None
+    collective: Collective = field(default_factory=Ring)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.p <= 1:
+            raise ConfigurationError(f"p of sparta must be in (0, 1], got {self.p}; 0.005 is usual, 1 averages all")
+        if self.seed < 0:
+            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; 0 will do")
+
+    @property
+    def traits(self) -> Traits:
+        """Part of every update reaches everyone, or with `full` all of it; a dead worker stops everyone."""
+        if self.full is not None:
+            return self.full.traits
+        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """Replicas meet at averages; the collective stands in for the master."""
+        return Cell("decentral", "sync", "reduce", "dedicated master")
+
+    def worker_state(self, me: Worker) -> Meetings | None:
+        """That of the full averages."""
+        return None if self.full is None else self.full.worker_state(me)
+
+    async def worker(self, me: Worker) -> None:
+        """Step; average a few parameters, and all of them where that is due."""
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            if me.workers > 1:
+                chosen = self.selector.pick(len(me.params), self.p, self.seed, me.step - 1)
+                values = me.params[chosen]
+                await self.collective.average(me, values)
+                me.params[chosen] = values
+            if self.full is not None:
+                await self.full.after_step(me, me.state)

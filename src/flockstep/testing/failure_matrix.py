@@ -1,0 +1,136 @@
+"""What every strategy does when a worker dies, a message gets lost or a worker is slow: declared, to be observed.
+
+The rows stand in `failure_matrix.toml`; `differences` compares one with runs in virtual time. What a new row should
+say, to be checked against the method's paper and put into that file:
+
+    python -m flockstep.testing.failure_matrix "easgd(period=4)"
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import resources
+
+import msgspec
+
+from flockstep.strategies.base import Strategy
+from flockstep.testing import failures
+
+CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
+    "equal": failures.replicas_equal,
+    "dead": failures.dead_worker,
+    "lost": failures.lost_message,
+    "slow": failures.slow_worker,
+}
+"""The fields of a row that are observed, and what observes them."""
+
+WORDS = {
+    failures.EVERY_STEP: "All workers compute each gradient on the same parameters, in every bit.",
+    "every k steps": "Every k-th gradient is computed on the same parameters by all, in every bit.",
+    failures.DRAINED: "They differ on the way, and agree up to rounding once every update has arrived.",
+    failures.COPIES: "Each is a copy of the servers' parameters, taken at another time.",
+    failures.DRAWN: "Exchanges draw replicas together, gradients apart; with lr = 0 they approach each other.",
+    failures.NEVER: "They stay apart, with lr = 0 too: where anything draws them together, it acts through lr.",
+    failures.ENDS: "The run ends with a sentence that names the node that died, or whose message is missing.",
+    failures.GOES_ON: "The others take all their steps and wait for nobody; they end with other parameters.",
+    failures.WAITS: "The others wait for the dead worker until they hear of its death; then they take all their steps.",
+    failures.EXACT: "The others take all their steps and end with the same parameters, up to rounding.",
+    failures.STALLS: "No worker takes all its steps: everyone waits for a message that nobody will send.",
+    failures.GROUP_STALLS: "As many as wait for each other stall; the others take all their steps.",
+    failures.ONE_STALLS: "One worker waits for ever; the others take all their steps.",
+    failures.LATE_STALL: "All take all their steps; in the end somebody waits for ever.",
+    failures.LATE_END: "All take all their steps; in the end a worker waits for one that has left, which ends the run.",
+    failures.NO_EFFECT: "Every node ends with the same parameters, in every bit.",
+    failures.UPDATE_LOST: "Everyone takes all steps; by the record, one update takes effect on one node fewer.",
+    failures.UPDATES_LOST: "The same for the several updates that had been added up in the message.",
+    failures.CONTENT_LOST: "Everyone takes all steps; no recorded update is missing, but parameters differ.",
+    failures.NO_MESSAGES: "No message carries an array.",
+    failures.FREE: "All but one may be slow: the rest keep their pace.",
+    "hidden up to b of n": "With b slow workers the others keep their pace, with b + 1 they do not.",
+    failures.EVERYONE: "After two steps at most, every worker is as slow as the slow one.",
+    "free for k steps, then everyone s×": "The others take k steps at their own pace, then go at the slow one's.",
+    failures.SPREADS: "Some go at the slow worker's pace at once, those further away later.",
+    failures.GROUP: "Some go at the slow worker's pace, the rest at their own.",
+    failures.PARTLY: "The others slow down, but are faster than the slow one.",
+}
+"""Each word, and what is observed where it stands; "…, up to b of n" is added where b may die, but not b + 1."""
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One strategy, and the words for what becomes of it."""
+
+    strategy: str
+    """The composition, as an expression."""
+    equal: str
+    """When all workers hold the same parameters."""
+    dead: str
+    """What the others do when one dies."""
+    lost: str | dict[str, str]
+    """What happens when one message with an array never arrives; per kind of message where kinds differ."""
+    slow: str
+    """What the others feel of a worker that takes s times as long."""
+    why: str = ""
+    """What to know about it, above all where it differs from the method as published."""
+
+    @property
+    def composed(self) -> Strategy:
+        """The strategy."""
+        return Strategy.parse(self.strategy)
+
+    @property
+    def completeness(self) -> int:
+        """Its class of communication completeness (FAST), as its traits promise."""
+        return self.composed.traits.completeness
+
+    def words(self) -> Iterator[str]:
+        """Every word in it."""
+        lost = [self.lost] if isinstance(self.lost, str) else self.lost.values()
+        yield from (self.equal, self.dead, *lost, self.slow)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """The matrix.
+
+    Raises:
+        msgspec.ValidationError: the file has another form.
+    """
+    text = resources.files("flockstep.testing").joinpath("failure_matrix.toml").read_text("utf-8")
+    return tuple(msgspec.convert(tomllib.loads(text)["row"], list[Row]))
+
+
+def observed(strategy: str) -> Row:
+    """The row that runs of the strategy lead to."""
+    composed = Strategy.parse(strategy)
+    words = {cell: observe(composed) for cell, observe in CELLS.items()}
+    return msgspec.convert({"strategy": strategy, **words}, Row)
+
+
+def differences(row: Row) -> list[str]:
+    """Where a row says something else than what is observed: sentences, none where it is right."""
+    seen = observed(row.strategy)
+    return [
+        f"{row.strategy}, {cell}: the matrix says {getattr(row, cell)!r}, observed {getattr(seen, cell)!r}"
+        for cell in CELLS
+        if getattr(row, cell) != getattr(seen, cell)
+    ]
+
+
+def as_toml(row: Row) -> str:
+    """A row as it stands in the file."""
+    lines = [f"{name} = {_toml(getattr(row, name))}" for name in row.__struct_fields__]
+    return "\n".join(["[[row]]", *lines, ""])
+
+
+def _toml(value: str | dict[str, str]) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "{ " + ", ".join(f'"{kind}" = "{word}"' for kind, word in value.items()) + " }"
+
+
+if __name__ == "__main__":
+    for expression in sys.argv[1:]:
+        sys.stdout.write(as_toml(observed(expression)))

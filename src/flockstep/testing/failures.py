@@ -1,0 +1,266 @@
+"""What is observed when a worker dies, a message gets lost or a worker is slow: runs in virtual time, put into words.
+
+Each function runs a strategy on `small_job` without and with the fault, checks that the fault struck while there was
+work to do, and classifies the difference. The words are those of `flockstep.testing.failure_matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.drivers.plan import Plan
+from flockstep.errors import PeerLost, ProtocolError, RunError
+from flockstep.frameworks.base import Engine
+from flockstep.messages import Address, Message, node_name
+from flockstep.records.events import Event, Lost, Step
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.faults import Fault
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+from flockstep.testing.strategies import Bench, Run, Sent, Watched, equal_bits, run_strategy, small_job
+
+WORKERS, STEPS, FACTOR = 4, 24, 4.0
+"""The runs: so many workers and steps each; the slow worker takes so many times as long."""
+VICTIM = 1
+COMPUTE, NETWORK = "constant(1)", "link(bandwidth='1gbit', latency=0.01)"
+"""Everyone is equally fast, a gradient takes a second: what differs is the fault's doing."""
+DEATH, UNNOTICED = 6.505, 10.0
+"""The worker dies in the middle of its seventh gradient; the others hear of it so many seconds later."""
+SLACK = 1.15
+"""What takes at most so many times as long counts as undisturbed."""
+
+ENDS = "the run ends and names it"
+GOES_ON = "the others go on"
+WAITS = "the others wait until it is noticed, then go on"
+EXACT = "the others go on as if nothing had happened"
+STALLS = "everyone stalls"
+GROUP_STALLS = "its group stalls, the others go on"
+ONE_STALLS = "one worker stalls"
+LATE_STALL = "unnoticed until the end, then a stall"
+LATE_END = "unnoticed until the end, then the run ends"
+NO_EFFECT = "no effect"
+UPDATE_LOST = "that update is lost"
+UPDATES_LOST = "the updates in it are lost"
+CONTENT_LOST = "what it carried is lost"
+NO_MESSAGES = "nothing travels"
+FREE = "no effect on the others"
+EVERYONE = "everyone s×"
+SPREADS = "spreads from neighbour to neighbour, then everyone s×"
+GROUP = "its group s×, the others as before"
+PARTLY = "hidden in part"
+EVERY_STEP = "at every step"
+DRAINED = "after the last update"
+COPIES = "never at once: copies of the server's"
+DRAWN = "only as lr → 0"
+NEVER = "never"
+
+
+class Faulted(Watched):
+    """A simulation that keeps the error that ends it, and every worker's parameters at each of its gradients."""
+
+    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: object):
+        super().__init__(engine, plan, compute, network, *rest)  # type: ignore[arg-type]
+        self.failure: RunError | None = None
+        self.read: list[list[bytes]] = [[] for _ in range(plan.cluster.workers)]
+
+    def note(self, event: Event) -> None:
+        """Keep an event, and the parameters that a worker's step began with."""
+        super().note(event)
+        if isinstance(event, Step):
+            self.read[event.rank].append(self.seats[event.rank].node.params.tobytes())
+
+    def run(self) -> None:
+        """Run to the end, or up to the error."""
+        try:
+            super().run()
+        except RunError as error:
+            self.failure = error
+
+
+@dataclass(frozen=True, eq=False)
+class Observed(Run):
+    """A run, with what the classification asks of it."""
+
+    simulation: Faulted
+
+    @property
+    def failure(self) -> RunError | None:
+        """What ended it early."""
+        return self.simulation.failure
+
+    def ends(self, rank: int) -> list[float]:
+        """When each step of that worker ended."""
+        return [event.t for event in self.of(Step) if event.rank == rank]
+
+    def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
+        """Whether all nodes but those ended with the same parameters, in every bit or up to rounding."""
+        pairs = [(self.params[a], other.params[a]) for a in self.params if a not in without]
+        return all(equal_bits(a, b) if exact else np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def observe(
+    strategy: Strategy | str,
+    workers: int = WORKERS,
+    faults: Sequence[Fault | str] = (),
+    compute: str = COMPUTE,
+    rate: float = 0.1,
+    replicas: np.ndarray | None = None,
+) -> Observed:
+    """One run of the kind that everything here is classified from; an error that ends it is kept, not raised."""
+    run = run_strategy(
+        strategy, workers, STEPS, job=small_job(f"sgd(lr={rate})"), compute=compute, network=NETWORK,
+        replicas=replicas, simulation=Faulted, faults=faults,
+    )  # fmt: skip
+    assert isinstance(run.simulation, Faulted)
+    return Observed(run.simulation)
+
+
+def replicas_equal(strategy: Strategy | str, workers: int = WORKERS) -> str:
+    """When all workers hold the same parameters, where the times of their gradients are random."""
+    run = observe(strategy, workers, compute="exponential(1)")
+    read = run.simulation.read
+    together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]
+    if together and together == list(range(together[0], min(map(len, read)), together[0])):
+        return EVERY_STEP if together[0] == 1 else f"every {together[0]} steps"
+    replicas = run.replicas
+    if np.allclose(replicas, replicas[0], rtol=1e-5, atol=1e-6):
+        return DRAINED
+    apart = replicas[0] + np.random.default_rng(0).normal(size=replicas.shape).astype(replicas.dtype)
+    still = observe(strategy, workers, compute="exponential(1)", rate=0.0, replicas=apart).replicas
+    if equal_bits(*still, Bench(workers).start()):  # nobody's own parameters matter
+        return COPIES if run.simulation.plan.cluster.servers else NEVER
+    return DRAWN if _spread(still) < 0.9 * _spread(apart) else NEVER
+
+
+def _spread(replicas: np.ndarray) -> float:
+    """Root mean square distance of the rows from their mean."""
+    return float(np.sqrt(np.mean(np.square(replicas - replicas.mean(0)))))
+
+
+def dead_worker(strategy: Strategy | str, workers: int = WORKERS) -> str:
+    """What the others do when a worker dies; "up to b" where more than b deaths in n > b + 1 have a worse end."""
+    whole = observe(strategy, workers)
+    words = [_after_deaths(strategy, whole, workers, count) for count in range(1, workers)]
+    good = [word not in (ENDS, STALLS) for word in words]
+    if not good[0] or (all(good) and len({*words} & {WAITS, GOES_ON, EXACT}) == 1):
+        return words[0]
+    up_to = next((i for i, word in enumerate(words) if word != words[0]), len(words))
+    return f"{words[0]}, up to {up_to} of {workers}" if False in good else words[0]
+
+
+def _after_deaths(strategy: Strategy | str, whole: Observed, workers: int, count: int) -> str:
+    dead = range(VICTIM, VICTIM + count)
+    run = observe(strategy, workers, [f"dies({rank % workers}, {DEATH}, noticed={UNNOTICED})" for rank in dead])
+    ranks = [rank % workers for rank in dead]
+    if isinstance(run.failure, PeerLost):
+        said = [f"worker {rank} died" for rank in ranks] if count == 1 else ["died", "are lost"]
+        assert any(words in str(run.failure) for words in said), run.failure
+        return ENDS
+    if run.failure is not None:
+        return STALLS
+    assert {event.node for event in run.of(Lost)} == set(ranks), "the deaths were never noticed"
+    assert all(len(run.ends(rank)) < len(whole.ends(rank)) for rank in ranks), "there was no work left to lose"
+    others = [rank for rank in range(workers) if rank not in ranks]
+    if run.same_as(whole, exact=False, without=ranks):
+        return EXACT
+    late = max(_longest_gap(run.ends(rank)) for rank in others)
+    return WAITS if late > _longest_gap(whole.ends(others[0])) + UNNOTICED / 3 else GOES_ON
+
+
+def _longest_gap(ends: Sequence[float]) -> float:
+    return float(np.max(np.diff([0.0, *ends])))
+
+
+def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
+    """Each kind of message with a payload → source, receiver and number of one in the middle of the run."""
+    found: dict[str, tuple[tuple[int, ...], tuple[Address, Address, int]]] = {}
+    counts: dict[tuple[Address, Address], int] = {}
+    for entry in whole.simulation.log:
+        if not isinstance(entry, Sent) or entry.message.array is None:
+            continue
+        message, to = entry.message, entry.to
+        link = message.source, to
+        counts[link] = counts.get(link, 0) + 1
+        order = (entry.t < whole.seconds / 3, message.source != VICTIM, to != VICTIM)
+        kind = kind_of(message, to)
+        if kind not in found or order < found[kind][0]:
+            found[kind] = order, (*link, counts[link])
+    return {kind: place for kind, (_, place) in found.items()}
+
+
+def kind_of(message: Message, to: Address) -> str:
+    """What a message is called in the matrix: its tag, without the channel it travels in."""
+    name = message.tag.partition("/")[0]
+    return f"reply to {name}" if message.reply_to else name
+
+
+def lost_message(strategy: Strategy | str, workers: int = WORKERS, kind: str | None = None) -> str | dict[str, str]:
+    """What happens when one message with a payload never arrives: of that kind, or for each kind if they differ."""
+    whole = observe(strategy, workers)
+    places = kinds(whole)
+    if kind is not None:
+        return _after_loss(strategy, whole, workers, places[kind])
+    words = {kind: _after_loss(strategy, whole, workers, place) for kind, place in places.items()}
+    return words if len(set(words.values())) > 1 else next(iter(words.values()), NO_MESSAGES)
+
+
+def _after_loss(
+    strategy: Strategy | str, whole: Observed, workers: int, place: tuple[Address, Address, int]
+) -> str:  # fmt: skip
+    source, to, nth = place
+    run = observe(strategy, workers, [f"drops({source}, {to}, {nth})"])
+    log = [entry for entry in run.simulation.log if isinstance(entry, Sent)]
+    on_link = [e for e in log if (e.message.source, e.to) == (source, to) and e.message.array is not None]
+    assert len(on_link) >= nth, "the message was never sent"
+    short = [rank for rank in range(workers) if len(run.ends(rank)) < len(whole.ends(rank))]
+    if isinstance(run.failure, PeerLost | ProtocolError):
+        assert node_name(source) in str(run.failure), run.failure
+        return ENDS if short else LATE_END
+    if run.failure is not None:
+        return STALLS if len(short) == workers else (LATE_STALL, ONE_STALLS, GROUP_STALLS)[min(len(short), 2)]
+    missing = whole.deliveries()
+    missing.subtract(run.deliveries())
+    if run.same_as(whole, exact=True):
+        return NO_EFFECT
+    lost = sum(missing.values())
+    return CONTENT_LOST if lost < 1 else UPDATE_LOST if lost == 1 else UPDATES_LOST
+
+
+def slow_worker(strategy: Strategy | str, workers: int = WORKERS, factor: float = FACTOR) -> str:
+    """What the others feel of a worker that takes `factor` times as long; "up to b" where b slow ones are hidden."""
+    whole = observe(strategy, workers)
+    hidden = 0
+    while hidden + 1 < workers and max(_delay(strategy, whole, workers, hidden + 1, factor)[0]) <= SLACK:
+        hidden += 1
+    if hidden:
+        return FREE if hidden == workers - 1 else f"hidden up to {hidden} of {workers}"
+    paces, free = _delay(strategy, whole, workers, 1, factor)
+    if max(paces) < factor / SLACK:
+        return PARTLY
+    if min(paces) <= SLACK:
+        return GROUP
+    if min(free) < max(free):
+        return SPREADS
+    return EVERYONE if free[0] <= 2 else f"free for {free[0]} steps, then everyone s×"
+
+
+def _delay(
+    strategy: Strategy | str, whole: Observed, workers: int, count: int, factor: float
+) -> tuple[list[float], list[int]]:  # fmt: skip
+    """By how much the second half of each other's steps takes longer, and how many steps it took undisturbed."""
+    slow = range(VICTIM, VICTIM + count)
+    run = observe(strategy, workers, [f"slows({rank % workers}, {factor})" for rank in slow])
+    assert run.failure is None, run.failure
+    others = [rank for rank in range(workers) if rank not in {s % workers for s in slow}]
+    pace: list[float] = []
+    free: list[int] = []
+    for rank in others:
+        before, after = whole.ends(rank), run.ends(rank)
+        last = min(len(before), len(after)) - 1
+        half = last // 2
+        pace.append((after[last] - after[half]) / (before[last] - before[half]))
+        free.append(next((k for k in range(last + 1) if after[k] > before[k] + (factor - 1) / 2), last + 1))
+    return pace, free

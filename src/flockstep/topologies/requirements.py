@@ -1,0 +1,68 @@
+"""What a strategy may need of a topology: refused, where it does not hold, with what would do."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.topologies.base import Topology
+from flockstep.topologies.facts import facts, mixing
+
+
+def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
+    """Raise `ConfigurationError` unless mixing keeps the mean and agreement, at every step."""
+    if not facts(topology, n).doubly_stochastic:
+        raise ConfigurationError(
+            f"{who} needs a doubly stochastic mixing matrix, got {_off(topology, n)}; use a topology with "
+            "Metropolis–Hastings weights, such as ring or torus, or sgp, which corrects for rows"
+        )
+
+
+def require_symmetric(topology: Topology, n: int, who: str) -> None:
+    """Raise `ConfigurationError` unless what i gives to j's model, j gives to i's, at every step."""
+    found = facts(topology, n)
+    if not found.symmetric:
+        what = "one-way edges" if found.directed else "other weights one way than the other"
+        raise ConfigurationError(
+            f"{who} needs a symmetric mixing matrix, got {what}; use an undirected graph such as ring, torus or "
+            "exponential, or sgp, which takes one-way edges"
+        )
+
+
+def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
+    """Raise `ConfigurationError` unless what is sent arrives in full, at every step."""
+    if not facts(topology, n).column_stochastic:
+        raise ConfigurationError(
+            f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let each worker's weights for "
+            "all that hear it and for itself sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
+        )
+
+
+def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
+    """The two sides of a bipartite topology, the larger one first (of equal ones, that of worker 0).
+
+    Raises:
+        ConfigurationError: an edge goes one way only, the edges change over time, or two sides do not suffice.
+    """
+    found, graph = facts(topology, n), topology.graph(n)
+    if found.directed or found.period > 1:
+        what = "one-way edges" if found.directed else f"edges that change over {found.period} steps"
+        raise ConfigurationError(f"{who} needs a fixed undirected graph, got {what}; use ring, tree or star")
+    if not found.bipartite:
+        raise ConfigurationError(
+            f"{who} needs a bipartite graph, got a cycle of odd length among {n} workers; use a ring of even size, "
+            "a tree, a star, or a complete bipartite graph given as graph(edges='0-1 0-3 2-1 2-3')"
+        )
+    colours = nx.bipartite.color(graph)
+    one = [rank for rank in range(n) if colours[rank] == colours[0]]
+    other = [rank for rank in range(n) if colours[rank] != colours[0]]
+    return (one, other) if len(one) >= len(other) else (other, one)
+
+
+def _off(topology: Topology, n: int) -> str:
+    """By how much the sums miss one, for a message."""
+    matrices = mixing(topology, n)
+    rows, columns = (max(float(np.abs(w.sum(axis) - 1).max()) for w in matrices) for axis in (1, 0))
+    least = min(float(w.min()) for w in matrices)
+    return f"row sums off by {rows:.2g}, column sums off by {columns:.2g} and a least weight of {least:.2g}"

@@ -1,0 +1,60 @@
+"""Every registered claim says what it claims and how it is tried; the quick ones hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep import registry
+from flockstep.claims.a03_geometric_staleness import chi_squared_above
+from flockstep.claims.a04_asynchrony_begets_momentum import fitted
+from flockstep.claims.base import Claim
+from flockstep.claims.clockwork import timed, trace_of
+from flockstep.records.events import Update
+
+NAMES = registry.names("claim")
+QUICK = [name for name in NAMES if Claim.parse(name).quick]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_claim_says_what_it_is(name: str) -> None:
+    claim = Claim.parse(name)
+    for text in (claim.statement, claim.source, claim.setting, claim.tolerance):
+        assert text
+        assert text == text.strip()
+    assert isinstance(claim.quick, bool)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quick_claim_holds(name: str) -> None:
+    said: list[str] = []
+    verdict = Claim.parse(name).check(said.append)
+    assert verdict.rows
+    short = [f"{row.what}: published {row.published}, ours {row.ours}" for row in verdict.rows if not row.holds]
+    assert not short
+
+
+def test_the_tail_of_chi_squared() -> None:
+    """Against tabulated quantiles."""
+    for x, freedom, probability in ((5.991, 2, 0.05), (18.307, 10, 0.05), (63.691, 40, 0.01), (29.051, 40, 0.90)):
+        assert chi_squared_above(x, freedom) == pytest.approx(probability, rel=2e-3)
+
+
+def test_momentum_is_found_in_a_course_that_has_it() -> None:
+    w = [1.0, 0.9]
+    for _ in range(58):
+        w.append(w[-1] + 0.8 * (w[-1] - w[-2]) - 0.05 * w[-1])
+    assert fitted(np.array(w)) == pytest.approx((0.8, 0.05))
+
+
+def test_a_trace_ends_where_the_first_worker_does() -> None:
+    updates = [Update(float(t), -1, rank, 1, t) for t, rank in enumerate((0, 1, 1, 0, 1, 0))]
+    cut = trace_of(updates).until_first_end(steps=3)
+    assert cut.rank.tolist() == [0, 1, 1, 0, 1]
+    assert cut.staleness.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_free_messages_leave_the_times_of_gradients() -> None:
+    trace, _ = timed("ps(bsp)", workers=3, steps=4, compute="constant(2)")
+    assert trace.t.tolist() == [2.0] * 3 + [4.0] * 3 + [6.0] * 3 + [8.0] * 3
+    assert not trace.staleness.any()

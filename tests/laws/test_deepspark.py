@@ -1,0 +1,187 @@
+"""DeepSpark's adaptive elasticity against plain numpy: when alpha moves, how far it may, and what stays as in EASGD."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.events import Figure
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.deepspark import AdaptiveElasticAveraging
+from flockstep.strategies.elastic_averaging import largest_stable
+from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+
+
+def adapted(alpha, before, now, factor, improvement, low, high):
+    """alpha after a window of mean loss `now` that follows one of `before`."""
+    if before:
+        alpha = alpha / factor if (before - now) / before > improvement else alpha * factor
+    return min(max(alpha, low), high)
+
+
+def oracle(n, period, alpha, factor, improvement, low, high, steps):
+    """Replicas, centre and every alpha used, where messages take no time: exchanges happen one after the other."""
+    bench = Bench(n, small_job())
+    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    rates, before, losses = [alpha] * n, [None] * n, [[] for _ in range(n)]
+    due, used = [(0.0, rank, 0) for rank in range(n)], []
+    while due:
+        t, rank, step = heapq.heappop(due)
+        if step > 0:
+            w[rank] -= np.float32(0.1) * g[rank]
+        if step < steps:
+            if step % period == 0:
+                if losses[rank]:
+                    now = sum(losses[rank]) / len(losses[rank])
+                    rates[rank] = adapted(rates[rank], before[rank], now, factor, improvement, low, high)
+                    before[rank], losses[rank] = now, []
+                used.append((rank, rates[rank]))
+                delta = np.float32(rates[rank]) * (w[rank] - centre)
+                w[rank] -= delta
+                centre += delta
+            batch = bench._samplers[rank].next()
+            losses[rank].append(float(bench.engine.gradient(w[rank], batch, g[rank], rank)))
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+    return w, centre, used
+
+
+def agrees(strategy, expected, n=3, steps=40):
+    run = run_strategy(strategy, n, steps, network="ideal")
+    w, centre, used = expected
+    exact = equal_bits(run.server, centre) and equal_bits(run.replicas, np.stack(w))
+    return exact and np.array_equal(alphas(run), used)
+
+
+def alphas(run):
+    """(rank, alpha) of every exchange, in order."""
+    return np.array([(figure.node, figure.value) for figure in run.of(Figure) if figure.name == "alpha"])
+
+
+SETTING = (4, 0.2, 1.3, 0.04, 0.1, 0.4)
+
+
+@pytest.mark.parametrize("setting", [SETTING, (3, 0.1, 2.0, 0.0, 0.02, 0.5), (5, 0.3, 1.1, 0.2, 0.25, 0.31)])
+@pytest.mark.oracle("strategy:deepspark")
+def test_equals_the_oracle(setting):
+    period, alpha, factor, improvement, low, high = setting
+    strategy = AdaptiveElasticAveraging(period, alpha, "survey", factor, improvement, low, high)
+    expected = oracle(3, *setting, 40)
+    assert len({rate for _, rate in expected[2]}) > 2
+    assert agrees(strategy, expected)
+
+
+@pytest.mark.parametrize("order", ["survey", "paper"])
+@pytest.mark.parametrize("network", ["ideal", "1gbit"])
+def test_a_constant_alpha_is_easgd(order, network):
+    first = run_strategy(f"deepspark(4, 0.2, {order}, factor=1)", 3, 30, network=network)
+    second = run_strategy(f"easgd(4, 0.2, {order})", 3, 30, network=network)
+    third = run_strategy(f"deepspark(4, 0.2, {order}, smallest=0.2, largest=0.2)", 3, 30, network=network)
+    for other in (second, third):
+        assert equal_bits(first.replicas, other.replicas)
+        assert equal_bits(first.server, other.server)
+
+
+def test_alpha_falls_where_the_loss_does_and_rises_where_it_stalls():
+    falling = run_strategy("deepspark(2, 0.2)", 1, 40, job=bowl_job("sgd(lr=0.2)", noise=0))
+    assert (np.diff(alphas(falling)[2:, 1]) <= 0).all()
+    assert alphas(falling)[-1, 1] == 0.02
+    still = run_strategy("deepspark(2, 0.2)", 1, 40, job=bowl_job("sgd(lr=0)", noise=0))
+    assert (np.diff(alphas(still)[:, 1]) >= 0).all()
+    assert alphas(still)[-1, 1] == 0.5
+
+
+@pytest.mark.parametrize("lr", [0.05, 1.0, 1.5, 1.9])
+@pytest.mark.parametrize(
+    "strategy", ["deepspark(1, 0.09, paper, 1.5, 0.9)", "deepspark(2, 0.09, paper, 3, largest=0.5)"]
+)
+def test_alpha_stays_where_the_papers_order_is_stable(strategy, lr):
+    run = run_strategy(strategy, 3, 60, job=bowl_job(f"sgd(lr={lr})", dimension=1, noise=0.1))
+    assert within(run, lr)
+    assert alphas(run)[:, 1].min() >= 0.02
+    assert np.isfinite(run.replicas).all()
+
+
+def within(run, lr):
+    return alphas(run)[:, 1].max() <= min(0.5, largest_stable(lr))
+
+
+@pytest.mark.parametrize(("n", "most"), [(1, 0.5), (4, 0.45), (16, 0.1125), (64, 0.1)])
+def test_at_most_twice_0_9_over_the_workers(n, most):
+    assert AdaptiveElasticAveraging().ceiling(n, 0.1) == pytest.approx(most)
+
+
+@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
+@pytest.mark.parametrize("order", ["survey", "paper"])
+def test_exchanges_conserve_the_sum_of_replicas_and_centre(network, order):
+    start = np.random.default_rng(0).normal(size=(3, 8))
+    strategy = f"deepspark(1, 0.3, {order})"
+    run = run_strategy(strategy, 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start, network=network)
+    assert len(np.unique(alphas(run)[:, 1])) > 2
+    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
+
+
+@dataclass(frozen=True)
+class WrongWay(AdaptiveElasticAveraging):
+    """Negative control: leans on the others while it gets on well."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "factor", 1 / self.factor)
+
+
+@dataclass(frozen=True)
+class LastLoss(AdaptiveElasticAveraging):
+    """Negative control: a window is its last step alone."""
+
+    async def step(self, me):
+        await super().step(me)
+        me.state.total, me.state.count = me.loss, 1
+
+
+@dataclass(frozen=True)
+class Unbounded(AdaptiveElasticAveraging):
+    """Negative control: the learning rate does not count."""
+
+    def ceiling(self, workers, lr):
+        return 0.5
+
+
+@pytest.mark.parametrize("broken", [WrongWay, LastLoss])
+@pytest.mark.negative_control("strategy:deepspark")
+def test_the_oracle_notices_another_rule(broken):
+    period, alpha, factor, improvement, low, high = SETTING
+    expected = oracle(3, *SETTING, 40)
+    assert not agrees(broken(period, alpha, "survey", factor, improvement, low, high), expected)
+
+
+@pytest.mark.negative_control("strategy:deepspark")
+def test_the_bound_notices_who_does_not_keep_it():
+    run = run_strategy(
+        Unbounded(1, 0.09, "paper", improvement=0.9), 3, 60, job=bowl_job("sgd(lr=1.5)", dimension=1, noise=0.1)
+    )
+    assert not within(run, 1.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "deepspark(factor=0.9)",
+        "deepspark(improvement=1)",
+        "deepspark(alpha=0.1, smallest=0.2)",
+        "deepspark(alpha=0.2, largest=0.1)",
+        "deepspark(largest=0.6)",
+        "deepspark(0)",
+    ],
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
+        Strategy.parse(text)
+
+
+def test_its_cell_is_that_of_easgd():
+    assert AdaptiveElasticAveraging().cell == Cell("decentral", "async", "ad hoc", "dedicated master")

@@ -1,0 +1,162 @@
+"""Elastic averaging with momentum against plain numpy: the order of its steps, and whose momentum it is."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.eamsgd import ElasticMomentum
+from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+
+F = np.float32
+
+
+def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
+    """Replicas, velocities and centre where messages take no time: exchanges happen one after the other."""
+    bench = Bench(n, small_job())
+    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    v = [np.zeros_like(centre) for _ in range(n)]
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    due, late = [(0.0, rank, 0) for rank in range(n)], {}
+    while due:
+        t, rank, step = heapq.heappop(due)
+        if step > 0:
+            if decay:
+                g[rank] = w[rank] * F(decay) + g[rank]
+            w[rank] -= F(0.1) * g[rank]
+            v[rank] -= F(0.1) * g[rank]
+            w[rank] -= late.pop(rank, 0)
+        if step < steps:
+            if step % period == 0:
+                delta = F(alpha) * (w[rank] - centre)
+                centre += delta
+                if order == "survey":
+                    w[rank] -= delta
+                else:
+                    late[rank] = delta
+            v[rank] *= F(momentum)
+            w[rank] += v[rank]
+            g[rank] = bench.gradient(rank, w[rank])
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+    return w, v, centre
+
+
+def agrees(strategy, expected, job, n=3, steps=15):
+    """Whether replicas, velocities and centre end as expected, in every bit."""
+    run = run_strategy(strategy, n, steps, job=job, network="ideal")
+    w, v, centre = expected
+    states = [run.nodes[rank].state.v for rank in range(n)]
+    return equal_bits(run.server, centre) and all(
+        equal_bits(run.replicas[rank], w[rank]) and equal_bits(states[rank], v[rank]) for rank in range(n)
+    )
+
+
+@pytest.mark.parametrize("order", ["survey", "paper"])
+@pytest.mark.parametrize(("period", "alpha", "momentum"), [(1, 0.3, 0.9), (3, 0.225, 0.5), (4, 0.1, 0.99)])
+@pytest.mark.oracle("strategy:eamsgd")
+def test_equals_the_oracle(period, alpha, momentum, order):
+    strategy = ElasticMomentum(period, alpha, order, momentum)
+    assert agrees(strategy, oracle(3, period, alpha, momentum, 15, order), small_job())
+
+
+def test_the_jobs_momentum_is_not_applied_besides_and_its_weight_decay_is():
+    strategy = ElasticMomentum(3, 0.3, momentum=0.8)
+    for text in ("sgd(lr=0.1, momentum=0.5)", "sgd(lr=0.1, momentum=0.5, nesterov=True)"):
+        assert agrees(strategy, oracle(3, 3, 0.3, 0.8, 15), small_job(text))
+    decayed = oracle(3, 3, 0.3, 0.8, 15, decay=0.01)
+    assert agrees(strategy, decayed, small_job("sgd(lr=0.1, weight_decay=0.01)"))
+    assert not agrees(strategy, decayed, small_job())
+
+
+@pytest.mark.parametrize("order", ["survey", "paper"])
+def test_without_momentum_it_is_easgd(order):
+    first = run_strategy(f"eamsgd(4, 0.2, {order}, momentum=0)", 3, 15)
+    second = run_strategy(f"easgd(4, 0.2, {order})", 3, 15)
+    assert equal_bits(first.replicas, second.replicas)
+    assert equal_bits(first.server, second.server)
+
+
+def test_ahead_of_each_replica_alone_is_nesterov():
+    """Without elasticity the point ahead, w + delta v, takes the path of sgd in Nesterov's form."""
+    job = bowl_job("sgd(lr=0.1, momentum=0.9, nesterov=True)")
+    run, bench = run_strategy("eamsgd(alpha=0)", 3, 25, job=job), Bench(3, job)
+    for rank in range(3):
+        w = bench.start()
+        stepper = bench.stepper(w)
+        for _ in range(25):
+            stepper.step(w, bench.gradient(rank, w))
+        assert np.allclose(run.replicas[rank] + 0.9 * run.nodes[rank].state.v, w, rtol=1e-12, atol=1e-13)
+
+
+def test_it_sends_what_easgd_sends():
+    one, other = (run_strategy(text, 3, 21).totals for text in ("eamsgd(5)", "easgd(5)"))
+    assert [(t.sent, t.received) for t in one.values()] == [(t.sent, t.received) for t in other.values()]
+
+
+@pytest.mark.parametrize("order", ["survey", "paper"])
+def test_exchanges_conserve_the_sum_of_replicas_and_centre(order):
+    start = np.random.default_rng(0).normal(size=(3, 8))
+    run = run_strategy(f"eamsgd(1, 0.3, {order})", 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
+    assert not equal_bits(run.replicas, start)
+    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
+
+
+def test_the_optimum_is_a_fixed_point():
+    run = run_strategy("eamsgd(2, 0.4)", 3, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
+    assert (run.replicas == 1).all()
+    assert (run.server == 1).all()
+
+
+@dataclass(frozen=True)
+class Polyak(ElasticMomentum):
+    """Negative control: the gradient is that of the point before the momentum's move."""
+
+    async def step(self, me):
+        gradient = (await me.gradient()).copy()
+        me.state.v *= F(self.momentum)
+        me.params += me.state.v
+        me.params -= F(me.lr) * gradient
+        me.state.v -= F(me.lr) * gradient
+
+
+@dataclass(frozen=True)
+class Doubled(ElasticMomentum):
+    """Negative control: the job's optimiser steps, with a momentum of its own."""
+
+    async def step(self, me):
+        me.state.v *= F(self.momentum)
+        me.params += me.state.v
+        gradient, before = await me.gradient(), me.params.copy()
+        me.optimizer_step(gradient)
+        me.state.v += me.params - before
+
+
+@pytest.mark.parametrize("broken", [Polyak, Doubled])
+@pytest.mark.negative_control("strategy:eamsgd")
+def test_the_oracle_notices_another_momentum(broken):
+    expected = oracle(3, 3, 0.2, 0.8, 15)
+    job = small_job("sgd(lr=0.1, momentum=0.5)")
+    assert agrees(ElasticMomentum(3, 0.2, momentum=0.8), expected, job)
+    assert not agrees(broken(3, 0.2, momentum=0.8), expected, job)
+
+
+@pytest.mark.parametrize("optimizer", ["adam(lr=0.01)", "sgd(lr=0.1, momentum=0.9, dampening=0.1)"])
+def test_an_optimiser_that_it_cannot_stand_in_for_is_refused(optimizer):
+    with pytest.raises(CompositionError, match="eamsgd brings the momentum itself"):
+        run_strategy("eamsgd", 2, 3, job=small_job(optimizer))
+
+
+@pytest.mark.parametrize("text", ["eamsgd(momentum=1)", "eamsgd(momentum=-0.1)", "eamsgd(0)", "eamsgd(1, 0.6)"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
+        Strategy.parse(text)
+
+
+def test_its_cell_is_that_of_easgd():
+    assert ElasticMomentum().cell == Cell("decentral", "async", "ad hoc", "dedicated master")

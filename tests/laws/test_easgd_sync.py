@@ -1,0 +1,152 @@
+"""Synchronous elastic averaging against plain numpy: everything on the right-hand side is of one time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.messages import MASTER
+from flockstep.records.events import Step
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.easgd_sync import SynchronousElasticAveraging
+from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+
+
+def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
+    """Replicas and centre, from equations 5 and 6 as they stand."""
+    bench = Bench(n, small_job(optimizer))
+    w, centre = [bench.start() for _ in range(n)], bench.start()
+    steppers = [bench.stepper(replica) for replica in w]
+    for step in range(steps):
+        before, old = [replica.copy() for replica in w], centre.copy()
+        for rank in range(n):
+            steppers[rank].step(w[rank], bench.gradient(rank, before[rank]))
+            if step % period == 0:
+                delta = np.float32(alpha) * (before[rank] - old)
+                w[rank] -= delta
+                centre += delta
+    return w, centre
+
+
+def agrees(strategy, expected, n, steps=15, **options):
+    """Whether replicas and centre end as expected, in every bit."""
+    run = run_strategy(strategy, n, steps, **options)
+    replicas, centre = expected
+    return equal_bits(run.result, run.server, centre) and all(
+        equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True)
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)"])
+@pytest.mark.parametrize(("n", "period", "alpha"), [(1, 1, 0.9), (3, 1, 0.3), (4, 3, 0.225), (5, 20, 0.1)])
+@pytest.mark.oracle("strategy:easgd_sync")
+def test_equals_the_oracle_whatever_time_takes(n, period, alpha, optimizer):
+    expected, strategy = oracle(n, period, alpha, 15, optimizer), f"easgd_sync({period}, {alpha})"
+    assert agrees(strategy, expected, n, job=small_job(optimizer))
+    slow = {"network": "link(1000, 0.02)", "compute": "lognormal(0.05, 2)"}
+    assert agrees(strategy, expected, n, job=small_job(optimizer), **slow)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_alpha_is_a_share_of_0_9_unless_it_is_given(n):
+    assert agrees("easgd_sync", oracle(n, 1, 0.9 / n, 15), n)
+
+
+def test_the_centre_moves_by_beta_towards_the_mean():
+    """centre ← (1 - beta) centre + beta mean_i w_i with beta = p alpha."""
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy("easgd_sync(1, 0.2)", 4, 1, job=bowl_job("sgd(lr=0)", start=2), replicas=start)
+    assert np.allclose(run.server, 0.2 * 2 + 0.8 * start.mean(0), rtol=1e-14)
+    assert np.allclose(run.replicas, start - 0.2 * (start - 2), rtol=1e-14)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_exchanges_conserve_the_sum_of_replicas_and_centre(n):
+    start = np.random.default_rng(0).normal(size=(n, 8))
+    run = run_strategy("easgd_sync(2)", n, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
+    assert not equal_bits(run.replicas, start)
+    assert np.abs(run.replicas.sum(0) + run.server - start.sum(0)).max() < 1e-14
+    whole = np.random.default_rng(0).integers(-8, 8, (n, 8)) * 1.0
+    run = run_strategy("easgd_sync(2, 0.125)", n, 12, job=bowl_job("sgd(lr=0)"), replicas=whole)
+    assert not (run.replicas.sum(0) + run.server - whole.sum(0)).any()
+
+
+def test_without_elasticity_everyone_trains_alone():
+    assert agrees("easgd_sync(1, 0)", oracle(3, 100, 0, 15), 3)
+
+
+def test_the_optimum_is_a_fixed_point():
+    run = run_strategy("easgd_sync(2)", 3, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
+    assert (run.replicas == 1).all()
+    assert (run.server == 1).all()
+
+
+@pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (21, 5), (3, 10)])
+def test_each_exchange_moves_two_models(steps, period):
+    run = run_strategy(f"easgd_sync({period})", 3, steps)
+    exchanges = -(-steps // period)
+    for rank in range(3):
+        books = run.totals[rank]
+        assert (books.sent, books.received) == (exchanges * 18 * 4, exchanges * 18 * 4)
+        assert (books.messages_sent, books.messages_received) == (exchanges + 1, exchanges)
+    assert run.nodes[MASTER].version == exchanges
+
+
+def test_the_exchange_is_over_before_the_gradient_is():
+    """Latencies of 0.02 s there and 0.02 s back hide behind gradients of 0.05 s."""
+    run = run_strategy("easgd_sync", 3, 10, compute="constant(0.05)", network="link(1e9, 0.02)")
+    times = [event.t for event in run.of(Step) if event.rank == 0]
+    assert np.allclose(times, 0.05 * np.arange(1, 11), rtol=0, atol=1e-9)
+
+
+@dataclass(frozen=True)
+class GaussSeidel(SynchronousElasticAveraging):
+    """Negative control: the centre moves for one worker after the other, each of which sees where it is by then."""
+
+    async def master(self, me):
+        n, here = me.cluster.workers, {}
+        async for message in me.messages():
+            if message.tag == "model":
+                here[message.source] = message
+            if len(here) == n:
+                for rank in range(n):
+                    me.send(rank, "centre", me.params)
+                    me.params += self.rate(n) * (here[rank].payload - me.params)
+                here.clear()
+
+
+@dataclass(frozen=True)
+class AfterTheStep(SynchronousElasticAveraging):
+    """Negative control: the elastic move is that of the point after the gradient step."""
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            me.send(MASTER, "model", me.params)
+            me.params -= self.rate(me.workers) * (me.params - (await me.receive("centre", MASTER)).payload)
+
+
+@pytest.mark.parametrize("broken", [GaussSeidel, AfterTheStep])
+@pytest.mark.negative_control("strategy:easgd_sync")
+def test_the_oracle_notices_another_order(broken):
+    expected = oracle(3, 1, 0.3, 15)
+    assert agrees(SynchronousElasticAveraging(1, 0.3), expected, 3)
+    assert not agrees(broken(1, 0.3), expected, 3)
+
+
+def test_a_centre_that_would_overshoot_is_refused():
+    with pytest.raises(ConfigurationError, match=r"beta = workers × alpha must be <= 1, got 4 × 0.3; use alpha=0.225"):
+        run_strategy("easgd_sync(1, 0.3)", 4)
+
+
+@pytest.mark.parametrize("text", ["easgd_sync(0)", "easgd_sync(1, -0.1)", "easgd_sync(1, 1.1)"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
+        Strategy.parse(text)
+
+
+def test_its_cell():
+    assert SynchronousElasticAveraging().cell == Cell("decentral", "sync", "reduce", "dedicated master")

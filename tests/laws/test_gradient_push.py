@@ -1,0 +1,307 @@
+"""Push-sum with gradients against plain numpy: exact mass, the sum that it keeps, and the mean that it finds."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.events import Step, Update
+from flockstep.strategies import gradient_push
+from flockstep.strategies.gradient_push import UNIT, GradientPush
+from flockstep.testing.strategies import Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.topologies.base import Topology
+from flockstep.topologies.facts import facts
+
+STILL = bowl_job("sgd(lr=0)")
+UNEVEN = "graph('0>1 1>2 2>3 3>0 0>2 2>0 0>3')"
+"""One-way, with one, two or three hearers a worker: column-stochastic and not row-stochastic."""
+GRAPHS = ["one_peer_exponential", "directed_exponential", UNEVEN, "ring", "star", "graph('0-1 1-2 2-3')"]
+
+
+def oracle(topology, n, steps, tau=0, job=None, start=None):
+    """Algorithm 1 of the paper, with what was sent at step k arriving at the end of step k + tau."""
+    bench, schedule = Bench(n, job or bowl_job()), Topology.parse(topology).schedule(n)
+    rate = bench.engine.optimizer.lr
+    x = np.stack([bench.start() for _ in range(n)]).astype(np.float64) if start is None else start.copy()
+    omega, flying = np.ones(n), deque()
+    for step in range(steps):
+        z = x / omega[:, None]
+        x -= rate * np.stack([bench.gradient(rank, z[rank]) for rank in range(n)])
+        p = schedule[step % len(schedule)]
+        kept, sent = np.diag(np.diag(p)), p - np.diag(np.diag(p))
+        flying.append((sent @ x, sent @ omega))
+        x, omega = kept @ x, kept @ omega
+        if len(flying) > tau:
+            arrived = flying.popleft()
+            x, omega = x + arrived[0], omega + arrived[1]
+    for arrived in flying:
+        x, omega = x + arrived[0], omega + arrived[1]
+    return x, omega
+
+
+@pytest.mark.oracle("strategy:sgp")
+@pytest.mark.parametrize("topology", GRAPHS)
+@pytest.mark.parametrize("tau", [0, 1, 3])
+def test_equals_the_oracle(topology, tau):
+    run = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 14, job=bowl_job())
+    x, omega = oracle(topology, 4, 14, tau)
+    masses = np.array([run.nodes[rank].state.mass for rank in range(4)]) / UNIT
+    assert np.abs(masses - omega).max() < 1e-12
+    assert np.abs(np.stack([run.nodes[rank].state.x for rank in range(4)]) - x).max() < 1e-12
+    assert np.abs(run.replicas - x / omega[:, None]).max() < 1e-11
+    assert np.ptp(omega) > 0.1 or topology != UNEVEN
+
+
+@dataclass(frozen=True)
+class AtTheNumerator(GradientPush):
+    """Negative control: takes gradients at x instead of at z = x / omega."""
+
+    async def worker(self, me):
+        schedule, state = gradient_push.mixing(self.topology, me.workers), me.state
+        while me.training:
+            me.params[:] = state.x
+            me.optimizer_step(await me.gradient())
+            state.x[:] = me.params
+            gradient_push.push(me, state, schedule[(me.step - 1) % len(schedule)])
+            await gradient_push.take(me, state, schedule, me.step)
+
+
+@pytest.mark.negative_control("strategy:sgp")
+def test_the_oracle_notices_gradients_at_the_numerator():
+    run = run_strategy(AtTheNumerator(Topology.parse(UNEVEN)), 4, 14, job=bowl_job())
+    x, omega = oracle(UNEVEN, 4, 14)
+    assert np.abs(run.replicas - x / omega[:, None]).max() > 0.01
+
+
+@pytest.mark.parametrize("tau", [0, 2])
+def test_alone_is_plain_sgd(tau):
+    bench = Bench()
+    w = bench.start()
+    for _ in range(15):
+        w -= np.float32(0.1) * bench.gradient(0, w)
+    assert equal_bits(run_strategy(f"sgp(tau={tau})", 1, 15).result, w)
+
+
+@pytest.mark.parametrize("compute", ["constant(0)", "pareto(0.1, 1.1)", "speeds(exponential(0.1), (1, 9))"])
+@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.5)", "two_tier(2, 1e4, 0, 100, 1)"])
+@pytest.mark.parametrize("tau", [0, 2])
+def test_time_changes_no_bit(compute, network, tau):
+    runs = [
+        run_strategy(f"sgp(tau={tau})", 5, 12, compute=compute, network=network),
+        run_strategy(f"sgp(tau={tau})", 5, 12),
+    ]
+    assert equal_bits(*(run.replicas for run in runs))
+
+
+class Weighed(Watched):
+    """Adds up omega and x, what is in flight included, whenever something is sent or taken in."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.flying = defaultdict(deque)
+        self.totals = []
+        self.sums = []
+
+    def weigh(self):
+        pushed = [message for queue in self.flying.values() for message in queue]
+        held = [seat.node.state for seat in self.seats.values()]
+        self.totals.append(sum(s.mass for s in held) + sum(m.note["mass"] for m in pushed))
+        self.sums.append(sum(s.x for s in held) + sum(m.payload for m in pushed))
+
+    def send(self, to, message):
+        if message.tag == "push":
+            self.flying[message.source, to].append(message)
+        super().send(to, message)
+
+    def note(self, event):
+        super().note(event)
+        if isinstance(event, Update):
+            self.flying[event.source, event.node].popleft()
+            self.weigh()
+
+
+@given(
+    topology=st.sampled_from(GRAPHS),
+    tau=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+    compute=st.sampled_from(["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)"]),
+    network=st.sampled_from(["ideal", "1gbit", "link(500, 0.3)"]),
+)
+@settings(max_examples=40)
+def test_the_mass_is_exact_at_every_moment(topology, tau, seed, compute, network):
+    strategy = GradientPush(Topology.parse(topology), tau)
+    run = run_strategy(strategy, 4, 10, seed=seed, compute=compute, network=network, simulation=Weighed)
+    assert set(run.simulation.totals) == {4 * UNIT}
+    assert sum(run.nodes[rank].state.mass for rank in range(4)) == 4 * UNIT
+
+
+def test_the_mass_is_exact_in_a_long_run():
+    run = run_strategy(GradientPush(Topology.parse(UNEVEN), 1), 4, 1000, simulation=Weighed)
+    assert len(run.simulation.totals) > 6000
+    assert set(run.simulation.totals) == {4 * UNIT}
+
+
+@pytest.mark.parametrize("topology", GRAPHS)
+@pytest.mark.parametrize("tau", [0, 2])
+def test_the_sum_stays_but_for_gradients(topology, tau):
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    still = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 12, job=STILL, replicas=start)
+    assert np.abs(numerators(still).sum(0) - start.sum(0)).max() < 1e-13
+    bench = Bench(4, bowl_job())
+    gradients = [bench.gradient(rank, start[rank]) for rank in range(4)]
+    once = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 1, job=bowl_job(), replicas=start)
+    assert np.abs(numerators(once).sum(0) - start.sum(0) + 0.1 * np.sum(gradients, axis=0)).max() < 1e-13
+
+
+def numerators(run):
+    return np.stack([run.nodes[rank].state.x for rank in range(len(run.replicas))])
+
+
+def test_the_sum_stays_at_every_moment():
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy(f"sgp({UNEVEN}, tau=1)", 4, 30, job=STILL, replicas=start, simulation=Weighed)
+    assert np.abs(np.stack(run.simulation.sums[-60:]) - start.sum(0)).max() < 1e-13
+
+
+@pytest.mark.parametrize("topology", GRAPHS)
+@pytest.mark.parametrize("tau", [0, 2])
+def test_without_gradients_all_find_the_mean(topology, tau):
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    run = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 300, job=STILL, replicas=start)
+    assert np.abs(run.replicas - start.mean(0)).max() < 1e-9
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_one_peer_exponential_averages_exactly_in_log_n_steps(rounds):
+    n = 2**rounds
+    start = np.random.default_rng(0).integers(-8, 8, (n, 8)) * 1.0
+    exact = run_strategy("sgp", n, rounds, job=STILL, replicas=start)
+    assert (exact.replicas == start.mean(0)).all()
+    before = run_strategy("sgp", n, rounds - 1, job=STILL, replicas=start) if rounds > 1 else None
+    assert before is None or not (before.replicas == start.mean(0)).all()
+
+
+@dataclass(frozen=True)
+class WithoutOmega(GradientPush):
+    """Negative control: takes x for the model, as if omega were one."""
+
+    async def finish(self, me):
+        await super().finish(me)
+        me.params[:] = me.state.x
+
+
+@pytest.mark.negative_control("strategy:sgp")
+def test_without_omega_the_mean_is_biased():
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    biased = run_strategy(WithoutOmega(Topology.parse(UNEVEN)), 4, 300, job=STILL, replicas=start)
+    assert np.abs(biased.replicas - start.mean(0)).max() > 0.1
+    even = run_strategy(WithoutOmega(), 4, 300, job=STILL, replicas=start)
+    assert np.abs(even.replicas - start.mean(0)).max() < 1e-12
+
+
+@dataclass(frozen=True)
+class Inflates(GradientPush):
+    """Negative control: hands over more mass than it parts with."""
+
+    async def worker(self, me):
+        send_all = me.send_all
+
+        def cheat(to, tag, array=None, note=None):
+            send_all(to, tag, array, {"mass": note["mass"] + 1} if note else None)
+
+        me.send_all = cheat
+        await super().worker(me)
+
+
+@pytest.mark.negative_control("strategy:sgp")
+def test_the_mass_notices_a_cheat():
+    run = run_strategy(Inflates(), 4, 20, simulation=Weighed)
+    assert max(run.simulation.totals) > 4 * UNIT
+
+
+def test_rows_are_not_enough():
+    rows = "graph('0>1:0.2 1>2:0.3 2>3:0.4 3>0:0.5 0-0:1')"
+    with pytest.raises(ConfigurationError):
+        run_strategy(f"sgp({rows})", 4, 2)
+
+    @dataclass(frozen=True)
+    class RowsOnly(type(Topology.parse("ring"))):
+        def weights(self, n):
+            weights = super().weights(n)
+            weights[:, 0] *= 2
+            return weights / weights.sum(1, keepdims=True)
+
+    assert facts(RowsOnly(), 4).row_stochastic
+    with pytest.raises(
+        ConfigurationError, match=r"needs a column-stochastic mixing matrix, got row sums off by .*; let "
+    ):
+        run_strategy(GradientPush(RowsOnly()), 4, 2)
+
+
+def test_a_worker_that_gives_everything_away_is_refused():
+    everything = "graph('0>1:1 1>2:0.5 2>3:0.5 3>0:0.5')"
+    with pytest.raises(
+        ConfigurationError, match=r"needs workers that keep part of their mass, got one .* that sends all"
+    ):
+        run_strategy(f"sgp({everything})", 4, 2)
+
+
+@pytest.mark.parametrize("tau", [-1, -5])
+def test_a_negative_delay_is_refused(tau):
+    with pytest.raises(ConfigurationError, match=f"tau must be >= 0 steps, got {tau}; use 1"):
+        GradientPush(tau=tau)
+
+
+@pytest.mark.parametrize(("tau", "step"), [(0, 1.6), (1, 1.0), (2, 1.0)])
+def test_with_tau_messages_travel_while_gradients_are_computed(tau, step):
+    run = run_strategy(f"sgp(tau={tau})", 4, 20, compute="constant(1)", network="link(1e12, 0.6)")
+    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    assert np.diff(ends).mean() == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("topology", "hearers"), [("one_peer_exponential", 1), ("directed_exponential", 3), ("ring", 2)]
+)
+def test_a_step_sends_one_model_to_each_hearer(topology, hearers):
+    run = run_strategy(f"sgp({topology})", 6, 12)
+    assert [run.totals[rank].sent for rank in range(6)] == [12 * hearers * 18 * 4] * 6
+    assert [len(run.sent("push", rank)) for rank in range(6)] == [12 * hearers] * 6
+
+
+@pytest.mark.parametrize("topology", ["one_peer_exponential", UNEVEN])
+@pytest.mark.parametrize("tau", [0, 1])
+def test_a_lost_message_loses_x_and_omega_together(topology, tau):
+    """The others find the mean by mass of what is left."""
+    start = np.random.default_rng(0).normal(size=(4, 8))
+    strategy = GradientPush(Topology.parse(topology), tau)
+    run = run_strategy(strategy, 4, 200, job=STILL, replicas=start, faults=["drops(0, 1, 1)"])
+    lost = next(e for e in run.simulation.log if isinstance(e, Sent) and (e.message.source, e.to) == (0, 1)).message
+    mass = sum(run.nodes[rank].state.mass for rank in range(4))
+    assert mass == 4 * UNIT - lost.note["mass"]
+    left = (start.sum(0) - lost.payload) / (mass / UNIT)
+    assert np.abs(run.replicas - left).max() < 1e-12
+    assert np.abs(left - start.mean(0)).max() > 1e-3
+
+
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "directed_exponential", "complete"])
+@pytest.mark.parametrize("tau", [0, 2])
+def test_the_others_go_on_without_the_dead_and_agree(topology, tau):
+    start = np.random.default_rng(0).normal(size=(6, 8))
+    strategy = GradientPush(Topology.parse(topology), tau)
+    run = run_strategy(strategy, 6, 200, job=STILL, replicas=start, faults=["dies(1, 0.5, noticed=0.2)"])
+    living = np.delete(run.replicas, 1, axis=0)
+    assert np.ptp(living, axis=0).max() < 1e-12
+    assert sum(run.nodes[rank].state.mass for rank in (0, 2, 3, 4, 5)) < 6 * UNIT
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_it_trains(momentum):
+    job = small_job(f"sgd(lr=0.1, momentum={momentum})", "float64")
+    push, together = (run_strategy(strategy, 4, 100, job=job) for strategy in ("sgp", "all_reduce"))
+    assert np.linalg.norm(push.result - together.result) < 0.1 * np.linalg.norm(together.result)

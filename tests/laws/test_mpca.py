@@ -1,0 +1,280 @@
+"""MPCA-SGD against plain numpy: rounds in the background that nobody waits for, and averages moved on in time."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.records.events import Step
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.mpca import PenalisedAveraging, Rounds
+from flockstep.strategies.tree_server import family
+from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+
+F = np.float32
+
+
+def tree_mean(snapshots):
+    """The mean over the workers, summed up the binomial tree."""
+
+    def total(rank):
+        mine = snapshots[rank].copy()
+        for child in family(rank, len(snapshots))[1]:
+            mine += total(child)
+        return mine
+
+    return total(0) / F(len(snapshots))
+
+
+def oracle(n, rho, gamma, steps):
+    """Replicas where messages take no time: a round is over as soon as everyone has taken part."""
+    bench = Bench(n, small_job())
+    w, g = [bench.start() for _ in range(n)], [bench.start() for _ in range(n)]
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    due, ended = [(0.0, rank, 0) for rank in range(n)], set()
+    means, snapshots, begun = [], {}, [[] for _ in range(n)]
+
+    def take_part(rank, step):
+        """In the next round, unless the last one that it took part in is still open."""
+        if len(begun[rank]) > len(means):
+            return
+        begun[rank].append(step)
+        snapshots[rank] = w[rank].copy()
+        if len(snapshots) == n:
+            means.append(tree_mean(snapshots))
+            snapshots.clear()
+            for other in ended if len(ended) < n else ():
+                take_part(other, steps)
+
+    while due:
+        t, rank, step = heapq.heappop(due)
+        if step > 0:
+            w[rank] -= F(0.1) * g[rank]
+        known = min(len(means), len(begun[rank]))
+        if step == steps:
+            ended.add(rank)
+        take_part(rank, step)
+        if step < steps:
+            g[rank] = bench.gradient(rank, w[rank])
+            if known:
+                g[rank] += F(rho) * (w[rank] - towards(means[:known], begun[rank][:known], gamma, step))
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+    return w
+
+
+def towards(means, begun, gamma, step):
+    """The last average, moved on by gamma times what lies between it and the one before."""
+    if len(means) == 1:
+        return means[-1]
+    slope = (means[-1] - means[-2]) / F(begun[-1] - begun[-2])
+    return means[-1] + F(gamma * (step - begun[-1])) * slope
+
+
+def agrees(strategy, replicas, steps=25):
+    run = run_strategy(strategy, len(replicas), steps, network="ideal")
+    return all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
+
+
+@pytest.mark.parametrize(("n", "rho", "gamma"), [(2, 0.5, 0), (3, 0.5, 0.5), (4, 2.0, 1), (7, 1.0, 1), (1, 0.5, 0.5)])
+@pytest.mark.oracle("strategy:mpca")
+def test_equals_the_oracle(n, rho, gamma):
+    expected = oracle(n, rho if n > 1 else 0, gamma, 25)
+    assert agrees(PenalisedAveraging(rho, gamma), expected)
+
+
+def test_without_penalty_everyone_trains_alone():
+    assert agrees("mpca(0, 1)", oracle(3, 0, 0, 25))
+
+
+def test_the_penalty_draws_replicas_together():
+    loose, tight = (np.ptp(run_strategy(f"mpca({rho})", 4, 60).replicas, axis=0).max() for rho in (0, 2))
+    assert tight < loose / 2
+
+
+@dataclass(frozen=True)
+class Replaces(PenalisedAveraging):
+    """SparkNet out of the same rounds: replicas wait for the average, and become it."""
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            if me.step % 5 == 0:
+                task = me.background("round", self.round(me, me.params.copy(), True))
+                me.params[:] = (await me.finished(task)).payload
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_without_a_penalty_and_replaced_by_the_average_it_is_sparknet(n):
+    ours, theirs = run_strategy(Replaces(0, 0), n, 20), run_strategy("local_sgd(5)", n, 20)
+    assert np.allclose(ours.replicas, theirs.replicas, rtol=1e-5, atol=1e-7)
+    assert n > 2 or equal_bits(ours.replicas, theirs.replicas)
+
+
+def waits(strategy, network, n=4, steps=12):
+    """The longest time between what a worker's gradients take and the end of its last step."""
+    run = run_strategy(strategy, n, steps, network=network)
+    streams = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    ends = {event.rank: event.t for event in run.of(Step)}
+    return max(ends[rank] - sum(next(streams[rank]) for _ in range(steps)) for rank in range(n))
+
+
+@pytest.mark.parametrize("network", ["ideal", "100gbit", "100mbit", "link(1000, 0.1)", "link(10, 30)"])
+def test_computing_never_waits(network):
+    assert waits("mpca", network) < 1e-9
+
+
+@dataclass(frozen=True)
+class Waits(PenalisedAveraging):
+    """Negative control: waits for the end of each round."""
+
+    async def look_after(self, me):
+        await super().look_after(me)
+        await me.finished(me.state.task)
+        me.state.task = None
+
+
+@pytest.mark.negative_control("strategy:mpca")
+def test_who_waits_for_rounds_is_noticed():
+    assert waits(Waits(), "100mbit") > 1e-3
+
+
+@dataclass(frozen=True)
+class Straight(PenalisedAveraging):
+    """Every replica moves along a line of its own; keeps (step, ŵ, age of the average in steps)."""
+
+    @dataclass
+    class Seen(Rounds):
+        points: tuple = ()
+
+    def worker_state(self, me):
+        return self.Seen()
+
+    async def worker(self, me):
+        while me.training:
+            await self.look_after(me)
+            towards = self.predicted(me.state, me.step)
+            if towards is not None:
+                me.state.points += ((me.step, towards.copy(), me.step - me.state.at),)
+            await me.gradient()
+            me.params += np.arange(8) * (me.rank + 1)
+
+
+def errors(strategy, steps=60, network="link(1e9, 0.12)"):
+    """Differences of every ŵ that extrapolates from the mean of the replicas at that step."""
+    start = np.random.default_rng(0).integers(-8, 8, (4, 8)) * 1.0
+    run = run_strategy(strategy, 4, steps, job=bowl_job(), compute="constant(0.05)", network=network, replicas=start)
+    found = []
+    for rank in range(4):
+        for step, towards, age in run.nodes[rank].state.points:
+            truth = start.mean(0) + step * np.arange(8) * 2.5
+            found.append((step, age, float(np.abs(towards - truth).max())))
+    return found
+
+
+def test_a_linear_trajectory_is_extrapolated_exactly():
+    found = errors(Straight(1, 1), network="100mbit")
+    assert all(error == 0 for step, _, error in found if step >= 3)
+
+
+@pytest.mark.parametrize("gamma", [0, 0.5])
+def test_with_less_extrapolation_the_prediction_lags(gamma):
+    found = errors(Straight(1, gamma), network="100mbit")
+    assert all(error == (1 - gamma) * age * 7 * 2.5 > 0 for step, age, error in found if step >= 3)
+
+
+def test_however_old_the_average_the_prediction_goes_along_the_line():
+    """Where the snapshots of a round are not of one time, ŵ keeps a distance; without extrapolation that grows."""
+    for gamma, grows in ((1, False), (0, True)):
+        found = [row for row in errors(Straight(1, gamma), steps=120)[-120:] if row[0] >= 80]
+        distances = {error for _, _, error in found}
+        assert (len(distances) > 3) == grows
+        assert max(age for _, age, _ in found) > 10
+
+
+@dataclass(frozen=True)
+class OnArrival(Straight):
+    """Negative control: takes the average for one of the replicas as they are when it arrives."""
+
+    async def look_after(self, me):
+        if me.state.task is not None and me.state.task.done:
+            me.state.begun = me.step
+        await super().look_after(me)
+
+
+@pytest.mark.negative_control("strategy:mpca")
+def test_the_line_notices_an_average_of_the_wrong_time():
+    assert min(error for step, _, error in errors(OnArrival(1, 1)) if step >= 30) > 0
+
+
+@dataclass(frozen=True)
+class Attracted(PenalisedAveraging):
+    """Negative control: the penalty pushes away."""
+
+    def penalty(self, me):
+        pull = super().penalty(me)
+        return None if pull is None else -pull
+
+
+@pytest.mark.negative_control("strategy:mpca")
+def test_the_oracle_notices_a_penalty_of_the_wrong_sign():
+    assert not agrees(Attracted(0.5, 0.5), oracle(3, 0.5, 0.5, 25))
+
+
+def test_an_average_is_as_old_as_its_round_at_first_and_two_rounds_at_most():
+    """Hops of 0.12 s, two up and two down the tree of 4 workers, begun and taken in at the ends of steps of 0.05 s."""
+    found = errors(Straight(1, 1))
+    up, whole = int(np.ceil(2 * 0.12 / 0.05)), int(np.ceil(4 * 0.12 / 0.05))
+    first = [age for (_, age, _), (_, before, _) in zip(found[1:], found, strict=False) if age < before]
+    assert up <= min(first) < max(first) == whole
+    assert max(age for _, age, _ in found) == 2 * whole - 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 7])
+def test_a_round_carries_a_model_up_and_down_each_edge(n):
+    run = run_strategy("mpca", n, 20)
+    up, down = run.sent("snapshot/round"), run.sent("mean/round")
+    rounds = len(up) // (n - 1)
+    assert rounds > 3
+    assert len(up) == len(down) == rounds * (n - 1)
+    assert sum(t.sent for t in run.totals.values()) == 2 * rounds * (n - 1) * 18 * 4
+    assert {(s.message.source, s.to) for s in up} == {(s.to, s.message.source) for s in down}
+
+
+def test_rounds_are_as_frequent_as_the_network_allows():
+    counts = [
+        len(
+            run_strategy("mpca", 4, 40, compute="constant(0.05)", network=f"link(1e9, {latency})").sent(
+                "snapshot/round"
+            )
+        )
+        for latency in (0.001, 0.1, 1)
+    ]
+    assert counts[0] == 3 * 41
+    assert counts[0] > 6 * counts[1] > 12 * counts[2] > 0
+
+
+@pytest.mark.parametrize("network", ["ideal", "1gbit", "link(1000, 0.3)"])
+@pytest.mark.parametrize("n", [2, 5])
+def test_the_last_round_averages_the_final_replicas(n, network):
+    run = run_strategy("mpca", n, 15, network=network)
+    assert equal_bits(run.sent("mean/round")[-1].message.array, tree_mean(run.replicas))
+
+
+def test_a_dead_worker_ends_the_run():
+    with pytest.raises(PeerLost, match="worker 1 died"):
+        run_strategy("mpca", 3, 40, faults=["dies(1, 0.3)"])
+
+
+@pytest.mark.parametrize("text", ["mpca(-0.1)", "mpca(inf)", "mpca(gamma=1.1)", "mpca(gamma=-1)"])
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
+        Strategy.parse(text)
+
+
+def test_its_cell():
+    assert PenalisedAveraging().cell == Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")

@@ -1,0 +1,236 @@
+"""Outer optimisers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.events import Snapshot
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.strategies.outer.adam import OuterAdam
+from flockstep.strategies.outer.bmuf import Bmuf
+from flockstep.strategies.outer.nesterov import Nesterov
+from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from support.averaging import local_steps, ring_mean
+
+PERIOD, STEPS = 4, 22
+F = np.float32
+
+
+def after(n, move, job=None, steps=STEPS, period=PERIOD):
+    """The replicas after `steps`; `move(theta, mean, round)` is the model that follows on `theta`."""
+    theta = [Bench(n, job).start()]
+
+    def meet(step, w):
+        if step % period == 0:
+            theta[0] = move(theta[0], ring_mean(w), step // period)
+            for replica in w:
+                replica[:] = theta[0]
+
+    return local_steps(n, steps, meet, job)
+
+
+def nesterov(lr, momentum):
+    v = np.zeros(18, F)
+
+    def move(theta, mean, _):
+        nonlocal v
+        delta = theta - mean
+        v = F(momentum) * v + delta
+        return theta - F(lr) * (delta + F(momentum) * v)
+
+    return move
+
+
+def adam(lr, beta1, beta2, eps):
+    m, s = np.zeros(18, F), np.zeros(18, F)
+
+    def move(theta, mean, t):
+        nonlocal m, s
+        delta = theta - mean
+        m = m + F(1 - beta1) * (delta - m)
+        s = F(beta2) * s + F(1 - beta2) * (delta * delta)
+        return theta - F(lr / (1 - beta1**t)) * (m / (np.sqrt(s) / F((1 - beta2**t) ** 0.5) + F(eps)))
+
+    return move
+
+
+def bmuf(eta, zeta, look_ahead):
+    w, change = Bench().start(), np.zeros(18, F)
+
+    def move(start, mean, _):
+        nonlocal w, change
+        change = F(eta) * change + F(zeta) * (mean - start)
+        w = w + change
+        return w + F(eta) * change if look_ahead else w
+
+    return move
+
+
+@pytest.mark.oracle("outer:nesterov")
+@pytest.mark.parametrize("inner", ["sgd(lr=0.1)", "adamw(lr=0.02)"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_nesterov_equals_the_oracle_in_every_bit(n, inner):
+    job = small_job(inner)
+    run = run_strategy(f"local_sgd({PERIOD}, outer=nesterov)", n, STEPS, job=job)
+    assert equal_bits(run.replicas, np.stack(after(n, nesterov(0.7, 0.9), job)))
+
+
+@pytest.mark.oracle("outer:adam")
+@pytest.mark.parametrize("n", [1, 3])
+def test_adam_equals_the_oracle(n):
+    run = run_strategy(f"local_sgd({PERIOD}, outer=adam)", n, STEPS)
+    expected = np.stack(after(n, adam(0.3, 0.9, 0.95, 0.1)))
+    assert np.allclose(run.replicas, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.oracle("outer:bmuf")
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_bmuf_equals_the_oracle_in_every_bit(n, ahead):
+    run = run_strategy(f"local_sgd({PERIOD}, outer=bmuf(zeta=0.8, nesterov={ahead}))", n, STEPS)
+    assert equal_bits(run.replicas, np.stack(after(n, bmuf(1 - 1 / n, 0.8, ahead))))
+
+
+@pytest.mark.oracle("outer:average")
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_average_equals_the_oracle_in_every_bit(n):
+    run = run_strategy(f"local_sgd({PERIOD}, outer=average)", n, STEPS)
+    assert equal_bits(run.replicas, np.stack(after(n, lambda _, mean, __: mean)))
+    assert equal_bits(run.replicas, run_strategy(f"local_sgd({PERIOD})", n, STEPS).replicas)
+
+
+@pytest.mark.parametrize("outer", ["nesterov(1, 0)", "bmuf(0, 1)", "bmuf(0, 1, nesterov=False)"])
+def test_without_momentum_it_is_averaging(outer):
+    """DiLoCo with epsilon = 1 and mu = 0, and BMUF with eta = 0 and zeta = 1."""
+    job = small_job("sgd(lr=0.1, momentum=0.9)", "float64")
+    one, other = (run_strategy(f"local_sgd(5, outer={name})", 4, job=job).replicas for name in (outer, "average"))
+    assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("outer", ["nesterov(1, 0)", "bmuf(0, 1)"])
+def test_without_momentum_and_with_h_1_it_is_synchronous_sgd(outer):
+    job = small_job(dtype="float64")
+    one, other = (run_strategy(text, 4, job=job).result for text in (f"local_sgd(1, outer={outer})", "all_reduce"))
+    assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.negative_control("outer:average")
+@pytest.mark.parametrize("outer", ["nesterov", "bmuf", "adam", "nesterov(0.7, 0)"])
+def test_other_outer_optimisers_are_not_averaging(outer):
+    job = small_job(dtype="float64")
+    one, other = (run_strategy(f"local_sgd(5, outer={name})", 4, job=job).replicas for name in (outer, "average"))
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_one_worker_with_diloco_is_not_its_inner_optimiser():
+    """It looks ahead, as Lookahead does; BMUF's momentum is 0 for one worker."""
+    alone = {name: run_strategy(f"local_sgd(5, outer={name})", 1).result for name in ("average", "nesterov", "bmuf")}
+    assert np.abs(alone["nesterov"] - alone["average"]).max() > 1e-3
+    assert np.allclose(alone["bmuf"], alone["average"], atol=1e-6)
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "adam", "bmuf"])
+@pytest.mark.parametrize("collective", ["ring", "recursive_doubling"])
+def test_replicas_are_equal_after_each_outer_step(outer, collective):
+    text = f"local_sgd(4, {collective}, {outer})"
+    run = run_strategy(text, 3, 12, evaluate_every=1, job=small_job("adamw(lr=0.02)"))
+    assert [t for t, s in enumerate(run.of(Snapshot)) if s.divergence == 0] == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("outer", ["average", "nesterov", "adam", "bmuf"])
+def test_bytes_are_those_of_the_averages(outer):
+    run = run_strategy(f"local_sgd(5, outer={outer})", 3, 21)
+    assert sum(books.sent for books in run.totals.values()) == 21 // 5 * 2 * 2 * 18 * 4
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_steady_drift_gains_n(n, ahead):
+    """Where every block moves by G, the model ends up moving by zeta / (1 - eta) = n times as much."""
+    outer, model = Bmuf(nesterov=ahead), np.zeros(1)
+    state, last = outer.start(model, n), 0.0
+    for _ in range(400):
+        last = float(model[0])
+        outer.move(model, model + 1, state)
+    assert model[0] - last == pytest.approx(n)
+
+
+def test_the_alias_is_the_published_setting():
+    diloco = Strategy.parse("diloco")
+    assert (diloco.period, diloco.outer) == (500, Nesterov(lr=0.7, momentum=0.9))
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "adam", "bmuf"])
+def test_conforms(outer):
+    check_strategy(Strategy.parse(f"local_sgd(5, outer={outer})"), workers=(1, 2, 3), alone_is_plain=False)
+
+
+@dataclass(frozen=True)
+class ForgetsItsMomentum(Nesterov):
+    """Begins anew at every meeting."""
+
+    def move(self, model, mean, state):
+        state.slots["momentum"][:] = 0
+        super().move(model, mean, state)
+
+
+@dataclass(frozen=True)
+class Uncorrected(OuterAdam):
+    """Always at its first step."""
+
+    def move(self, model, mean, state):
+        state.steps = 0
+        super().move(model, mean, state)
+
+
+@dataclass(frozen=True)
+class FromTheModel(Bmuf):
+    """Measures the change from W, not from where the replicas began."""
+
+    def move(self, model, mean, state):
+        model[:] = state.model
+        super().move(model, mean, state)
+
+
+def broken(outer, move):
+    replicas = run_strategy(LocalSGD(PERIOD, outer=outer), 3, STEPS).replicas
+    return np.abs(replicas - np.stack(after(3, move))).max() > 1e-3
+
+
+@pytest.mark.negative_control("outer:nesterov")
+def test_a_forgotten_momentum_shows():
+    assert broken(ForgetsItsMomentum(), nesterov(0.7, 0.9))
+
+
+@pytest.mark.negative_control("outer:adam")
+def test_an_uncorrected_bias_shows():
+    assert broken(Uncorrected(), adam(0.3, 0.9, 0.95, 0.1))
+
+
+@pytest.mark.negative_control("outer:bmuf")
+def test_a_change_measured_from_elsewhere_shows():
+    assert broken(FromTheModel(), bmuf(1 - 1 / 3, 1.0, True))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bmuf(momentum=1)", "momentum of bmuf must be in"),
+        ("bmuf(zeta=0)", "zeta of bmuf must be > 0"),
+        ("nesterov(lr=-1)", "lr of sgd must be >= 0"),
+        ("adam(eps=0)", "eps of adam must be > 0"),
+    ],
+)
+def test_bad_settings_are_refused(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Strategy.parse(f"local_sgd(outer={text})")
+
+
+def test_diloco_reaches_the_optimum():
+    run = run_strategy("local_sgd(10, outer=nesterov)", 4, 1000, job=bowl_job(noise=0.0))
+    assert np.abs(run.result - 1).max() < 1e-3

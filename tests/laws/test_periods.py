@@ -1,0 +1,260 @@
+"""Periods: after which steps replicas meet, against a table; what post-local SGD saves; AdaComm's rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.errors import ConfigurationError
+from flockstep.expression import from_data, to_data
+from flockstep.records.events import Update
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.strategies.periods.adaptive import Adaptive
+from flockstep.strategies.periods.fixed import Fixed
+from flockstep.strategies.periods.post_local import PostLocal
+from flockstep.strategies.periods.scheduled import Scheduled
+from flockstep.testing.strategies import check_strategy, equal_bits, run_strategy
+from support.averaging import local_steps, ring_mean
+
+N, STEPS = 3, 30
+
+
+def meetings(period, n=N, steps=STEPS, **settings):
+    """The run, and after which steps its replicas met, as the record has it."""
+    run = run_strategy(LocalSGD(period), n, steps, **settings)
+    counts = [event.count for event in run.of(Update) if event.node == 0]
+    return run, np.cumsum(counts).tolist()
+
+
+def oracle(steps):
+    """The replicas when they meet after just these steps."""
+
+    def meet(step, w):
+        if step in steps:
+            mean = ring_mean(w)
+            for replica in w:
+                replica[:] = mean
+
+    return np.stack(local_steps(N, STEPS, meet))
+
+
+@pytest.mark.oracle("period:fixed")
+@pytest.mark.parametrize("period", [1, 7, 30, 31])
+def test_fixed_equals_the_oracle_in_every_bit(period):
+    run, met = meetings(Fixed(period))
+    assert met == [*range(period, STEPS + 1, period)]
+    assert equal_bits(run.replicas, oracle(met), run_strategy(f"local_sgd({period})", N, STEPS).replicas)
+
+
+@pytest.mark.oracle("period:post_local")
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (0, [8, 16, 24]),
+        (1, [1, 9, 17, 25]),
+        (10, [*range(1, 11), 18, 26]),
+        (29, [*range(1, 30)]),
+        (math.inf, [*range(1, 31)]),
+    ],
+)
+def test_post_local_equals_the_oracle_in_every_bit(start, expected):
+    run, met = meetings(PostLocal(start, 8))
+    assert met == expected
+    assert equal_bits(run.replicas, oracle(expected))
+
+
+def test_post_local_that_never_starts_is_local_sgd_of_one_step_and_one_that_starts_at_once_of_h():
+    assert equal_bits(run_strategy("local_sgd(post_local(inf))", N).replicas, run_strategy("local_sgd(1)", N).replicas)
+    assert equal_bits(run_strategy("local_sgd(post_local(0, 5))", N).replicas, run_strategy("local_sgd(5)", N).replicas)
+
+
+def test_post_local_starts_at_the_first_decay():
+    """Half-way, here, and not at the end of the warm-up before it."""
+    _, met = meetings(PostLocal(period=5), steps=40, schedule="goyal(warmup=1, at=(0.5,))")
+    assert met == [*range(1, 21), 25, 30, 35, 40]
+    _, met = meetings(PostLocal(period=5), steps=40)
+    assert met == [*range(1, 41)], "no decay, no second phase"
+
+
+def test_bytes_fall_by_h_after_the_switch():
+    def sent(steps):
+        return sum(books.sent for books in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values())
+
+    first, both = sent(64), sent(128)
+    assert (both - first) * 16 == first
+
+
+@pytest.mark.oracle("period:scheduled")
+def test_scheduled_equals_the_oracle_in_every_bit():
+    run, met = meetings(Scheduled((2, 5, 1), (0, 6, 24)))
+    assert met == [2, 4, 6, 11, 16, 21, 25, 26, 27, 28, 29, 30]
+    assert equal_bits(run.replicas, oracle(met))
+
+
+@pytest.mark.oracle("period:adaptive")
+def test_adaptive_follows_the_loss():
+    """Recomputed from the losses of the replicas at each local step, on the batches they used."""
+    run, met = meetings(Adaptive(8, block=16, decay=0.5), steps=120)
+    seen = []
+
+    @dataclass(frozen=True)
+    class Listens(Adaptive):
+        def due(self, me, state, since):
+            seen.append((me.step, me.loss))
+            return super().due(me, state, since)
+
+    again, _ = meetings(Listens(8, block=16, decay=0.5), steps=120)
+    assert equal_bits(run.replicas, again.replicas)
+    loss = {step: np.mean([value for t, value in seen if t == step]) for step in range(1, 121)}
+    expected, length, first, change = [0], 8, None, 16
+    while expected[-1] + length <= 120:
+        expected.append(expected[-1] + length)
+        now = np.mean([loss[step] for step in range(expected[-2] + 1, expected[-1] + 1)])
+        first = first or now
+        if expected[-1] >= change:
+            wanted = math.ceil(math.sqrt(now / first) * 8)
+            length, change = (wanted if wanted < length else max(1, length // 2)), expected[-1] + 16
+    assert met == expected[1:]
+    assert len(set(np.diff(expected))) > 2, "the period should have changed"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "length", "expected"),
+    [(1.0, 16, 8), (0.25, 16, 8), (0.2, 16, 8), (0.01, 8, 2), (0.01, 2, 1), (2.0, 1, 1), (math.nan, 4, 2)],
+)
+def test_adaptive_rule(ratio, length, expected):
+    assert Adaptive(first=16).chosen(ratio, length) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sync"),
+    [
+        ("1", True),
+        ("2", False),
+        ("fixed(1)", True),
+        ("post_local(inf)", True),
+        ("post_local(10)", False),
+        ("scheduled((1, 1), (0, 5))", True),
+        ("scheduled", False),
+        ("adaptive(1)", True),
+        ("adaptive", False),
+    ],
+)
+def test_only_a_period_of_one_is_synchronous(text, sync):
+    assert (Strategy.parse(f"local_sgd({text})").traits.completeness == 1) == sync
+
+
+@pytest.mark.parametrize("period", ["fixed(5)", "post_local(10, 5)", "scheduled((1, 5), (0, 10))", "adaptive(2, 10)"])
+def test_conforms(period):
+    check_strategy(Strategy.parse(f"local_sgd({period})"))
+
+
+@pytest.mark.parametrize("period", ["post_local(7, 5)", "scheduled((2, 5), (0, 7))", "adaptive(4, 10)"])
+def test_restarts_anywhere(period):
+    strategy = Strategy.parse(f"local_sgd({period}, outer=nesterov)")
+    for half in (3, 8, 13):
+        begun = run_strategy(strategy, N, half)
+        assert equal_bits(
+            run_strategy(strategy, N, STEPS, resume=begun.simulation.save()).replicas,
+            run_strategy(strategy, N, STEPS).replicas,
+        )
+
+
+@dataclass(frozen=True)
+class OneLate(Fixed):
+    """Meets a step late."""
+
+    def due(self, me, state, since):
+        return since > self.period
+
+
+@pytest.mark.negative_control("period:fixed")
+def test_a_late_meeting_shows():
+    run, met = meetings(OneLate(7))
+    assert met == [8, 16, 24]
+    assert not equal_bits(run.replicas, oracle([7, 14, 21, 28]))
+
+
+@dataclass(frozen=True)
+class CountsFromZero(PostLocal):
+    """Meets at multiples of H, also in the second phase."""
+
+    def due(self, me, state, since):
+        return me.step % self.period == 0 if me.step > self.start_at else True
+
+
+@pytest.mark.negative_control("period:post_local")
+def test_a_second_phase_at_multiples_shows():
+    run, met = meetings(CountsFromZero(10, 8))
+    assert met == [*range(1, 11), 16, 24]
+    assert not equal_bits(run.replicas, oracle([*range(1, 11), 18, 26]))
+
+
+@dataclass(frozen=True)
+class StaysAtTheFirst(Scheduled):
+    """Never changes its period."""
+
+    def due(self, me, state, since):
+        return since >= self.periods[0]
+
+
+@pytest.mark.negative_control("period:scheduled")
+def test_a_table_that_is_not_read_shows():
+    run, met = meetings(StaysAtTheFirst((2, 5, 1), (0, 6, 24)))
+    assert met == [*range(2, 31, 2)]
+    assert not equal_bits(run.replicas, oracle([2, 4, 6, 11, 16, 21, 25, 26, 27, 28, 29, 30]))
+
+
+@dataclass(frozen=True)
+class Disagrees(Adaptive):
+    """Goes by its own loss: workers come to different periods, and one waits for what is never sent."""
+
+    async def met(self, me, state, collective):
+        state.length, state.total, state.count = 1 + me.rank, 0.0, 0
+
+
+@dataclass(frozen=True)
+class StaysAtFirst(Adaptive):
+    """Does not look at the loss."""
+
+    def chosen(self, ratio, length):
+        return length
+
+
+@pytest.mark.negative_control("period:adaptive")
+def test_a_period_that_does_not_adapt_shows():
+    expected, met = (meetings(kind(8, block=16, decay=0.5), steps=120)[1] for kind in (Adaptive, StaysAtFirst))
+    assert met == [*range(8, 121, 8)] != expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0", "period must be >= 1"),
+        ("fixed(0)", "period must be >= 1"),
+        ("post_local(-1)", "start_at must be >= 0"),
+        ("post_local(3, 0)", "period must be >= 1"),
+        ("scheduled((1, 0), (0, 5))", "periods must all be >= 1"),
+        ("scheduled((1, 2), (0,))", "starts must be rising"),
+        ("scheduled((1, 2), (1, 5))", "starts must be rising"),
+        ("scheduled((1, 2), (0, 0))", "starts must be rising"),
+        ("adaptive(0)", "first must be >= 1"),
+        ("adaptive(block=0)", "block must be >= 1"),
+        ("adaptive(decay=1)", "decay must be in"),
+        ("2.5", "must be a whole number or period|must be a period"),
+    ],
+)
+def test_bad_settings_are_refused(text, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Strategy.parse(f"local_sgd({text})")
+
+
+@pytest.mark.parametrize("period", [3, Fixed(3), PostLocal(4, 3), Adaptive(3)])
+def test_a_period_is_read_back_as_it_was(period):
+    strategy = LocalSGD(period)
+    assert Strategy.parse(str(strategy)) == strategy
+    assert from_data(to_data(strategy), Strategy) == strategy

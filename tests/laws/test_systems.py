@@ -1,0 +1,137 @@
+"""The systems of the survey: every derived cell against its table 1, and every mode at work."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+from flockstep import registry
+from flockstep.cli.app import run as flockstep
+from flockstep.errors import CompositionError, UnknownName
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.systems import catalogue
+from flockstep.systems.catalogue import NOT_YET, system, systems
+from flockstep.systems.published import COLUMNS, differences, table_1
+from flockstep.testing.strategies import Bench, run_strategy
+
+ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
+"""In the catalogue, but not in the survey's table."""
+MODES = [(known.name, mode.name) for known in systems() for mode in known.modes]
+EMPTY = ("optimisation", "scheduling", "exchange", "topology")
+
+
+def test_every_row_of_the_table_and_four_more_are_there():
+    assert len(table_1()) == 17
+    assert {known.name for known in systems()} == {row.system for row in table_1()} | ELSEWHERE
+    assert len(systems()) == 21
+
+
+@pytest.mark.parametrize("printed", table_1(), ids=lambda row: row.system)
+def test_each_derived_cell_is_the_printed_one(printed):
+    known = system(printed.system)
+    wrong = differences(known.row(), printed)
+    if known.modes:
+        assert wrong == {}
+    else:  # splits the model only: says so, and claims nothing else
+        assert set(wrong) == set(EMPTY)
+        assert {here for here, _ in wrong.values()} == {NOT_YET}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("printed", table_1(), ids=lambda row: row.system)
+def test_one_wrong_cell_is_noticed(printed, column):
+    """Negative control: every cell of every row, exchanged for one of another row that differs."""
+    derived = {c: str(getattr(printed, c)) for c in COLUMNS}
+    options = itertools.product(*(part.split(" or ") for part in derived[column].split("; ")))
+    admissible = {derived[column], *("; ".join(chosen) for chosen in options)}
+    for other in {str(getattr(row, column)) for row in table_1()} - admissible:
+        assert column in differences({**derived, column: other}, printed)
+    assert column in differences({**derived, column: "something else"}, printed)
+
+
+def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
+    """Negative control: the cell comes from the composition, not from the catalogue."""
+    printed = next(row for row in table_1() if row.system == "Petuum")
+    assert differences(system("Petuum").row(), printed) == {}
+    right = ParameterServer.cell.fget
+    monkeypatch.setattr(
+        ParameterServer, "cell", property(lambda self: dataclasses.replace(right(self), scheduling="async"))
+    )
+    assert differences(system("Petuum").row(), printed) == {"scheduling": ("async", "bounded async")}
+
+
+def test_the_cell_of_a_parameter_server_follows_its_parts():
+    cells = {
+        "ps(bsp)": Cell("central", "sync", "reduce", "single PS"),
+        "ps(bsp, shards=3)": Cell("central", "sync", "reduce", "distributed PS"),
+        "ps(ssp(0))": Cell("central", "sync", "reduce", "single PS"),
+        "ps(ssp(3))": Cell("central", "bounded async", "ad hoc", "single PS"),
+        "ps(essp(3))": Cell("central", "bounded async", "ad hoc with eager scatter", "single PS"),
+        "ps(asynchronous)": Cell("central", "async", "ad hoc", "single PS"),
+        "ps(backup(1))": Cell("central", "sync", "reduce", "single PS"),
+    }
+    assert {text: Strategy.parse(text).cell for text in cells} == cells
+
+
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_every_strategy_has_a_place(name):
+    assert isinstance(registry.load("strategy", name)().cell, Cell)
+
+
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_every_mode_of_every_system_runs_and_learns(name, mode):
+    """The worked example of each system, on four workers in virtual time."""
+    run = run_strategy(f"{name}: {mode}" if mode else name, 4, 200)
+    engine = Bench().engine
+    before, after = engine.evaluate(engine.initial()), evaluated(engine, run.result)
+    assert after.loss < 0.8 * before.loss
+
+
+def evaluated(engine, result):
+    """The test loss of a model, or of an ensemble."""
+    return engine.evaluate(result) if result.ndim == 1 else engine.evaluate_together(result, range(len(result)))
+
+
+def test_names_are_forgiving_and_modes_have_names():
+    assert str(Strategy.parse("bigdl")) == str(Strategy.parse("BigDL"))
+    assert str(Strategy.parse("D-PSGD")) == str(Strategy.parse("dpsgd"))
+    assert str(Strategy.parse("mxnet: dist_async")) == str(Strategy.parse("slice_servers"))
+    assert str(Strategy.parse("Hogwild!")) == str(Strategy.parse("hogwild"))
+    with pytest.raises(UnknownName, match="did you mean 'dist_async'"):
+        Strategy.parse("MXNet: dist_asink")
+    with pytest.raises(UnknownName, match="did you mean 'Petuum'"):
+        Strategy.parse("Petum")
+    with pytest.raises(
+        CompositionError, match="COTS HPC splits the model over machines, which flockstep cannot do yet"
+    ):
+        Strategy.parse("COTS HPC")
+
+
+def test_every_composition_is_written_as_one_would_write_it():
+    for known in catalogue.systems():
+        for mode in known.modes:
+            strategy = Strategy.parse(mode.strategy)
+            assert Strategy.parse(str(strategy)) == strategy
+        assert known.citation
+        assert known.rule.endswith(".")
+
+
+def test_the_command_lists_them_and_tells_of_one(capsys):
+    assert flockstep(["systems", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) >= 21
+    assert {tuple(row) for row in rows} == {("system", *COLUMNS)}
+    assert flockstep(["systems", "petuum", "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["system"] == "Petuum"
+    assert "essp(s=3)" in one["modes"][0]["strategy"]
+    assert flockstep(["systems"]) == 0
+    assert "SparkNet" in capsys.readouterr().out
+    assert flockstep(["systems", "Petuum"]) == 0
+    assert "flockstep simulate digits -s 'Petuum' -n 4" in capsys.readouterr().out
+    assert flockstep(["systems", "Petum"]) == 2
+    assert "did you mean 'Petuum'?" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""EASGD on a tree against plain numpy: who hears whom and when, convexity, and what a dead parent leaves behind."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flockstep.errors import ConfigurationError
+from flockstep.messages import BYE
+from flockstep.records.events import Step, Update
+from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.tree_easgd import TreeElasticAveraging
+from flockstep.testing.strategies import COMPUTE, Bench, Sent, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.topologies.tree import TreeGraph
+
+STILL = bowl_job("sgd(lr=0)")
+
+
+def edges(n, branching, up, down, upper):
+    """(from, to, period) for every edge, both ways."""
+    found = []
+    for child in range(1, n):
+        parent, leaf = (child - 1) // branching, branching * child + 1 >= n
+        found += [(child, parent, up if leaf else upper), (parent, child, down if leaf else upper)]
+    return found
+
+
+def oracle(n, branching, up, down, upper, alpha, steps):
+    """Replicas where messages take no time: each is waiting when its receiver's next step begins."""
+    bench = Bench(n, small_job())
+    w, inbox = [bench.start() for _ in range(n)], [[] for _ in range(n)]
+    g, tree = [bench.gradient(rank, w[rank]) for rank in range(n)], edges(n, branching, up, down, upper)
+    durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
+    due = [(next(durations[rank]), rank, 1) for rank in range(n)]
+    heapq.heapify(due)
+    while due:
+        t, rank, step = heapq.heappop(due)
+        w[rank] -= np.float32(0.1) * g[rank]
+        for source, to, period in tree:
+            if source == rank and step % period == 0:
+                inbox[to].append(w[rank].copy())
+        for listener in [rank] if due else range(n):
+            for x in inbox[listener]:
+                w[listener] -= np.float32(alpha) * (w[listener] - x)
+            inbox[listener].clear()
+        if step < steps:
+            g[rank] = bench.gradient(rank, w[rank])
+            heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
+    return w
+
+
+def agrees(strategy, replicas, steps=20, **options):
+    run = run_strategy(strategy, len(replicas), steps, network="ideal", **options)
+    return all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("n", "settings"),
+    [
+        (2, (1, 1, 1, 1, 0.3)),
+        (4, (4, 2, 3, 5, 0.2)),
+        (7, (2, 2, 3, 4, 0.3)),
+        (7, (2, 1, 1, 1, 0.3)),
+        (4, (1, 2, 2, 1, 0.5)),
+    ],
+)
+@pytest.mark.oracle("strategy:tree_easgd")
+def test_equals_the_oracle(n, settings):
+    assert agrees(TreeElasticAveraging(*settings), oracle(n, *settings, 20))
+
+
+def test_alpha_follows_from_the_number_of_neighbours():
+    assert TreeElasticAveraging(16).rate == 0.9 / 17
+    assert agrees(TreeElasticAveraging(2, 2, 3, 4), oracle(7, 2, 2, 3, 4, 0.3, 20))
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_without_elasticity_everyone_trains_alone(n):
+    assert agrees("tree_easgd(2, 1, 1, 1, 0)", oracle(n, 2, 99, 99, 99, 0, 20))
+
+
+def test_with_equal_periods_two_workers_are_an_elastic_pair():
+    """One level, no gradients, both move by the same delta: what easgd's worker and master do."""
+    start = np.random.default_rng(0).normal(size=(2, 8))
+    w, centre = start[1].copy(), start[0].copy()
+    for _ in range(10):
+        delta = 0.3 * (w - centre)
+        w, centre = w - delta, centre + delta
+    run = run_strategy("tree_easgd(1, 2, 2, 2, 0.3)", 2, 20, job=STILL, compute="constant(0.05)", replicas=start)
+    assert equal_bits(run.replicas, np.stack([centre, w]))
+    easgd = run_strategy("easgd(1, 0.3)", 1, 10, job=STILL, replicas=start[1:] - start[0])
+    assert np.allclose(easgd.server + start[0], centre, rtol=0, atol=1e-14)
+    assert np.allclose(easgd.replicas[0] + start[0], w, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("n", [1, 5, 9])
+def test_the_optimum_is_a_fixed_point_of_a_star(n):
+    run = run_strategy("tree_easgd(16, 1, 2)", n, 20, job=bowl_job("sgd(lr=0.5)", noise=0, start=1))
+    assert (run.replicas == 1).all()
+
+
+def test_without_gradients_a_star_agrees():
+    start = np.random.default_rng(0).normal(size=(5, 8))
+    run = run_strategy("tree_easgd(4, 1, 1)", 5, 300, job=STILL, replicas=start)
+    assert np.ptp(run.replicas, axis=0).max() < 1e-6 < np.ptp(start, axis=0).min()
+
+
+@pytest.mark.parametrize("steps", [20, 23])
+@pytest.mark.parametrize(("n", "branching"), [(7, 2), (16, 4), (4, 1), (5, 16)])
+def test_every_edge_carries_a_model_each_period(steps, n, branching):
+    run = run_strategy(TreeElasticAveraging(branching, 3, 4, 5), n, steps)
+    sent = Counter((s.message.source, s.to) for s in run.sent("model"))
+    expected = {(source, to): steps // period for source, to, period in edges(n, branching, 3, 4, 5)}
+    assert sent == expected
+    assert sum(t.sent for t in run.totals.values()) == sum(expected.values()) * 18 * 4
+    assert run.deliveries() == {
+        (to, source): expected.get((source, to), 0) for to in range(n) for source in range(n) if to != source
+    }
+
+
+@settings(max_examples=25)
+@given(n=st.integers(1, 9), branching=st.integers(1, 4), alpha=st.floats(0, 1), seed=st.integers(0, 99))
+def test_without_gradients_everyone_stays_among_the_first_replicas(n, branching, alpha, seed):
+    assert outside(TreeElasticAveraging(branching, 1, 2, 2, alpha), n, seed) <= 1e-15
+
+
+def outside(strategy, n, seed):
+    """How far the replicas end from the box around those at the start; gradients count for nothing."""
+    start = np.random.default_rng(seed).normal(size=(n, 8))
+    run = run_strategy(strategy, n, 8, job=STILL, replicas=start, seed=seed, network="link(1000, 0.02)")
+    return max((run.replicas - start.max(0)).max(), (start.min(0) - run.replicas).max())
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("branching", [1, 2, 4, 16])
+def test_the_tree_is_that_of_the_topology(n, branching):
+    tree, graph = TreeElasticAveraging(branching), TreeGraph(branching)
+    for rank in range(n):
+        parent = tree.parent(rank, set())
+        family = [*([] if parent is None else [parent]), *tree.children(rank, n, set())]
+        assert sorted(family) == graph.neighbours(n, rank)
+        assert tree.is_leaf(rank, n) == (not tree.children(rank, n, set()))
+
+
+def between(run, after):
+    """(from, to) of the models that were sent after that time."""
+    return {(s.message.source, s.to) for s in run.sent("model") if s.t > after}
+
+
+def test_the_children_of_a_dead_worker_turn_to_its_parent():
+    run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 40, faults=["dies(1, 0.5)"])
+    taken = Counter(event.rank for event in run.of(Step))
+    assert all(taken[rank] == 40 for rank in (0, 2, 3, 4, 5, 6))
+    noticed = max(s.t for s in run.sent("model") if s.to == 1)
+    assert between(run, noticed) == {(0, 2), (2, 0), (0, 3), (3, 0), (0, 4), (4, 0), (2, 5), (5, 2), (2, 6), (6, 2)}
+
+
+def test_without_its_root_the_tree_falls_apart_and_learns_on():
+    job = bowl_job("sgd(lr=0.1)", noise=0)
+    run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 200, job=job, faults=["dies(0, 0.5)"])
+    noticed = max(s.t for s in run.sent("model") if s.to == 0)
+    assert between(run, noticed) == {(1, 3), (3, 1), (1, 4), (4, 1), (2, 5), (5, 2), (2, 6), (6, 2)}
+    assert np.abs(run.replicas[1:] - 1).max() < 0.2 < 0.5 < np.abs(run.replicas[0] - 1).max()
+
+
+def test_nobody_waits_before_the_last_step():
+    """However slow the network and however slow one worker, the others' steps follow each other at once."""
+    run = run_strategy(
+        "tree_easgd(2, 1, 1, 1)", 7, 10, compute="constant(0.05)", network="link(100, 1)", faults=["slows(0, 10)"]
+    )
+    for rank in range(1, 7):
+        assert np.allclose([e.t for e in run.of(Step) if e.rank == rank], 0.05 * np.arange(1, 11))
+
+
+def test_everyone_absorbs_what_is_in_flight_at_the_end():
+    run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 10, network="link(1000, 0.5)")
+    assert len(run.of(Update)) == len(run.sent("model")) == 10 * 12
+    assert isinstance(run.sent(BYE)[0], Sent)
+
+
+@dataclass(frozen=True)
+class Upwards(TreeElasticAveraging):
+    """Negative control: parents do not tell their children."""
+
+    def children(self, rank, workers, lost):
+        return []
+
+
+@dataclass(frozen=True)
+class Overshoots(TreeElasticAveraging):
+    """Negative control: beyond what was received."""
+
+    def approach(self, me, message):
+        me.params -= (1 + self.rate) * (me.params - message.payload)
+
+
+@dataclass(frozen=True)
+class Late(TreeElasticAveraging):
+    """Negative control: what came during a gradient is taken in after the step, before the model is sent on."""
+
+    async def worker(self, me):
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            for message in me.arrived("model"):
+                self.approach(me, message)
+            me.send_all(self.due(me), "model", me.params)
+
+
+@pytest.mark.parametrize("broken", [Upwards, Overshoots, Late])
+@pytest.mark.negative_control("strategy:tree_easgd")
+def test_the_oracle_notices_what_is_broken(broken):
+    expected = oracle(7, 2, 2, 3, 4, 0.3, 20)
+    assert agrees(TreeElasticAveraging(2, 2, 3, 4, 0.3), expected)
+    assert not agrees(broken(2, 2, 3, 4, 0.3), expected)
+
+
+def test_convexity_notices_who_overshoots():
+    assert outside(Overshoots(2, 1, 1, 1, 0.5), 5, 0) > 0.1
+
+
+@pytest.mark.parametrize(
+    "text", ["tree_easgd(0)", "tree_easgd(up=0)", "tree_easgd(down=0)", "tree_easgd(upper=0)", "tree_easgd(alpha=1.5)"]
+)
+def test_what_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigurationError, match=r"must be .*, got"):
+        Strategy.parse(text)
+
+
+def test_its_cell():
+    assert TreeElasticAveraging().cell == Cell("decentral", "bounded async", "ad hoc", "tree")
