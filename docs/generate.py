@@ -33,7 +33,7 @@ from flockstep.cli.reproduce import known as known_claims
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
-from flockstep.strategies.base import Strategy
+from flockstep.strategies.base import Optimisation, Scheduling, Strategy
 from flockstep.systems.catalogue import NOT_YET, System, systems
 from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
@@ -44,6 +44,8 @@ import proofs
 ROOT = Path(__file__).parents[1]
 WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
+OPTIMISATIONS, SCHEDULINGS = typing.get_args(Optimisation), typing.get_args(Scheduling)
+WORDS = {"central": "gradients or updates, for one model", "decentral": "models, of replicas that differ"}
 CLASSES = {1: "1 synchronous", 2: "2 bounded delay", 3: "3 unbounded delay", 4: "4 partial"}
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,6 +80,18 @@ def strategies() -> str:
     """One row for each strategy, and for each of its variants that promises something else."""
     heading = ("strategy", "completeness", "what travels", "models a step", "survives a dead worker", "after")
     return table(heading, [row for name in registry.names("strategy") for row in _strategy_rows(name)])
+
+
+def families() -> str:
+    """The strategies by their place in the taxonomy, shortly."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in registry.names("strategy"):
+        cell = registry.load("strategy", name)().cell
+        if cell is not None:
+            found.setdefault((cell.optimisation, cell.scheduling), []).append(_code(name))
+    order = sorted(found.items(), key=lambda item: (OPTIMISATIONS.index(item[0][0]), SCHEDULINGS.index(item[0][1])))
+    rows = [(WORDS[optimisation], scheduling, ", ".join(names)) for (optimisation, scheduling), names in order]
+    return table(("what is exchanged", "scheduling", "strategies"), rows)
 
 
 def _strategy_rows(name: str) -> Iterator[tuple[str, ...]]:
@@ -115,7 +129,8 @@ def _traffic(strategy: Strategy) -> tuple[str, str]:
     for entry in sent:
         message = entry.message
         to = "the server" if entry.to < 0 else "a peer"
-        kinds[f"reply to {_code(message.tag)}" if message.reply_to else f"{_code(message.tag)} to {to}"] = None
+        tag = _code(message.tag.partition("/")[0])  # without its channel
+        kinds[f"reply to {tag}" if message.reply_to else f"{tag} to {to}"] = None
     models = sum(entry.message.payload_bytes for entry in sent) / (WORKERS * STEPS * run.result.nbytes)
     return ", ".join(kinds), f"{models:.2f}"
 
@@ -270,6 +285,7 @@ def claims() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "strategies": strategies,
+    "families": families,
     "proofs": proof_table,
     "systems": systems_table,
     "systems-list": systems_list,

@@ -257,3 +257,44 @@ def test_a_lost_message_loses_mass():
 
     run = run_strategy("gossip(0.5)", 4, 20, simulation=Lossy)
     assert sum(run.nodes[rank].state.mass for rank in range(4)) < TOTAL_MASS
+
+
+class LosesOne(Weighed):
+    """The first model from worker 0 to worker 1 gets lost."""
+
+    def send(self, to, message):
+        first = not any(
+            isinstance(e, Sent) and (e.message.source, e.to, e.message.tag) == (0, 1, "model") for e in self.log
+        )
+        if (message.source, to, message.tag) == (0, 1, "model") and first:
+            self.note(Sent(self.now, to, message))
+        else:
+            super().send(to, message)
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_who_keeps_copies_gets_the_mass_of_a_lost_message_back(acknowledged):
+    start = np.random.default_rng(0).normal(size=(3, 8))
+    strategy = f"gossip(0.5, acknowledged={acknowledged})"
+    run = run_strategy(strategy, 3, 40, job=STILL, replicas=start, simulation=LosesOne)
+    total = sum(run.nodes[rank].state.mass for rank in range(3))
+    assert (total == TOTAL_MASS) == acknowledged
+    if acknowledged:
+        assert np.abs(weighted_mean(run) - start.mean(0)).max() < 1e-12
+
+
+def test_what_a_dead_worker_never_took_comes_back():
+    """Sent to it after it died and before that was noticed."""
+    masses = {}
+    for acknowledged in (True, False):
+        strategy = f"gossip(0.5, acknowledged={acknowledged})"
+        run = run_strategy(strategy, 3, 60, faults=["dies(1, 0.5, noticed=1.0)"], simulation=Weighed)
+        masses[acknowledged] = sum(run.nodes[rank].state.mass for rank in (0, 2))
+        assert not any(loan.peer == 1 for rank in (0, 2) for loan in run.nodes[rank].state.loans)
+    assert masses[False] < masses[True] < TOTAL_MASS
+
+
+def test_acknowledging_changes_nothing_where_nothing_is_lost():
+    one, other = (run_strategy(f"gossip(0.5, acknowledged={a})", 4, 30) for a in (False, True))
+    assert equal_bits(one.replicas, other.replicas)
+    assert sum(other.nodes[rank].state.mass for rank in range(4)) == TOTAL_MASS

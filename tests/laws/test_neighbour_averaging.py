@@ -273,6 +273,16 @@ def test_the_others_agree_without_the_dead(topology, faults):
     assert spread_of_the_living(strategy, faults, 120)[0] < 0.01 * spread_of_the_living(strategy, faults, 25)[0]
 
 
+@pytest.mark.parametrize("graph", ["ring", "graph(edges='0-1 1-2 2-0 2-3')"])
+@pytest.mark.parametrize("at", [0.2, 0.31, 0.55])
+def test_models_of_the_dead_may_arrive_after_the_news(graph, at):
+    """Slow links: what a worker sent before it died is older than the step in which its neighbours read it."""
+    run = run_strategy(f"dpsgd({graph})", 4, 20, faults=[f"dies(1, {at})"], network="link(1e4, 0.2)")
+    steps = {rank: run.nodes[rank].step for rank in (0, 2, 3)}
+    assert steps == {0: 20, 2: 20, 3: 20}
+    assert np.isfinite(run.result).all()
+
+
 @pytest.mark.parametrize("steps", [40, 41, 57])
 def test_new_edges_keep_the_mean_of_the_living(steps):
     """Once the dead one has no part in it, the mean of the others stays, whatever they have under way at the end."""

@@ -89,8 +89,10 @@ class BackupTimeToTarget(Claim):
         figures = {f"{one.name}: seconds to target": one.seconds for one in contenders}
         figures[f"{OTHER_LAW}, {best.name} over asynchronous: seconds to target"] = other[0][0] / other[1][0]
         figures[f"{OTHER_LAW}, {best.name} less asynchronous: accuracy"] = other[0][1] - other[1][1]
-        figures["standard error of the difference in accuracy"] = math.hypot(ours[2], theirs[2])
-        return Verdict(rows, _reason(late, added, spared[interior], other[0][0] / other[1][0]), figures)
+        reason = _reason(late, added, spared[interior], other[0][0] / other[1][0])
+        error = math.hypot(ours[2], theirs[2])
+        accuracies = f". The accuracies differ by {100 * more:.2f} points, with a standard error of {100 * error:.2f}"
+        return Verdict(rows, reason + accuracies, figures)
 
     def _backed(self, name: str, b: int, workers: int, rates: Sequence[float], steps: int, say: Say) -> Contender:
         return self._best(name, f"ps(consistency=backup({b}))", workers, rates, steps, say)
@@ -138,6 +140,5 @@ def _reason(late: Contender, added: dict[int, Contender], interior: Contender, o
         f"asynchronous SGD. Here a step of 16+2 takes {two.per_step / late.per_step:.2f} times as long as one of an "
         f"asynchronous worker, and {two.steps:.0f} against {late.steps:.0f} steps reach the target. Workers that are "
         f"added for nothing always help: 16+{max(ADDED)} is quicker than 16+2 ({eight.seconds:.2f} against "
-        f"{two.seconds:.2f} s); of 16 in all {interior.name} is quickest, for small means suffice. "
-        "The accuracies differ by less than their standard error"
+        f"{two.seconds:.2f} s); of 16 in all {interior.name} is quickest, for small means suffice"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message
 from flockstep.nodes import Worker
@@ -13,11 +15,24 @@ TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
 
 
+@dataclass(eq=False)
+class Loan:
+    """What was sent to a peer that has not said yet that it has it."""
+
+    peer: int
+    number: int
+    mass: int
+    model: FlatArray
+
+
 @dataclass
 class GossipState:
     """A worker's share of the mass (alpha_i · 2^60 in the paper's symbols)."""
 
     mass: int
+    sent: int = 0
+    """Models sent so far, which numbers them."""
+    loans: list[Loan] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -26,10 +41,15 @@ class Gossip(Strategy):
 
     After each step, with probability p, a worker halves its mass alpha_i and sends (w_i, alpha_i) to a random other,
     which averages by mass and adds the mass to its own. The masses, those in flight included, always sum to one.
-    A worker that dies takes its mass along.
+    A worker that dies takes its mass along, and a message that is lost the mass in it.
+
+    With `acknowledged`, which the paper has not, a receiver says that it has a model, and its sender keeps a copy until
+    then: it averages a copy back in when the receiver dies, or acknowledges a later one. Only what the dead held is
+    lost then, and what was lost last.
     """
 
     p: float = 0.1
+    acknowledged: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
@@ -56,28 +76,53 @@ class Gossip(Strategy):
         while me.training:
             for message in me.arrived("model"):
                 absorb(me, state, message)
+                if self.acknowledged:
+                    me.send(message.source, "have", note={"number": message.note["number"]})
+            if self.acknowledged:
+                settle(me, state, me.arrived("have"))
             me.optimizer_step(await me.gradient())
             peers = me.peers
             if peers and me.random.random() < self.p:
                 half = state.mass // 2
                 state.mass -= half
-                me.send(peers[int(me.random.integers(len(peers)))], "model", me.params, {"mass": half})
+                peer, state.sent = peers[int(me.random.integers(len(peers)))], state.sent + 1
+                if self.acknowledged:
+                    state.loans.append(Loan(peer, state.sent, half, me.params.copy()))
+                me.send(peer, "model", me.params, {"mass": half, "number": state.sent})
 
     async def finish(self, me: Worker) -> None:
         """Absorb what is still in flight."""
         me.leave(peers=True)
+        late: list[Message] = []
         async for message in me.messages():
             if message.tag == "model":
                 absorb(me, me.state, message)
+            elif message.tag == "have":
+                late.append(message)
+        settle(me, me.state, late)
+
+
+def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) -> None:
+    """Forget what has arrived; take back what never will."""
+    arrived = {(message.source, int(message.note["number"])) for message in acknowledgements}
+    last = {peer: max(number for other, number in arrived if other == peer) for peer, _ in arrived}
+    open_loans = [loan for loan in state.loans if (loan.peer, loan.number) not in arrived]
+    lost = [loan for loan in open_loans if loan.peer in me.lost or loan.number < last.get(loan.peer, 0)]
+    state.loans = [loan for loan in open_loans if loan not in lost]
+    for loan in lost:
+        add(me, state, loan.mass, loan.model)
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:
+    """Take a peer's model and mass in."""
+    if int(message.note["mass"]):
+        add(me, state, int(message.note["mass"]), message.payload)
+        me.record_update(message.source, max(0, me.step - message.step))
+
+
+def add(me: Worker, state: GossipState, mass: int, model: FlatArray) -> None:
     """w_i ← (alpha_i w_i + alpha_j w_j) / (alpha_i + alpha_j);  alpha_i ← alpha_i + alpha_j."""
-    mass = int(message.note["mass"])
-    if mass == 0:
-        return
     total = state.mass + mass
     me.params *= state.mass / total
-    me.params += (mass / total) * message.payload
+    me.params += (mass / total) * model
     state.mass = total
-    me.record_update(message.source, max(0, me.step - message.step))

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
-from flockstep.messages import Message, node_name
+from flockstep.messages import node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.rewiring import Bridges
@@ -74,25 +75,29 @@ class NeighbourAveraging(Strategy):
         mixed = np.full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
         shares = weights[me.rank].astype(me.params.dtype)
         for j in map(int, np.flatnonzero(shares)):  # by rank, so that the sum does not depend on who was first
-            model = me.params
-            if j != me.rank:
-                try:
-                    message = await me.receive("model", j)
-                except PeerLost:
-                    if j not in me.lost:
-                        raise
-                else:
-                    _require_in_step(me, message)
-                    model = message.payload
-                    me.record_update(j, 0)
+            model = me.params if j == me.rank else await _heard(me, j)
             mixed += shares[j] * model
         me.params[:] = mixed
 
 
-def _require_in_step(me: Worker, message: Message) -> None:
-    """Raise `PeerLost` if this is not the model that goes with the last gradient: one got lost before it."""
+async def _heard(me: Worker, j: int) -> FlatArray:
+    """The model of neighbour j that goes with the last gradient; this worker's own in the place of a dead one's.
+
+    Raises:
+        PeerLost: that model got lost, or j has left.
+    """
+    try:
+        message = await me.receive("model", j)
+        while message.step < me.step - 1 and j in me.lost:  # on its way still when the news of j's death was here
+            message = await me.receive("model", j)
+    except PeerLost:
+        if j not in me.lost:
+            raise
+        return me.params
     if message.step != me.step - 1:
         raise PeerLost(
-            f"the model of {node_name(message.source)} at step {me.step - 1} got lost: {node_name(me.rank)} got that "
-            f"of step {message.step}; start again from the last checkpoint"
+            f"the model of {node_name(j)} at step {me.step - 1} got lost: {node_name(me.rank)} got that of step "
+            f"{message.step}; start again from the last checkpoint"
         )
+    me.record_update(j, 0)
+    return message.payload

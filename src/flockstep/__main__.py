@@ -1,0 +1,5 @@
+"""`python -m flockstep` is the command `flockstep`."""
+
+from flockstep.cli import main
+
+main()
