@@ -16,6 +16,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "all_reduce": "flockstep.strategies.all_reduce:AllReduce",
         "ps": "flockstep.strategies.parameter_server:ParameterServer",
         "local_sgd": "flockstep.strategies.local_sgd:LocalSGD",
+        "overlap_local_sgd": "flockstep.strategies.overlap_local_sgd:OverlapLocalSGD",
         "streaming_diloco": "flockstep.strategies.streaming_diloco:StreamingDiloco",
         "sparta": "flockstep.strategies.sparta:Sparta",
         "easgd": "flockstep.strategies.elastic_averaging:ElasticAveraging",

@@ -26,6 +26,7 @@ DIFFERS_ALONE = {
     "eamsgd": "its worker is tied to the centre",
     "deepspark": "its worker is tied to the centre",
     "epoch_server": "epochs end before their last batch",
+    "overlap_local_sgd": "it is pulled back to where it was",
     "sandblaster": "it is not SGD",
     "ps(codec=half)": "gradients are rounded",
     "ps(codec=half, feedback=residual)": "gradients are rounded",

@@ -1,0 +1,86 @@
+"""Local steps, pulled towards an average that is formed while they are taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+from flockstep.programs import Task
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass
+class Anchor:
+    """What a worker remembers: the last average, its movement, and the next one, on its way."""
+
+    model: FlatArray
+    velocity: FlatArray
+    mean: FlatArray
+    task: Task | None = None
+
+
+@dataclass(frozen=True)
+class OverlapLocalSGD(Strategy):
+    """Overlap local SGD (Wang, Liang & Joshi 2020, section 2 and its momentum variant).
+
+    Every `period` (tau) steps w_i ← w_i - alpha (w_i - z), with the anchor z that all share; then the mean of these w_i
+    is formed in the background, and waited for at the next of those points only: with m that mean,
+    v ← beta v + (m - z), z ← z + v. alpha = 1 jumps to an anchor one period old, alpha = 0 never meets.
+    """
+
+    period: int = 10
+    alpha: float = 0.6
+    beta: float = 0.0
+    collective: Collective = field(default_factory=Ring)
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise ConfigurationError(f"period must be >= 1 local steps, got {self.period}; 10 is usual")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.6 is usual")
+        if not 0 <= self.beta < 1:
+            raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; 0 is without momentum, 0.7 is usual")
+
+    @property
+    def traits(self) -> Traits:
+        """Replicas meet in part, at an old average; a dead worker stops everyone."""
+        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+
+    @property
+    def cell(self) -> Cell:
+        """As local SGD, a period late."""
+        return Cell("decentral", "bounded async", "reduce", "dedicated master")
+
+    def worker_state(self, me: Worker) -> Anchor:
+        """The anchor is where all start."""
+        return Anchor(me.params.copy(), 0 * me.params, me.params.copy())
+
+    async def worker(self, me: Worker) -> None:
+        """Step; be pulled, and begin the next average, every `period` steps."""
+        state: Anchor = me.state
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            if me.step % self.period == 0:
+                await self._arrive(me, state)
+                me.params -= me.params.dtype.type(self.alpha) * (me.params - state.model)
+                state.mean[:] = me.params
+                state.task = me.background("anchor", self.collective.average(me, state.mean))
+
+    async def _arrive(self, me: Worker, state: Anchor) -> None:
+        """Move the anchor to the average that is on its way, if one is."""
+        if state.task is None:
+            return
+        await me.finished(state.task)
+        state.task = None
+        state.velocity *= state.velocity.dtype.type(self.beta)
+        state.velocity += state.mean - state.model
+        state.model += state.velocity
+
+    async def finish(self, me: Worker) -> None:
+        """Let the last average end, for the others need this worker's part."""
+        await self._arrive(me, me.state)
+        me.leave()
