@@ -195,15 +195,18 @@ class Node:
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
             while (wanted := task.wanted) is not None and wanted.source in self.departed:
-                task.fail(self.missed(wanted))
+                self._advance(task, self.missed(wanted))
             if task.done and task in self._tasks:
                 self._tasks.remove(task)
                 self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
 
-    def _advance(self, task: Task, message: Message | None) -> None:
+    def _advance(self, task: Task, value: Message | PeerLost | None) -> None:
         outer, self._channel = self._channel, task.channel
         try:
-            task.resume(message)
+            if isinstance(value, PeerLost):
+                task.fail(value)
+            else:
+                task.resume(value)
         finally:
             self._channel = outer
 

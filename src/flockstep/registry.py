@@ -288,6 +288,11 @@ def load(noun: str, name: str) -> Any:
         others = [other for other in _TABLE if other != noun and name in _TABLE[other]]
         if others:
             raise UnknownName(f"{name!r} is a {others[0]}, not a {noun}; known: {', '.join(table)}")
+        short = alias(noun, name)
+        if short is not None:
+            raise ConfigurationError(
+                f"{name} takes no arguments, being short for {short}; write that, with yours in it"
+            )
         raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalogue(noun)])
     key = noun, name
     if key not in _loaded:

@@ -8,6 +8,7 @@ import pytest
 from flockstep import registry
 from flockstep.claims.a03_geometric_staleness import chi_squared_above
 from flockstep.claims.a04_asynchrony_begets_momentum import fitted
+from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.clockwork import timed, trace_of
 from flockstep.records.events import Update
@@ -38,6 +39,12 @@ def test_the_tail_of_chi_squared() -> None:
     """Against tabulated quantiles."""
     for x, freedom, probability in ((5.991, 2, 0.05), (18.307, 10, 0.05), (63.691, 40, 0.01), (29.051, 40, 0.90)):
         assert chi_squared_above(x, freedom) == pytest.approx(probability, rel=2e-3)
+
+
+@pytest.mark.parametrize("rho", PUBLISHED.values())
+def test_a_ring_that_agrees_five_per_cent_too_slowly_is_noticed(rho: float) -> None:
+    assert as_steep(rho, rho)
+    assert not as_steep(rho**0.95, rho)
 
 
 def test_momentum_is_found_in_a_course_that_has_it() -> None:

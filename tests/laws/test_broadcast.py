@@ -178,9 +178,9 @@ def test_the_range_of_exact_sums_is_watched():
         run_strategy("broadcast(1e6)", 2, 20, job=bowl_job())
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("nan")])
+@pytest.mark.parametrize("scale", [0, -1, float("nan"), float("inf")])
 def test_scale_is_positive(scale):
-    with pytest.raises(ConfigurationError, match="scale must be > 0, got"):
+    with pytest.raises(ConfigurationError, match="scale must be > 0 and finite, got"):
         Broadcast(scale)
 
 

@@ -133,7 +133,9 @@ def test_a_bucket_that_is_not_averaged_shows():
     assert not np.allclose(run.result, oracle(3), atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["bucketed(cap=0)", "bucketed(first=-1)", "bucketed(accumulate=0)"])
+@pytest.mark.parametrize(
+    "text", ["bucketed(cap=0)", "bucketed(first=-1)", "bucketed(cap=inf)", "bucketed(accumulate=0)"]
+)
 def test_bad_settings_are_refused(text):
     with pytest.raises(ConfigurationError, match="must be >"):
         run_strategy(text, 2, 2)

@@ -60,6 +60,10 @@ def newer(state, rank):
     return state.read[rank][0] < state.version
 
 
+def applied(state, rank):
+    return all(push[0] != rank for push in state.pending)
+
+
 def bounded(s):
     return lambda state, rank: state.clocks[rank] - s <= min(state.clocks)
 
@@ -97,7 +101,7 @@ RULES = {
     "backup": (Rule(first(3), newer, cancels=True, flushes=False), "ps(backup(1))"),
     "k_sync": (Rule(first(2), newer, cancels=True, flushes=False), "ps(k_sync(2))"),
     "k_batch_sync": (Rule(first(3), cancels=True, flushes=False), "ps(k_batch_sync(3))"),
-    "k_async": (Rule(chunk(lambda s: min(2, s.live)), newer), "ps(k_async(2))"),
+    "k_async": (Rule(chunk(lambda s: min(2, s.live)), applied), "ps(k_async(2))"),
     "k_batch_async": (Rule(chunk(lambda s: 3)), "ps(k_batch_async(3))"),
 }
 

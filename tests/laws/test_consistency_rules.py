@@ -92,6 +92,15 @@ def test_one_of_k_async_is_asynchronous_and_so_is_one_gradient_a_step():
     assert not equal_bits(runs[0].server, run_strategy("ps(k_async(2))", 4, STEPS).server)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_of_k_async_takes_k_learners_and_none_of_them_twice(seed):
+    sources = [update.source for update in run_strategy("ps(k_async(3))", 4, STEPS, seed=seed).of(Update)]
+    steps = [sources[i : i + 3] for i in range(0, len(sources), 3)]
+    whole = [step for i, step in enumerate(steps) if all(sources[: 3 * i].count(rank) < STEPS - 1 for rank in range(4))]
+    assert len(whole) > STEPS // 2
+    assert all(len(set(step)) == 3 for step in whole)
+
+
 def test_a_dropped_workers_next_gradient_is_of_the_newest_version():
     run = run_strategy("ps(backup(1))", 4, STEPS, compute=STRAGGLER, network="1gbit")
     versions = [entry.message.note["version"] for entry in run.sent("push", source=3)]

@@ -294,6 +294,14 @@ def test_what_a_dead_worker_never_took_comes_back():
     assert masses[False] < masses[True] < TOTAL_MASS
 
 
+@pytest.mark.parametrize("at", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_acknowledgement_that_the_news_of_a_death_overtakes_makes_no_mass(at, seed):
+    strategy, faults = "gossip(1, acknowledged=True)", [f"dies(1, {at})"]
+    run = run_strategy(strategy, 3, 60, seed=seed, network="link(1e4, 0.3)", faults=faults)
+    assert sum(run.nodes[rank].state.mass for rank in (0, 2)) <= TOTAL_MASS
+
+
 def test_acknowledging_changes_nothing_where_nothing_is_lost():
     one, other = (run_strategy(f"gossip(0.5, acknowledged={a})", 4, 30) for a in (False, True))
     assert equal_bits(one.replicas, other.replicas)

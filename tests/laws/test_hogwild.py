@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -161,3 +162,17 @@ def test_workers_may_die():
     run = run_strategy("hogwild", 3, 10, compute="constant(1)", network="ideal", faults=["dies(2, 4.5)"])
     assert equal_bits(run.replicas[0], run.replicas[1])
     assert run.of(Figure) == []  # nobody knows how many updates the dead one had made
+
+
+def test_one_may_die_before_it_has_the_memory():
+    run = run_strategy("hogwild", 3, 5, faults=["dies(1, 0.0)"])
+    assert run.nodes[0].step == run.nodes[2].step == 5
+
+
+def test_what_is_not_used_any_more_is_closed():
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        run_strategy("hogwild", 4, 3)
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

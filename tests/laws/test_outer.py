@@ -222,6 +222,7 @@ def test_a_change_measured_from_elsewhere_shows():
     [
         ("bmuf(momentum=1)", "momentum of bmuf must be in"),
         ("bmuf(zeta=0)", "zeta of bmuf must be > 0"),
+        ("bmuf(zeta=inf)", "zeta of bmuf must be > 0 and finite, got inf"),
         ("nesterov(lr=-1)", "lr of sgd must be >= 0"),
         ("adam(eps=0)", "eps of adam must be > 0"),
     ],

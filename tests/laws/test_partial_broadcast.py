@@ -134,7 +134,12 @@ def test_another_rule_breaks_statement_1(broken):
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
-    [((0.0,), "share must be in"), ((1.5,), "share must be in"), ((0.5, "drop", 0.0), "scale must be > 0, got 0")],
+    [
+        ((0.0,), "share must be in"),
+        ((1.5,), "share must be in"),
+        ((0.5, "drop", 0.0), "scale must be > 0 and finite, got 0"),
+        ((0.5, "drop", float("inf")), "finite, got inf"),
+    ],
 )
 def test_bad_settings_are_refused(arguments, complaint):
     with pytest.raises(ConfigurationError, match=complaint):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, RunError
 from flockstep.expression import from_data, to_data
 from flockstep.records.events import Update
 from flockstep.strategies.base import Strategy
@@ -215,6 +215,12 @@ class Disagrees(Adaptive):
 
     async def met(self, me, state, collective):
         state.length, state.total, state.count = 1 + me.rank, 0.0, 0
+
+
+@pytest.mark.negative_control("period:adaptive")
+def test_workers_that_do_not_agree_on_the_period_show():
+    with pytest.raises(RunError, match="deadlock"):
+        meetings(Disagrees(2))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.records.events import Update
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Push
@@ -285,6 +285,18 @@ def test_sharding_changes_no_bit_where_messages_are_atomic(rule, shards):
 def test_what_makes_no_sense_is_refused(text):
     with pytest.raises(ConfigurationError):
         Rule.parse(text)
+
+
+@pytest.mark.parametrize("consistency", ["k_sync(2)", "backup(1)", "k_batch_sync(2)"])
+def test_where_late_gradients_are_dropped_there_is_nothing_to_compensate(consistency):
+    plain = run_strategy(f"ps({consistency})", 4, STEPS)
+    assert equal_bits(plain.server, run_strategy(f"ps({consistency}, rule=delay_compensated)", 4, STEPS).server)
+
+
+@pytest.mark.parametrize("consistency", ["essp(2)", "cached_ssp(2)"])
+def test_what_copies_hold_cannot_be_compensated(consistency):
+    with pytest.raises(CompositionError, match="goes by what workers have read"):
+        Strategy.parse(f"ps({consistency}, rule=delay_compensated)")
 
 
 def _asynchronous():

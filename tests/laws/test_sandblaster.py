@@ -142,3 +142,20 @@ def test_a_portion_that_counts_twice_is_noticed(monkeypatch):
 def test_bad_settings_are_refused(text):
     with pytest.raises(ConfigurationError, match="must be >="):
         run_strategy(text, 2, 4)
+
+
+def test_more_portions_than_samples_are_refused():
+    with pytest.raises(ConfigurationError, match=r"portions must be <= the number of training samples, 240, got 241"):
+        run_strategy("sandblaster(241)", 2, 500)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_that_arrives_after_its_sender_has_died_holds_up_nobody(rank):
+    run = run_strategy("sandblaster(portions=5, backups=0)", 3, 15, faults=[f"dies({rank}, 0.0)"])
+    assert run.nodes[-1].state.coordinator.loss is not None
+
+
+def test_only_the_last_pairs_are_kept():
+    run = run_strategy("sandblaster(portions=4, history=2)", 3, 60, job=JOB)
+    assert run.nodes[-1].version > 4
+    assert sum(name[0] == "y" for name in run.nodes[-1].state.shard.vectors) <= 3

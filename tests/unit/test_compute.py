@@ -164,6 +164,12 @@ def test_a_core_never_serves_two_at_once(calls: list[tuple[int, float]], cores: 
         free[rank % cores] = done
 
 
+def test_a_longer_gradient_holds_its_core_for_longer() -> None:
+    clock = SharedCores(Constant(1.0), 1).start(2, 0)
+    assert [clock.finish(0, 0.0), clock.finish(1, 0.0, 3.0), clock.finish(0, 1.0)] == [1.0, 4.0, 5.0]
+    assert Constant(1.0).start(1, 0).finish(0, 2.0, 3.0) == 5.0
+
+
 def test_enough_cores_change_nothing_and_one_core_adds_up() -> None:
     base = Exponential(0.05)
     alone, shared = base.start(4, 1), SharedCores(base, 4).start(4, 1)

@@ -97,3 +97,9 @@ class Copes(Strategy):
 def test_a_program_may_deal_with_a_message_that_cannot_come():
     run = run_strategy(Copes(), 2, 4, compute="constant(1)", faults=["dies(1, 2.5)"])
     assert [steps(run, rank) for rank in range(2)] == [4, 2]
+
+
+def test_a_slow_worker_holds_its_core_for_as_long_as_it_computes():
+    run = run_strategy("gossip", 2, 2, compute="shared_cores(constant(1), 1)", network="ideal", faults=["slows(1, 3)"])
+    ends = {rank: [event.t for event in run.of(Step) if event.rank == rank] for rank in range(2)}
+    assert ends == {0: [1, 5], 1: [4, 8]}

@@ -139,3 +139,15 @@ def test_several_are_answered_with_one_copy():
     assert first.array is second.array
     assert first.array.tolist() == [0, 0]
     assert first.note == second.note == {"version": 4}
+
+
+def test_a_background_task_stays_in_its_channel_when_a_node_is_lost():
+    async def goes_on(node):
+        with pytest.raises(PeerLost):
+            await node.receive("first", 1)
+        node.send(2, "second")
+
+    hand = Hand()
+    hand.node.background("side", goes_on(hand.node))
+    hand.node.lose(1)
+    assert [(to, message.tag) for to, message in hand.sent] == [(2, "second/side")]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch, UnknownName
 from flockstep.records import EventWriter, RunConfig, RunFolder, same_run, summarise
-from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import Event, Figure, Lost, Node, Snapshot, Span, Step, Update
 from flockstep.records.folder import read_event_file
 
 CONFIG = RunConfig(
@@ -327,3 +327,30 @@ def test_holding_back_nothing_is_the_least() -> None:
     with pytest.raises(ConfigurationError, match="flush_every must be >= 1, got 0"):
         EventWriter("never-opened", flush_every=0)
     assert not Path("never-opened").exists()
+
+
+@pytest.mark.parametrize("name", ["config.toml", "summary.json", "events.jsonl"])
+def test_bytes_that_are_no_text_are_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(CONFIG)
+    (folder.path / name).write_bytes(b'{"type":"figure","name":"\xff\xfe"}\n{}\n')
+    with pytest.raises(ConfigurationError, match=name):
+        folder.read()
+
+
+def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(CONFIG)
+    with EventWriter(folder.events_file) as events:
+        for node, value in enumerate((2.0, math.nan, math.inf)):
+            events.write(Figure(1.0, node, "alpha", value))
+    folder.write_summary(summarise(CONFIG, folder.merge_events(), "failed"))
+    assert folder.read().summary.figures == {"alpha": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seed", -1), ("threads", 0), ("heartbeat", 0.5), ("heartbeat", math.inf), ("heartbeat", 1e9)]
+)
+def test_a_configuration_that_no_process_could_work_with(name: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        replace(CONFIG, **{name: value})

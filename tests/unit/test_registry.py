@@ -86,6 +86,12 @@ def test_the_strategies_of_the_documents_are_values(text):
     assert Strategy.parse(str(component)) == component
 
 
+@pytest.mark.parametrize(("text", "full"), [("gosgd(p=0.5)", "gossip"), ("BigDL(1)", "scatter_reduce")])
+def test_a_short_name_with_arguments_is_refused_with_what_it_stands_for(text, full):
+    with pytest.raises(ConfigurationError, match=f"takes no arguments, being short for {full}"):
+        parse(text, Strategy)
+
+
 @pytest.mark.parametrize(("noun", "alias"), SHORT)
 def test_every_alias_is_the_expression_it_stands_for(noun, alias):
     text = registry.aliases(noun)[alias]

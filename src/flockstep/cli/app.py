@@ -17,7 +17,8 @@ from typer.exceptions import TyperException
 
 from flockstep import __version__, registry
 from flockstep.cli import options as o
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted
+from flockstep.errors import FlockstepError, Interrupted
+from flockstep.records.config import Kind
 
 INTERRUPTED = 130
 """The exit code of a command that a signal ended."""
@@ -33,22 +34,31 @@ app = typer.Typer(
 
 def run(arguments: list[str]) -> int:
     """Run a command; return its exit code: 2 for bad input, 1 for a run that failed, 130 when interrupted."""
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    ours, scripts = _divided(arguments)
+    said = {"debug": "--debug" in ours}
+    rest = [argument for argument in ours if argument != "--debug"] + scripts
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code: int | None = app(arguments, standalone_mode=False)
+        code: int | None = app(rest, standalone_mode=False, obj=said)
         if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
             raise Interrupted("interrupted")
         return code or 0
     except FlockstepError as error:
-        return _say(error, INTERRUPTED if isinstance(error, Interrupted) else error.exit_code, debug)
+        return _say(error, INTERRUPTED if isinstance(error, Interrupted) else error.exit_code, said["debug"])
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:
-        return _say(error, 2, debug)
+        return _say(error, 2, said["debug"])
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _say(Interrupted("interrupted"), INTERRUPTED, debug and isinstance(error, KeyboardInterrupt))
+        return _say(Interrupted("interrupted"), INTERRUPTED, said["debug"] and isinstance(error, KeyboardInterrupt))
+    except OSError as error:  # a folder that cannot be written to, a full disk
+        return _say(error, 1, said["debug"])
+
+
+def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments in which --debug is looked for here; those of `launch`, which tells a script's own from its own."""
+    at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), 0)
+    return (arguments[:at], arguments[at:]) if arguments[at : at + 1] == ["launch"] else (arguments, [])
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
@@ -59,6 +69,9 @@ def _say(error: Exception, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = "" if error.filename is None else f" {error.filename}"
+        text = f"cannot use{where}: {error.strerror}; free it, or choose another place with --out"
     print(f"flockstep: {text}", file=sys.stderr)
     return code
 
@@ -131,6 +144,7 @@ def simulate(
 
 @app.command()
 def compare(
+    context: typer.Context,
     job: o.Job,
     strategy: Annotated[list[str], typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.")],
     workers: o.Workers = 4,
@@ -157,14 +171,15 @@ def compare(
     """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
     from flockstep.cli.compare import compare_all
 
-    if faults and not simulate:
-        raise ConfigurationError(f"--fault {faults[0]} happens in virtual time only; add --simulate")
-    base = o.configured("simulate" if simulate else "train", {**locals(), "strategy": ""})
+    kind: Kind = "simulate" if simulate else "train"
+    o.refuse_idle(kind, context)
+    base = o.configured(kind, {**locals(), "strategy": ""})
     raise typer.Exit(compare_all(base, strategy, o.folder(out, f"compare-{job}"), as_json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def launch(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
     workers: o.Workers = 4,
@@ -173,11 +188,13 @@ def launch(
     threads: o.Threads = 1,
     imports: o.Imports = None,
     out: o.Out = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     as_json: o.Json = False,
 ) -> None:
     """Run your own script, unchanged, on several workers."""
     from flockstep.cli.runs import launch_one
 
+    context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
     launch_one(script, arguments or [], config, o.folder(out, f"launch-{script.stem}"), as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def compare_all(base: RunConfig, strategies: Sequence[str], out: Path, as_json: 
     for text in texts:
         if texts.count(text) > 1:
             raise ConfigurationError(f"the strategy {text} is given {texts.count(text)} times; give each once")
-    folders = [out / slug(text) for text in texts]
+    folders = [out / name for name in _names(texts)]
     failures: list[str] = []
     try:
         for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
@@ -58,6 +59,13 @@ def runs_in(folder: Path) -> list[Path]:
     if not found:
         raise ConfigurationError(f"{folder} holds no run; give the folder of a run or of a comparison")
     return found
+
+
+def _names(texts: Sequence[str]) -> list[str]:
+    """A folder's name for each strategy; those that are the same once cut and without signs get a mark."""
+    slugs = [slug(text) for text in texts]
+    marks = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
+    return [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
 
 
 def _run(config: RunConfig, folder: Path, title: str, failures: list[str]) -> None:

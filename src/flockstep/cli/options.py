@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flockstep.errors import ConfigurationError
 from flockstep.records.config import Kind, RunConfig
 
 Job = Annotated[
@@ -64,6 +65,22 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
+
+
+def refuse_idle(kind: Kind, context: typer.Context) -> None:
+    """Refuse options that were given although they mean nothing for that kind of run."""
+    for name in _NOT_OF[kind]:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
+            raise ConfigurationError(
+                f"--{name.removesuffix('s')} {value[0] if isinstance(value, list) else value} "
+                + (
+                    "matters in virtual time only; add --simulate"
+                    if kind == "train"
+                    else "is for real processes only; leave it or --simulate out"
+                )
+            )
 
 
 def folder(out: Path | None, what: str) -> Path:

@@ -43,7 +43,7 @@ def launch_one(script: Path, arguments: Sequence[str], config: RunConfig, folder
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:
-        show.console.print(f"the record is in {folder}")
+        show.console.print(f"the record is in {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:

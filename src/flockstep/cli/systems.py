@@ -45,7 +45,7 @@ def show_systems(name: str | None, as_json: bool) -> None:
 
 
 def _table() -> Table:
-    made = Table(*HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(*HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for row in rows():
         made.add_row(*(escape(row[heading]) for heading in HEADINGS))
     return made

@@ -147,7 +147,7 @@ class Loop:
         return Cluster(1, self.strategy.servers_for(1))
 
     def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
-        die_with(ticket.supervisor)
+        die_with(ticket.supervisor, ticket.directory)
         self._member = Member(ticket, schema)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(self._params)

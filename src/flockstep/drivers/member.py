@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import time
 import traceback
 from collections import deque
@@ -284,16 +285,17 @@ def stopped(message: Message) -> Exception:
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
-def die_with(pid: int) -> None:
+def die_with(pid: int, directory: str) -> None:
     """End this process as soon as the process `pid` of this host is gone, however that one ended.
 
+    The folder of the run's sockets goes with it: a supervisor that was killed early has left it behind.
     A signal on the parent's death would not do: forked workers are children of a fork server that outlives a supervisor
     which was killed.
     """
-    Thread(target=_watch, args=(pid,), name="flockstep-supervisor-watch", daemon=True).start()
+    Thread(target=_watch, args=(pid, directory), name="flockstep-supervisor-watch", daemon=True).start()
 
 
-def _watch(pid: int) -> None:
+def _watch(pid: int, directory: str) -> None:
     try:
         if hasattr(os, "pidfd_open"):
             select.select([os.pidfd_open(pid)], [], [])
@@ -303,4 +305,5 @@ def _watch(pid: int) -> None:
                 time.sleep(PATIENCE)
     except ProcessLookupError:
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,9 +59,6 @@ class _Stretched(Clock):
         self._clock = clock
         self._slows = slows
 
-    def finish(self, rank: int, t: float) -> float:
-        """The undisturbed time, stretched."""
-        finish = self._clock.finish(rank, t)
-        for fault in self._slows:
-            finish = t + (finish - t) * fault.stretch(rank, t)
-        return finish
+    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
+        """The undisturbed clock's, of a gradient that takes longer."""
+        return self._clock.finish(rank, t, stretch * math.prod(fault.stretch(rank, t) for fault in self._slows))

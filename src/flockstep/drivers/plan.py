@@ -75,7 +75,12 @@ class Plan:
 
     def random(self, address: Address) -> np.random.Generator:
         """The node's own stream, for what its strategy draws."""
-        return np.random.default_rng(np.random.SeedSequence((self.seed, 0x5747, address + (1 << 31))))
+        return node_random(self.seed, address)
+
+
+def node_random(seed: int, address: Address) -> np.random.Generator:
+    """The stream of a node's own, whichever process it lives in."""
+    return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
 
 
 class Batches:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
-from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed, node_random
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, FlockstepError
@@ -73,7 +73,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
             seat = Seat(member, rule.traits.survives, every, events.write)
             seat.progress = Progress(cluster, every) if every else None
-            random = np.random.default_rng(ticket.address + (1 << 31))
+            random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
             node.state = rule.master_state(node)
             node.freeze = Copies().frozen

@@ -52,12 +52,10 @@ def check(config: RunConfig) -> Strategy:
     choose_result(strategy, config.result)  # type: ignore[arg-type]
     for fault in config.faults:
         Fault.parse(fault).check(Cluster(config.workers, strategy.servers_for(config.workers)))
-    for name in ("steps", "epochs", "batch", "lr", "evaluate_every", "threads", "heartbeat"):
+    for name in ("steps", "epochs", "batch", "lr", "evaluate_every"):
         value = getattr(config, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"{name} must be > 0, got {value}; leave it out for the job's own")
-    if config.heartbeat is not None and config.heartbeat < 1:
-        raise ConfigurationError(f"heartbeat must be >= 1 s, got {config.heartbeat}; 5 is usual")
     return strategy
 
 

@@ -66,7 +66,9 @@ class Tick:
         """Root mean square distance of the replicas from their mean."""
         assert self.offset is not None
         mean_offset = self.offset / self.workers
-        return math.sqrt(max(0.0, self.squares / self.workers - float(mean_offset @ mean_offset)))
+        return math.sqrt(
+            max(self.squares / self.workers - float(mean_offset @ mean_offset), 0.0)
+        )  # not a number stays so
 
     def model(self, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray | None:
         """The model that a policy chooses without evaluating any; None where the node that holds it is missing."""

@@ -225,9 +225,8 @@ class Simulation:
         self._gradients.give_back(rank)
         indices = self._indices[rank] = self._batches[rank].next(need)
         self._pending.add(rank)
-        finish = self._clock.finish(rank, now)
-        if self._is_special(need, indices):
-            finish = now + (finish - now) * len(indices) / self.plan.batch * (1 + FORWARD * len(need.teachers))
+        stretch = len(indices) / self.plan.batch * (1 + FORWARD * len(need.teachers))
+        finish = self._clock.finish(rank, now, stretch)
         seat.computing = Ready(seat, need, now, now, finish)
         self._queue.schedule(due(now, finish, need.share), seat.computing)
         if need.unless is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +21,9 @@ PRELOAD = ["flockstep.launchers.entry"]
 """Imported once by the server that workers are forked from, so that each starts in milliseconds."""
 
 DRAIN = 1.0
-"""Seconds to wait for the last output of a process that has ended: what it started itself may hold the pipe open."""
+"""Seconds to wait for the last output of processes that have ended: what they started may hold their pipes open."""
+LONGEST_LINE = 1 << 20
+"""Bytes of a line from which on it is passed on before its end has come."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -64,32 +68,42 @@ class Script:
 
     def exit_code(self) -> int | None:
         """None while it runs."""
-        code = self._process.poll()
-        if code is not None:
-            for thread in self._relays:
-                thread.join(DRAIN)
-        return code
+        return self._process.poll()
 
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
 
+    def drain(self, deadline: float) -> None:
+        """Wait until all that it has printed is out, at the latest until that time of the monotonic clock."""
+        for thread in self._relays:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
 
 def relay(source: IO[bytes], sink: TextIO) -> None:
     """Copy whole lines from a process, so that those of several do not run together, to the file behind `sink`."""
-    left, out = b"", sink.fileno()
-    while chunk := os.read(source.fileno(), 1 << 16):
-        left += chunk
-        end = max(left.rfind(b"\n"), left.rfind(b"\r")) + 1
-        _write(out, left[:end])
-        left = left[end:]
-    _write(out, left)
+    left, out = bytearray(), sink.fileno()
+    with source:
+        while chunk := os.read(source.fileno(), 1 << 16):
+            end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+            if not end and len(left) + len(chunk) >= LONGEST_LINE:
+                end = len(chunk)
+            left += chunk[:end] if end else chunk
+            if end:
+                _write(out, left)
+                left = bytearray(chunk[end:])
+        _write(out, left)
 
 
-def _write(out: int, data: bytes) -> None:
-    with _ONE_AT_A_TIME:
-        while data:
-            data = data[os.write(out, data) :]
+def _write(out: int, data: bytearray) -> None:
+    """Write it all; what nobody takes any more is dropped, for a script must not wait for its reader for ever."""
+    rest = memoryview(data)
+    with _ONE_AT_A_TIME, contextlib.suppress(OSError):
+        while rest:
+            try:
+                rest = rest[os.write(out, rest) :]
+            except BlockingIOError:
+                select.select([], [out], [])
 
 
 def forkserver() -> ForkServerContext:

@@ -19,7 +19,7 @@ with contextlib.suppress(ImportError):
 
 def worker_main(ticket: Ticket, threads: int) -> None:
     """A worker process: rebuilds the job from the run's configuration."""
-    die_with(ticket.supervisor)
+    die_with(ticket.supervisor, ticket.directory)
     limit_threads(threads)
 
     def make():  # type: ignore[no-untyped-def]
@@ -33,7 +33,7 @@ def server_main(
     ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
 ) -> None:
     """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
-    die_with(ticket.supervisor)
+    die_with(ticket.supervisor, ticket.directory)
     limit_threads(1)
     import_components(imports)
     sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))

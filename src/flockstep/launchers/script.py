@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
-from flockstep.launchers.children import Child, Script, fork
+from flockstep.launchers.children import DRAIN, Child, Script, fork
 from flockstep.launchers.entry import server_main
 from flockstep.launchers.supervisor import Outcome, Standing, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished
@@ -44,9 +45,12 @@ def launch(
     import_components(config.imports)
     record = RunFolder(folder)
     record.create(config)
+    scripts: list[Script] = []
 
     def start_worker(ticket: Ticket) -> Child:
-        return start_script(script, arguments, dataclasses.replace(ticket, imports=config.imports), config.threads or 1)
+        ticket = dataclasses.replace(ticket, imports=config.imports)
+        scripts.append(start_script(script, arguments, ticket, config.threads or 1))
+        return scripts[-1]
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
@@ -63,6 +67,9 @@ def launch(
         patience=None,
     )
     outcome = supervisor.run(result_of)
+    deadline = time.monotonic() + DRAIN
+    for one in scripts:
+        one.drain(deadline)
     if outcome.strategy is not None:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)

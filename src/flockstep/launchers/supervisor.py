@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket
+from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
 from flockstep.launchers.health import Health, last_step
@@ -126,6 +126,9 @@ class Supervisor:
             self.outcome.error = error
         except KeyboardInterrupt:
             self.outcome.error = Interrupted("interrupted; what was computed is in the record")
+        except Exception as error:  # noqa: BLE001 - of the system: no folder for the sockets, no more processes, …
+            self.outcome.error = RunError(f"the run could not be supervised: {in_short(error)}")
+            self.outcome.error.__cause__ = error
         try:
             self._end_all()
         except KeyboardInterrupt:  # asked a second time: now
@@ -271,7 +274,8 @@ class Supervisor:
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
                     self._went = time.monotonic()
-                    shutil.rmtree(self._directory)  # all are connected; so even a killed supervisor leaves no sockets
+                    # All are connected; so even a killed supervisor leaves no sockets.
+                    shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
                         link.tell("go")
                         self.standings[link.address].state = "running"

@@ -36,6 +36,8 @@ _OPTIONS = (
 )
 _LAUNCH_OPTIONS = ("workers", "transport", "heartbeat")
 """A launched script says the rest itself."""
+LONGEST_HEARTBEAT = 3600
+"""Seconds; ZeroMQ cannot count twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,14 @@ class RunConfig:
             raise ConfigurationError(f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}; choose one")
         if self.workers < 1:
             raise ConfigurationError(f"workers must be >= 1, got {self.workers}; use 1 for plain training")
+        if self.seed < 0:
+            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number from 0")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigurationError(f"threads must be >= 1, got {self.threads}; 1 is usual")
+        if self.heartbeat is not None and not 1 <= self.heartbeat <= LONGEST_HEARTBEAT:
+            raise ConfigurationError(
+                f"heartbeat must be >= 1 s and <= {LONGEST_HEARTBEAT} s, got {self.heartbeat:g}; 5 is usual"
+            )
 
     @property
     def clock(self) -> Clock:

@@ -20,7 +20,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig, same_run
-from flockstep.records.events import Event, Snapshot, Span, Step, Update
+from flockstep.records.events import Event, Figure, Snapshot, Span, Step, Update
 from flockstep.records.summary import Summary, summarise, time_of
 
 _HALF = ".half"
@@ -144,7 +144,9 @@ class RunFolder:
         """
         if not self.config_file.exists():
             raise ConfigurationError(f"{self.path} holds no run: config.toml is missing; name the folder of a run")
-        return RunConfig.from_toml(self.config_file.read_text(encoding="utf-8"), str(self.config_file))
+        return RunConfig.from_toml(
+            self.config_file.read_text(encoding="utf-8", errors="replace"), str(self.config_file)
+        )
 
     def node_events_file(self, node: Address | None) -> Path:
         """Where a node of a real run writes its events; None is the launcher."""
@@ -180,7 +182,7 @@ class RunFolder:
             return summarise(self.read_config(), self.read_events(), "interrupted", "the run ended without a summary")
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
             raise ConfigurationError(
                 f"{self.summary_file} is not readable: {error}; delete it to have it computed anew"
             ) from None
@@ -221,7 +223,7 @@ class RunFolder:
         """The status in summary.json; None where there is no readable one."""
         try:
             return str(msgspec.json.decode(self.summary_file.read_bytes())["status"])
-        except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _clear(self) -> None:
@@ -242,7 +244,7 @@ def read_event_file(path: Path) -> list[Event]:
     whole, _, rest = data.rpartition(b"\n")
     try:
         events: list[Event] = _decoder.decode_lines(whole)
-    except msgspec.MsgspecError:
+    except ValueError:
         events = [_decode(line, path, number) for number, line in enumerate(whole.split(b"\n"), 1)]
     try:
         return [*events, _decode(rest, path, len(events) + 1)] if rest else events
@@ -254,20 +256,26 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
     try:
         event: Event = _decoder.decode(line)
         return event
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         try:
             return _not_finite(msgspec.json.decode(line))
-        except (msgspec.MsgspecError, AttributeError):
+        except (ValueError, AttributeError):
             raise ConfigurationError(
                 f"line {number} of {path} is no event: {error}; delete that line to read the rest"
             ) from None
 
 
 def _not_finite(data: dict[str, Any]) -> Event:
-    """A snapshot whose loss or metric was not finite: JSON has no such number, so it was written as null."""
-    if data.get("type") != "evaluation":
+    """A snapshot or a figure with a number that was not finite: JSON has no such, so it was written as null."""
+    kinds: dict[str, tuple[type[Event], tuple[str, ...]]] = {
+        "evaluation": (Snapshot, ("loss", "metric")),
+        "figure": (Figure, ("value",)),
+    }
+    if data.get("type") not in kinds:
         raise msgspec.ValidationError
-    return msgspec.convert({**data, **{k: float("nan") for k in ("loss", "metric") if data.get(k) is None}}, Snapshot)
+    kind, names = kinds[data["type"]]
+    event: Event = msgspec.convert({**data, **{k: float("nan") for k in names if data.get(k) is None}}, kind)
+    return event
 
 
 def _remove_half_line(path: Path) -> None:

@@ -113,9 +113,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     per_worker: list[WorkerTotals]
     """By rank."""
     lost: list[Lost]
-    figures: dict[str, float] = {}
-    """What the strategy itself recorded, by name: the last value of each node, summed over the nodes."""
     """The first report of each node that died or stopped responding."""
+    figures: dict[str, float] = {}
+    """What the strategy itself recorded, by name: the last value of each node, summed over those where it is finite."""
 
     @property
     def bytes_per_worker(self) -> float:
@@ -294,7 +294,8 @@ def _figures(events: Sequence[Event]) -> dict[str, float]:
     last = {(event.name, event.node): event.value for event in events if isinstance(event, Figure)}
     sums: Counter[str] = Counter()
     for (name, _), value in last.items():
-        sums[name] += value  # type: ignore[assignment]
+        if math.isfinite(value):
+            sums[name] += value  # type: ignore[assignment]
     return dict(sums)
 
 

@@ -31,10 +31,10 @@ class Clock(ABC):
     """Says when gradients are done, for all workers of one run."""
 
     @abstractmethod
-    def finish(self, rank: int, t: float) -> float:
+    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
         """The time at which the gradient that worker `rank` starts at `t` is done.
 
-        Call it once a gradient, in order of time.
+        It takes `stretch` times as long as the next draw says. Call it once a gradient, in order of time.
         """
 
 
@@ -75,8 +75,8 @@ class _OwnCores(Clock):
     def __init__(self, streams: list[Iterator[float]]) -> None:
         self._next = [stream.__next__ for stream in streams]
 
-    def finish(self, rank: int, t: float) -> float:
-        return t + self._next[rank]()
+    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
+        return t + self._next[rank]() * stretch
 
 
 class _SharedCores(Clock):
@@ -84,9 +84,9 @@ class _SharedCores(Clock):
         self._next = [stream.__next__ for stream in streams]
         self._free = [0.0] * cores
 
-    def finish(self, rank: int, t: float) -> float:
+    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
         core = rank % len(self._free)
-        self._free[core] = done = max(t, self._free[core]) + self._next[rank]()
+        self._free[core] = done = max(t, self._free[core]) + self._next[rank]() * stretch
         return done
 
 

@@ -32,8 +32,8 @@ class Broadcast(Strategy):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ConfigurationError(f"scale must be > 0, got {self.scale}; 1 sums the workers' updates")
+        if not 0 < self.scale < float("inf"):
+            raise ConfigurationError(f"scale must be > 0 and finite, got {self.scale}; 1 sums the workers' updates")
 
     @property
     def traits(self) -> Traits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,8 +34,9 @@ class Bucketed(Strategy):
 
     def __post_init__(self) -> None:
         for name in ("cap", "first"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name} must be > 0 megabytes, got {getattr(self, name)}; 25 and 1 are usual")
+            if not 0 < getattr(self, name) < math.inf:
+                got = getattr(self, name)
+                raise ConfigurationError(f"{name} must be > 0 megabytes and finite, got {got}; 25 and 1 are usual")
         if self.accumulate < 1:
             raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
 

@@ -37,7 +37,7 @@ class Coordinator:
     async def run(self, me: Server) -> None:
         """Until what the workers were granted is spent, or nothing is left to gain."""
         self.granted, self.gone, self.idle = {}, set(), []
-        while len(self.granted) < me.cluster.workers:
+        while len(self.granted.keys() | self.gone) < me.cluster.workers:
             await self._hear(me)
         if self.loss is None and self._affordable:
             self.loss = await self._evaluate(me)
@@ -75,7 +75,7 @@ class Coordinator:
 
     async def _accept(self, me: Server) -> None:
         """Keep the step and the change of the gradient as a pair, if its curvature is positive."""
-        k = self.evaluation
+        k = next(k for k in range(self.history + 1) if k not in self.pairs)  # the oldest pair's vectors are used again
         for name, new, old in ((f"s{k}", "trial", "w"), (f"y{k}", "sum", "g")):
             await tell(me, "set", name, new)
             if new == "sum":
@@ -105,6 +105,8 @@ class Coordinator:
     async def _hear(self, me: Server, over: bool = False) -> None:
         """Take in one request for work, with its report, or a farewell."""
         message = await me.receive()
+        if message.source in self.gone:
+            return  # asked before it died, which was heard of first
         if message.tag == BYE:
             self.gone.add(message.source)
             self.idle = [work for work in self.idle if work.source != message.source]

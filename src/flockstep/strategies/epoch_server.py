@@ -104,7 +104,7 @@ class EpochServer(Strategy):
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
-            elif message.tag == BYE and message.note.get("lost"):
+            elif message.tag == BYE and message.source in me.lost:
                 state.live -= 1
                 state.waiting = [asked for asked in state.waiting if asked.source != message.source]
             if state.waiting and len(state.waiting) >= state.live:

@@ -33,6 +33,10 @@ class GossipState:
     sent: int = 0
     """Models sent so far, which numbers them."""
     loans: list[Loan] = field(default_factory=list)
+    returned: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(peer, number) → mass of what was taken back from the dead."""
+    owed: int = 0
+    """Mass that was taken back although it had arrived, and is still to be given up."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Gossip(Strategy):
 
     With `acknowledged`, which the paper has not, a receiver says that it has a model, and its sender keeps a copy until
     then: it averages a copy back in when the receiver dies, or acknowledges a later one. Only what the dead held is
-    lost then, and what was lost last.
+    lost then, and what was lost last. Where the news of a death is faster than an acknowledgement, mass counts twice
+    until that has come, and is given up then.
     """
 
     p: float = 0.1
@@ -111,6 +116,12 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
     state.loans = [loan for loan in open_loans if loan not in lost]
     for loan in lost:
         add(me, state, loan.mass, loan.model)
+        state.returned[loan.peer, loan.number] = loan.mass
+    for key in state.returned.keys() & arrived:  # the news of the death was faster: it had arrived after all
+        state.owed += state.returned.pop(key)
+    given_up = min(state.owed, state.mass - 1)
+    state.mass -= given_up
+    state.owed -= given_up
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:

@@ -97,7 +97,7 @@ class GradientCoding(Strategy):
         state: Round = me.state
         n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
         async for message in me.messages():
-            if message.tag == BYE and message.note.get("lost"):
+            if message.tag == BYE and message.source in me.lost:
                 state.gone.add(message.source)
                 if len(state.gone) > s:
                     raise PeerLost(f"{len(state.gone)} workers are lost, gradient coding with s={s} bears {s}; raise s")

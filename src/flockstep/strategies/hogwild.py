@@ -129,7 +129,8 @@ async def attached(me: Worker) -> Segment:
         memory.array(me.params.dtype, len(me.params))[:] = me.params
         me.send_all(me.peers, "memory", None, {"address": memory.address})
         for peer in me.peers:
-            await me.receive("attached", peer)
+            with contextlib.suppress(PeerLost):
+                await me.receive("attached", peer)
     else:
         memory = SharedMemory.attach(str((await me.receive("memory", 0)).note["address"]))
         me.send(0, "attached")

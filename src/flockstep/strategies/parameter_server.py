@@ -18,6 +18,7 @@ from flockstep.strategies.base import Cell, Exchange, ResultPolicy, Scheduling, 
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, pack, unpack
+from flockstep.strategies.late_workers import gradient_unless_late, push_and_take
 from flockstep.strategies.push_server import PushServer
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
@@ -51,6 +52,11 @@ class ParameterServer(Strategy):
             raise CompositionError(
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
+            )
+        if self.consistency.keeps_copies and self.rule.compares_reads:
+            raise CompositionError(
+                f"{self.rule} goes by what workers have read, unknown to servers with {self.consistency}: a copy "
+                "and steps of one's own; use a consistency without copies, such as ssp, or another rule"
             )
         if self.filters and (self.consistency.gives_up or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
@@ -100,10 +106,10 @@ class ParameterServer(Strategy):
         parts = slices(len(me.params), self.shards)
         while me.training:
             if self.consistency.gives_up:
-                late = await self._unless_needless(me, state)
-                if late is None:
+                useful = await gradient_unless_late(me, state)
+                if useful is None:
                     continue
-                gradient = late
+                gradient = useful
             else:
                 gradient = await me.gradient()
             pushes: list[tuple[Address, FlatArray, Note]] = []
@@ -112,6 +118,9 @@ class ParameterServer(Strategy):
                 pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))
             if self.consistency.keeps_copies:
                 await push_and_keep(me, state, pushes, gradient, self.consistency)
+                continue
+            if self.consistency.gives_up:
+                await push_and_take(me, state, pushes)
                 continue
             for i, reply in enumerate(await me.ask_all("push", pushes)):
                 me.params[parts[i]] = reply.payload
@@ -128,17 +137,6 @@ class ParameterServer(Strategy):
             return pack(self.filters, self.codec, gradient, params, state.outboxes[i], me.random, flush=not me.training)
         data, state.errors[i] = encode(self.codec, self.feedback, gradient, state.errors[i], me.random)
         return data
-
-    async def _unless_needless(self, me: Worker, state: PushState) -> FlatArray | None:
-        """The gradient, or None where newer parameters came first and were taken."""
-        for _ in me.arrived("fresh"):
-            pass  # sent while this worker was being answered already
-        got = await me.gradient_unless("fresh")
-        if not isinstance(got, Message):
-            return got
-        me.params[:] = got.payload
-        state.versions[0] = int(got.note["version"])
-        return None
 
     async def master(self, me: Server) -> None:
         """Collect, apply what is released, answer who is admitted; in the end apply what is left."""

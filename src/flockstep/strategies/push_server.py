@@ -9,6 +9,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.messages import BYE, Message
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Consistency, Push, Read, View
+from flockstep.strategies.late_workers import FRESH
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.server_state import ServerState
 from flockstep.strategies.worker_copies import contents, send_fresh
@@ -51,16 +52,18 @@ class PushServer:
         note, rank, clock = message.note, message.source, message.step
         version = int(note["version"])
         state.pushes.append(Push(rank, clock - 1, version, float(note["lr"]), gradient))
-        if not self.consistency.keeps_copies:
+        moved = state.advance(rank, clock)
+        if state.told.get(rank) == me.version > version:
+            state.reading[rank] = me.version  # what it waits for is on its way already
+        elif not self.consistency.keeps_copies:
             state.reads.append(Read(rank, clock, version, message))
-        self._settle(me, state, state.advance(rank, clock), newest=True)
+        self._settle(me, state, moved, newest=True)
 
     def _settle(self, me: Server, state: ServerState, moved: bool, newest: bool = False) -> None:
         """Apply what is released now, answer who is admitted now."""
         rule = self.consistency
         # A rule that looks at clocks alone decides as before on those that wait while the slowest stands still.
         only_newest = newest and rule.by_clocks and not moved
-        before = me.version
         for group in rule.released(state.pushes[-1:] if only_newest else state.pushes, self._view(me, state)):
             self._apply(me, state, group)
         state.leave(rule.dropped(state.pushes, self._view(me, state)))
@@ -68,7 +71,9 @@ class PushServer:
         state.leave(reads=admitted)
         if rule.eager and moved:
             send_fresh(me, state)
-        if rule.keeps_copies:
+        if rule.gives_up:
+            self._send_new(me, state, [read.rank for read in admitted])
+        elif rule.keeps_copies:
             for read in admitted:
                 me.reply(read.message, me.params, contents(me, state, read.rank))
         elif admitted:
@@ -76,15 +81,24 @@ class PushServer:
                 self.rule.read(me, state.rule, read.rank)
                 state.reading[read.rank] = me.version
             me.reply_all([read.message for read in admitted], me.params, {"version": me.version})
-        if rule.gives_up and me.version > before:
-            late = [rank for rank, version in state.reading.items() if version < me.version]
-            state.reading.update(dict.fromkeys(late, me.version))
-            me.send_all(late, "fresh", me.params, {"version": me.version})
+
+    def _send_new(self, me: Server, state: ServerState, waiting: list[int]) -> None:
+        """Send the parameters to those that wait, and to those that compute on an older version."""
+        ranks = waiting + [rank for rank, version in state.reading.items() if version < me.version]
+        for rank in ranks:
+            self.rule.read(me, state.rule, rank)
+            state.reading[rank] = state.told[rank] = me.version
+        if ranks:
+            me.send_all(ranks, FRESH, me.params, {"version": me.version})
 
     def _view(self, me: Server, state: ServerState) -> View:
         workers, live = me.cluster.workers, len(state.clocks) - len(state.done)
-        lost, computing = workers - len(state.clocks), len(state.reading)
-        return View(state.slowest, workers, live, lost, me.version, computing, lambda: state.drift(me.params))
+
+        def waiting(rank: int) -> bool:
+            return any(push.rank == rank for push in state.pushes)
+
+        computing, drift = len(state.reading), lambda: state.drift(me.params)
+        return View(state.slowest, workers, live, len(me.lost), me.version, computing, drift, waiting)
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
         for push in group:

@@ -73,7 +73,9 @@ class Sandblaster(Strategy):
         return self.shards
 
     def worker_state(self, me: Worker) -> Fetched:
-        """Nothing fetched."""
+        """Nothing fetched. Raises `ConfigurationError` where there are more portions than samples."""
+        if self.portions > (most := me.train_size):
+            raise ConfigurationError(f"portions must be <= the number of training samples, {most}, got {self.portions}")
         return Fetched()
 
     def master_state(self, me: Server) -> ShardState:

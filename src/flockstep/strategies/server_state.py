@@ -46,6 +46,8 @@ class ServerState:
     """The lists of keys of each worker whose pushes are filtered."""
     snapshots: dict[int, FlatArray] = field(default_factory=dict)
     """Old versions, where the consistency rule compares them with the present one."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Worker → the newest version sent to it, where servers send new versions to those that are late."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
         """Set a worker's clock (None takes it out); return whether the slowest clock has moved."""
@@ -58,9 +60,13 @@ class ServerState:
         return self.slowest != slowest
 
     def depart(self, rank: int, lost: bool) -> bool:
-        """A worker has left; where it died its clock no longer counts. Returns whether the slowest clock has moved."""
+        """A worker has left. Returns whether the slowest clock has moved.
+
+        Where it died, its clock no longer counts; nor where it has left before, and others must do without it now.
+        """
         self.reads = [read for read in self.reads if read.rank != rank]
         if lost:
+            self.done.discard(rank)
             return self.advance(rank, None)
         self.reading.pop(rank, None)
         self.done.add(rank)
@@ -70,6 +76,7 @@ class ServerState:
         """Whoever had come to an end goes on, with the parameters of `version`: a run continues."""
         self.reading.update(dict.fromkeys(self.done, version))
         self.done.clear()
+        self.told.clear()
 
     def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
         """Take these off what waits."""

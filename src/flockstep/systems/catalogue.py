@@ -64,7 +64,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parallelism(self) -> str:
         """What of it can run here, and what not yet."""
         here = ["DP"] if self.modes else []
-        return " + ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
+        return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
     def cells(self) -> list[Cell]:
         """Where each listed mode stands in the taxonomy, derived from its composition."""

@@ -46,8 +46,8 @@ def differences(derived: Mapping[str, str], published: Row) -> dict[str, tuple[s
 
 
 def _parallel(derived: str, published: str) -> bool:
-    here, there = (set(text.replace(f"MP: {NOT_YET}", "MP").split(" + ")) for text in (derived, published))
-    return here == there
+    here = set(derived.replace(f"MP: {NOT_YET}", "MP").split(", "))
+    return here == set(published.split(" + "))
 
 
 def _same(derived: str, published: str) -> bool:

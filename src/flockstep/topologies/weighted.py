@@ -57,12 +57,12 @@ class WeightedGraph(Topology):
             ConfigurationError: weights that are negative, not finite, above one in all, or given for some edges only.
         """
         graph = self._read(n)
-        given = [weight for _, _, weight in graph.edges(data="weight")]
-        if all(weight is None for weight in given):
+        given = list(graph.edges(data="weight"))
+        if all(weight is None for _, _, weight in given):
             graph.remove_edges_from(list(nx.selfloop_edges(graph)))
             return metropolis_hastings(graph) if not graph.is_directed() else _equal_parts(graph)
-        if any(weight is None or not 0 <= weight < math.inf for weight in given):
-            raise ConfigurationError(f"{self}: give every edge a finite weight >= 0, or give none a weight")
+        if any(w is None or not 0 <= w < math.inf or (w == 0 and i != j) for i, j, w in given):
+            raise ConfigurationError(f"{self}: give every edge a finite weight > 0, or give none a weight")
         weights: npt.NDArray[np.float64] = nx.to_numpy_array(graph, nodelist=range(n)).T.copy()
         rest = 1 - weights.sum(axis=0)
         if rest.min() < -1e-9:
@@ -115,13 +115,16 @@ def _parse(text: str) -> nx.Graph:
     arrows = {word[2] for word in words if word}
     if not words or None in words or len(arrows) > 1:
         raise ConfigurationError(f"an edge list reads like '0-1 1-2:0.25', or '0>1 1>0' one-way, got {text[:80]!r}")
-    graph = nx.DiGraph() if arrows == {">"} else nx.Graph()
+    graph, clash = nx.DiGraph() if arrows == {">"} else nx.Graph(), False
     try:
-        for word in words:
-            assert word is not None
-            graph.add_edge(int(word[1]), int(word[3]), **({"weight": float(word[4])} if word[4] else {}))
+        for i, _, j, weight in (word.groups() for word in words if word):
+            given = {"weight": float(weight)} if weight else {}
+            clash |= graph.get_edge_data(int(i), int(j), given) != given
+            graph.add_edge(int(i), int(j), **given)
     except ValueError:
         raise ConfigurationError(f"a weight must be a number, got {text[:80]!r}; write it like 0-1:0.25") from None
+    if clash:
+        raise ConfigurationError(f"an edge has one weight, got two for the same edge in {text[:80]!r}; leave one out")
     return _numbered(graph)
 
 

@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ class SharedMemory:
         self.size = os.fstat(descriptor).st_size
         self._descriptor = descriptor
         self._map = mmap.mmap(descriptor, self.size)
+        weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:

@@ -58,6 +58,8 @@ class View:
     """Live workers that wait for nothing."""
     drift: Callable[[], float]
     """The largest absolute change of a parameter since the oldest version that somebody computes on."""
+    waiting: Callable[[int], bool]
+    """Whether a worker, by rank, has pushed a gradient that is neither applied nor dropped."""
 
 
 class Consistency(Component):

@@ -40,13 +40,13 @@ class KAsync(Consistency):
             raise ConfigurationError(f"k must be <= workers, {workers}, got {self.k}; use bsp for all of them")
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Those for whom there is a newer version: their gradient has been applied."""
-        return [read for read in reads if read.version < view.version]
+        """Those whose gradient has been applied; that there is a newer version is not enough."""
+        return [read for read in reads if not view.waiting(read.rank)]
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The first k, which are of as many learners, since who has pushed waits; fewer where fewer live."""
+        """Every k, which are of as many learners, since who has pushed waits; fewer where fewer live."""
         k = min(self.k, view.live)
-        return [list(pending[:k])] if len(pending) >= k > 0 else []
+        return [list(pending[i : i + k]) for i in range(0, len(pending) - k + 1, k)] if k else []
 
     def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """What is left."""

@@ -18,8 +18,12 @@ Keys = npt.NDArray[np.uint32]
 Lists = dict[bytes, Keys]
 """Hash → list of keys, the one used last at the end."""
 
-WHOLE, LISTED, HASHED = range(3)
-"""First byte of a packet: all entries; the number of keys (4 bytes) and the keys (4 bytes each); their hash."""
+LISTED, HASHED = range(1, 3)
+"""First byte of a packet: the number of keys (4 bytes) and the keys (4 bytes each) follow; their hash does.
+
+Where that would be no smaller than all entries, these are sent instead, as the codec has them, which the size tells: so
+no packet is larger than the update without filters, for which receivers are prepared.
+"""
 HASH_BYTES = 8
 
 
@@ -65,8 +69,11 @@ def pack(
             else:
                 wanted = np.where(mask, wanted, 0)  # dropped for good
     outbox.pending = np.where(kept, wanted, 0) if kept.any() else None
-    keys = np.flatnonzero(sent).astype(np.uint32)
-    head = _write_keys(keys, len(wanted), outbox.lists, _remembered(filters))
+    keys, dtype = np.flatnonzero(sent).astype(np.uint32), wanted.dtype.name
+    room = codec.wire_bytes(len(wanted), dtype) - codec.wire_bytes(len(keys), dtype)
+    head = _write_keys(keys, room, outbox.lists, _remembered(filters))
+    if head is None:
+        return codec.encode(np.where(sent, wanted, wanted.dtype.type(0)), random)
     return np.concatenate([head, codec.encode(wanted[sent], random)])
 
 
@@ -78,32 +85,31 @@ def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtyp
     """
     if not filters:
         return codec.decode(data, size, dtype)
+    if data.size >= codec.wire_bytes(size, dtype):
+        return codec.decode(data, size, dtype)
     keys, start = _read_keys(data, size, inbox.lists, _remembered(filters))
-    if keys is None:
-        return codec.decode(data[start:], size, dtype)
     update: FlatArray = np.zeros(size, dtype)
     update[keys] = codec.decode(data[start:], len(keys), dtype)
     return update
 
 
-def _write_keys(keys: Keys, size: int, lists: Lists, remembered: int) -> Bytes:
-    if len(keys) == size:
-        return np.array([WHOLE], np.uint8)
+def _write_keys(keys: Keys, room: int, lists: Lists, remembered: int) -> Bytes | None:
+    """What names the keys in less than `room` bytes, or None."""
     plain = keys.astype("<u4").tobytes()
+    digest = _digest(plain) if remembered else b""
+    known = len(keys) > 0 and np.array_equal(lists.get(digest, ()), keys)
+    if (1 + HASH_BYTES if known else 5 + len(plain)) >= room:
+        return None
     if remembered:
-        digest = _digest(plain)
-        known = np.array_equal(lists.get(digest, ()), keys) and len(keys) > 0
         _remember(lists, digest, keys, remembered)
-        if known:
-            return np.frombuffer(bytes([HASHED]) + digest, np.uint8)
+    if known:
+        return np.frombuffer(bytes([HASHED]) + digest, np.uint8)
     return np.frombuffer(bytes([LISTED]) + len(keys).to_bytes(4, "little") + plain, np.uint8)
 
 
-def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[Keys | None, int]:
-    """The keys (None: all), and where the values begin."""
+def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[Keys, int]:
+    """The keys, and where the values begin."""
     kind = int(data[0]) if data.size else -1
-    if kind == WHOLE:
-        return None, 1
     if kind == HASHED and data.size > HASH_BYTES:
         digest = data[1 : 1 + HASH_BYTES].tobytes()
         if digest not in lists:

@@ -38,8 +38,8 @@ class Bmuf(Outer):
             raise ConfigurationError(
                 f"momentum of bmuf must be in [0, 1), got {self.momentum}; leave it out for 1 - 1 / workers"
             )
-        if not self.zeta > 0:
-            raise ConfigurationError(f"zeta of bmuf must be > 0, got {self.zeta}; 1 is usual")
+        if not 0 < self.zeta < float("inf"):
+            raise ConfigurationError(f"zeta of bmuf must be > 0 and finite, got {self.zeta}; 1 is usual")
 
     def start(self, model: FlatArray, workers: int) -> Blocks:
         """Delta = 0."""

@@ -16,6 +16,8 @@ class Rule(Component):
     """How released gradients change the server's parameters."""
 
     noun: ClassVar[str] = "rule"
+    compares_reads: ClassVar[bool] = False
+    """It goes by what each worker has read, and must be told of every read."""
 
     def start(self, me: Server) -> Any:
         """What the rule remembers, before the first gradient; it belongs to the server's state."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class DelayCompensated(Rule):
     paper's. Memory: a copy of the parameters for each version that some worker still computes on.
     """
 
+    compares_reads: ClassVar[bool] = True
     form: Literal["adaptive", "constant"] = "adaptive"
     lambda0: float | None = None
     m: float = 0.95

@@ -1,0 +1,123 @@
+"""Options that mean nothing where they are given, a script's own options, and what the system refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flockstep.cli.app import run
+from flockstep.launchers.children import Child
+from flockstep.launchers.supervisor import Supervisor
+from flockstep.transports.zeromq import Ipc
+from support.processes import RealRun
+
+QUICK = ["-n", "2", "--steps", "3"]
+DRAWN = """
+from dataclasses import dataclass
+
+from flockstep import registry
+from flockstep.strategies.base import Strategy, Traits
+
+
+@dataclass(frozen=True)
+class Drawn(Strategy):
+    @property
+    def traits(self):
+        return Traits(completeness=1, survives=False, results=("server",))
+
+    @property
+    def servers(self):
+        return 1
+
+    async def worker(self, me):
+        while me.training:
+            await me.gradient()
+
+    async def finish(self, me):
+        me.leave()
+
+    async def master(self, me):
+        async for _ in me.messages():
+            me.params[:] = me.random.random(len(me.params))
+
+
+registry.register("strategy", "drawn", Drawn)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--network", "100mbit"], "--network 100mbit matters in virtual time only; add --simulate"),
+        (["--compute", "constant(1)"], "--compute constant(1) matters in virtual time only; add --simulate"),
+        (["--fault", "dies(0, 1)"], "--fault dies(0, 1) matters in virtual time only; add --simulate"),
+        (["--simulate", "--transport", "tcp"], "--transport tcp is for real processes only"),
+        (["--simulate", "--heartbeat", "4"], "--heartbeat 4.0 is for real processes only"),
+    ],
+)
+def test_compare_refuses_what_it_would_not_use(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["compare", "softmax", "-s", "asgd", *QUICK, *options]) == 2
+    assert capsys.readouterr().err.startswith(f"flockstep: {sentence}")
+    assert not Path("runs").exists()
+
+
+def test_strategies_whose_names_begin_alike_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = "ps(consistency=asynchronous, rule=delay_compensated(form='constant', lambda0={}))"
+    arguments = ["compare", "quadratic", "--simulate", *QUICK, "--out", "c", "--json"]
+    strategies = [text for value in (0.5, 0.6) for text in ("-s", rule.format(value))]
+    assert run([*arguments, *strategies]) == 0
+    assert len({run["folder"] for run in json.loads(capsys.readouterr().out)["runs"]}) == 2
+    assert run([*arguments, *strategies]) == 0
+    assert capsys.readouterr().err.count("kept from before") == 2
+
+
+def test_a_scripts_own_debug_option_is_the_scripts(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("script.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    assert run(["launch", "-n", "1", "script.py", "--debug", "-x"]) == 1
+    out, err = capfd.readouterr()
+    assert out == "['--debug', '-x']\n"
+    assert "Traceback" not in err
+    assert run(["launch", "-n", "1", "--debug", "script.py"]) == 1
+    out, err = capfd.readouterr()
+    assert out == "[]\n"
+    assert "Traceback" in err
+
+
+def test_a_place_that_cannot_be_written_to(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    assert run(["simulate", "quadratic", "-s", "asgd", *QUICK, "--out", "file/run"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("flockstep: cannot use ")
+    assert "Not a directory" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+def test_what_a_server_draws_depends_on_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    hashes = []
+    for kind, seed in (("train", "5"), ("simulate", "5"), ("simulate", "6")):
+        job = ["quadratic", "-s", "drawn", "-n", "1", "--steps", "1", "--import", str(tmp_path / "drawn.py")]
+        run = RealRun([kind, *job, "--seed", seed, "--json"], tmp_path / f"{kind}-{seed}")
+        hashes.append(json.loads(run.end().out)["result_hash"])
+        run.close()
+        RealRun.started.remove(run)
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_a_system_that_gives_no_process_ends_the_run_in_order(tmp_path: Path) -> None:
+    def refused(*_: object) -> Child:
+        raise OSError("no more processes")
+
+    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path / "run", refused, refused)
+    assert str(supervisor.run().error) == "the run could not be supervised: OSError: no more processes"

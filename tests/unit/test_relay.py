@@ -1,0 +1,90 @@
+"""What `flockstep launch` does with the output of scripts: all of it comes out, and nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from flockstep.launchers import children
+from flockstep.launchers.children import Script, relay
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[IO[bytes], IO[bytes], IO[Any], IO[bytes]]]:
+    """Where a script writes, where the relay reads, where the relay writes, and who reads that."""
+    (read, write), (shown, sink) = os.pipe(), os.pipe()
+    with os.fdopen(write, "wb", 0) as script, os.fdopen(read, "rb", 0) as source:
+        with os.fdopen(sink, "wb", 0) as out, os.fdopen(shown, "rb", 0) as reader:
+            yield script, source, out, reader
+
+
+def in_background(target: Any, *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_whole_lines_and_the_rest_at_the_end(pipes: Any) -> None:
+    script, source, out, reader = pipes
+    script.write(b"one\ntwo\nthr")
+    thread = in_background(relay, source, out)
+    assert reader.read(100) == b"one\ntwo\n"
+    script.write(b"ee\xff\x00\nlast")
+    script.close()
+    thread.join(PATIENCE)
+    assert reader.read(100) == b"three\xff\x00\nlast"
+
+
+def test_a_line_without_an_end_does_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long").write_bytes(b"y" * (3 * children.LONGEST_LINE) + b"\n")
+    pieces: list[bytes] = []
+    monkeypatch.setattr(children, "_write", lambda out, data: pieces.append(bytes(data)))
+    with (tmp_path / "out").open("w") as out:
+        relay((tmp_path / "long").open("rb", 0), out)
+    assert max(map(len, pieces)) <= children.LONGEST_LINE
+    assert b"".join(pieces) == (tmp_path / "long").read_bytes()
+
+
+def test_a_script_does_not_wait_for_a_reader_that_is_gone(pipes: Any) -> None:
+    script, source, out, reader = pipes
+    reader.close()
+
+    def write() -> None:
+        for _ in range(100):
+            script.write(b"x" * 9_999 + b"\n")
+        script.close()
+
+    writer = in_background(write)
+    relay(source, out)
+    writer.join(PATIENCE)
+    assert not writer.is_alive()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_what_a_script_started_does_not_hold_up_the_news_of_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(children, "DRAIN", 3600.0)
+    os.mkfifo(tmp_path / "end")
+    script = Script(["sh", "-c", f"(read line < {tmp_path / 'end'}; echo late) & exit 3"], dict(os.environ))
+    codes: list[int | None] = []
+
+    def wait() -> None:
+        while (code := script.exit_code()) is None:
+            pass
+        codes.append(code)
+
+    in_background(wait).join(PATIENCE)
+    (tmp_path / "end").write_text("now\n")
+    assert codes == [3]
+    script.drain(time.monotonic() + PATIENCE)
+    assert capfd.readouterr().out == "late\n"
