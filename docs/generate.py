@@ -167,7 +167,8 @@ def commands() -> str:
     group: Any = typer.main.get_command(app)
     rows = []
     for name, command in group.commands.items():
-        words = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
         rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
     return table(("command", "does"), rows)
 

@@ -8,7 +8,7 @@ import inspect
 
 from flockstep import registry
 from flockstep.errors import ConfigurationError
-from flockstep.expression import fields_of, to_text
+from flockstep.expression import Component, fields_of, to_text
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import stated
 
@@ -43,4 +43,6 @@ def _stated(topology: Topology) -> str:
 def _argument(field: dataclasses.Field[object]) -> str:
     if field.default_factory is not dataclasses.MISSING:
         return f"{field.name}={to_text(field.default_factory())}"  # type: ignore[arg-type]
+    if isinstance(field.default, Component):
+        return f"{field.name}={to_text(field.default)}"
     return field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"

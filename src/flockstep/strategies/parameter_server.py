@@ -30,12 +30,12 @@ from flockstep.strategies.worker_copies import push_and_keep, renew
 class ParameterServer(Strategy):
     """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
 
-    A worker computes g at the w it has read, pushes g, and reads again: the push asks for the parameters too, and is
-    answered when `consistency` admits the read. A server applies what `consistency` releases, as `rule` says, with the
-    optimiser of the job rebuilt on the server. The staleness of a gradient is the number of updates between the version
-    it was computed on and the one it is applied to (Zhang et al. 2016). Shards decide independently of each other.
-    `filters` choose which entries of a gradient travel; what they withhold goes with the next push, at last with the
-    last one.
+    A worker computes g at the w it has read, pushes g, and reads again: unless `consistency` has workers keep copies,
+    the push asks for the parameters too, and is answered when the read is admitted. A server applies what `consistency`
+    releases, as `rule` says, with the optimiser of the job rebuilt on the server. The staleness of a gradient is the
+    number of updates between the version it was computed on and the one it is applied to (Zhang et al. 2016). Shards
+    decide independently of each other. `filters` choose which entries of a gradient travel; what they withhold goes
+    with the next push, at last with the last one.
     """
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
