@@ -8,10 +8,10 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
-from flockstep.messages import node_name
+from flockstep.messages import BYE, node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.rewiring import Bridges
+from flockstep.strategies.rewiring import Bridges, within_reach
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
 from flockstep.topologies.requirements import require_doubly_stochastic, require_symmetric
@@ -67,7 +67,8 @@ class NeighbourAveraging(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Leave; complete what the other end of a new edge has begun."""
-        me.leave(peers=True)
+        me.leave()
+        me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], BYE)
         await me.state.close(me)
 
     async def _mix(self, me: Worker, weights: Matrix) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Message
 from flockstep.nodes import Worker
-from flockstep.topologies.facts import Matrix
+from flockstep.topologies.base import Topology
+from flockstep.topologies.facts import Matrix, mixing
 
 
 def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
@@ -32,6 +34,18 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
             mixing[b, a] += share
             mixing[[a, b], [a, b]] -= share
     return mixing
+
+
+@lru_cache(maxsize=8)
+def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
+    """For each worker, those that may come to wait for it: within four edges, which new ones do not exceed.
+
+    Whoever leaves tells these; to tell everyone takes n² messages.
+    """
+    near = np.eye(n) + sum(mixing(topology, n))
+    for _ in range(2):
+        near = ((near @ near) > 0).astype(np.float64)
+    return tuple(tuple(int(j) for j in np.flatnonzero(row) if j != rank) for rank, row in enumerate(near))
 
 
 @dataclass

@@ -81,8 +81,10 @@ class ServerState:
     def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
         """Take these off what waits."""
         gone = {id(one) for one in (*pushes, *reads)}
-        self.pushes = [push for push in self.pushes if id(push) not in gone]
-        self.reads = [read for read in self.reads if id(read) not in gone]
+        if pushes:
+            self.pushes = [push for push in self.pushes if id(push) not in gone]
+        if reads:
+            self.reads = [read for read in self.reads if id(read) not in gone]
 
     def drift(self, params: FlatArray) -> float:
         """The largest absolute change since the oldest version that somebody computes on."""
