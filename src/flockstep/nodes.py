@@ -9,40 +9,16 @@ from __future__ import annotations
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
 from flockstep.optimizers.base import Optimizer, OptimizerState
-from flockstep.programs import GRADIENT, Effect, NeedGradient, Task, suspend
-
-
-class Port(Protocol):
-    """A driver's side of a node: moves its messages and keeps its record."""
-
-    def send(self, to: Address, message: Message) -> None:
-        """Take `message`, whose array will not change any more; does not wait."""
-
-    def collect(self) -> None:
-        """Put what has arrived by now into the mailbox; does not wait."""
-
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
-        """Note that updates took effect here (source None: from every other worker)."""
-
-    def figure(self, name: str, value: float) -> None:
-        """Note a figure of the strategy's own."""
-
-
-class Stepper(Protocol):
-    """A worker's own optimiser, whoever wrote it."""
-
-    lr: float
-
-    def step(self, params: Array, gradient: Array) -> None:
-        """Update `params` in place."""
+from flockstep.programs import GRADIENT, Effect, NeedGradient, Port, Stepper, Task, suspend
 
 
 @dataclass(frozen=True)
@@ -71,6 +47,10 @@ class Node:
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
+        self.schema: Schema | None = None
+        """What the model's flat array holds; set by the driver. Without it the array counts as one tensor."""
+        self.held = slice(0, len(params))
+        """Which part of the model `params` is."""
         self.freeze: Callable[[Array], Array] = frozen
         """Makes the copies that messages carry; a driver may have a way of its own."""
         self._port = port
@@ -104,6 +84,13 @@ class Node:
     def busy(self) -> bool:
         """Whether a background task is under way."""
         return bool(self._tasks)
+
+    def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors in a part of `params` (None: all of it), in order; what is cut in two is flat."""
+        start, stop = (0, len(self.params)) if part is None else (part.start, part.stop)
+        if self.schema is None:
+            return ((stop - start,),)
+        return self.schema.shapes_within(self.held.start + start, self.held.start + stop)
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""

@@ -1,15 +1,15 @@
-"""What a program is: a coroutine that is suspended where time passes, and what it may wait for."""
+"""What a program is: a coroutine that is suspended where time passes; what it may wait for, and who runs it."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flockstep.arrays.factors import Layer
 from flockstep.errors import PeerLost
-from flockstep.messages import Array, Mailbox, Message, Wanted
+from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +87,28 @@ class Task:
             return
         assert isinstance(effect, Wanted)
         self.wanted = effect
+
+
+class Port(Protocol):
+    """A driver's side of a node: moves its messages and keeps its record."""
+
+    def send(self, to: Address, message: Message) -> None:
+        """Take `message`, whose array will not change any more; does not wait."""
+
+    def collect(self) -> None:
+        """Put what has arrived by now into the mailbox; does not wait."""
+
+    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+        """Note that updates took effect here (source None: from every other worker)."""
+
+    def figure(self, name: str, value: float) -> None:
+        """Note a figure of the strategy's own."""
+
+
+class Stepper(Protocol):
+    """A worker's own optimiser, whoever wrote it."""
+
+    lr: float
+
+    def step(self, params: Array, gradient: Array) -> None:
+        """Update `params` in place."""

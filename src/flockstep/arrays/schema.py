@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -78,6 +78,16 @@ class Schema:
         """16 hexadecimal digits that two models share only if their tables are equal."""
         rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}" for e in self.entries]
         return hashlib.sha256("\n".join([self.dtype, *rows]).encode()).hexdigest()[:16]
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
+    def shapes_within(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors that elements start..stop-1 hold, in order; of one that is cut, a flat piece."""
+        shapes: list[tuple[int, ...]] = []
+        for entry in self.entries:
+            first, last = max(start, entry.offset), min(stop, entry.offset + entry.size)
+            if first < last:
+                shapes.append(entry.shape if last - first == entry.size else (last - first,))
+        return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
         """Name → view of `flat` in that tensor's shape."""

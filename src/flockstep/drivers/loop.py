@@ -20,8 +20,9 @@ from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.solo import SoloSeat
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
-from flockstep.nodes import Cluster, Stepper, Worker
+from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer
+from flockstep.programs import Stepper
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 
@@ -91,13 +92,14 @@ class Loop:
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
         _check(strategy, self.workers)
         if ticket is None:
-            cluster = self._alone(server_optimizer)
+            cluster = self._alone(server_optimizer, schema)
         else:
             cluster = self._together(ticket, schema, server_optimizer)
         random = np.random.default_rng(np.random.SeedSequence((0x5747, self.rank)))
         worker = self._worker = Worker(
             self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
         )
+        worker.schema = schema
         worker.state = strategy.worker_state(worker)
         self._seat.node = worker
         self._runner = Runner(strategy.worker(worker), self._seat)
@@ -141,9 +143,9 @@ class Loop:
             self._params[:] = result
         self._member.close(0.0)
 
-    def _alone(self, optimizer: Optimizer) -> Cluster:
+    def _alone(self, optimizer: Optimizer, schema: Schema) -> Cluster:
         self._seat = SoloSeat()
-        self._seat.serve(self.strategy, self._params, optimizer)
+        self._seat.serve(self.strategy, self._params, optimizer, schema)
         return Cluster(1, self.strategy.servers_for(1))
 
     def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:

@@ -49,6 +49,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
                 engine.train_size,
                 engine.schema.slices,
             )
+            worker.schema = engine.schema
             worker.find_layers = lambda: plan.layers(engine)
             worker.state = plan.strategy.worker_state(worker)
             worker.freeze = Copies().frozen
@@ -75,6 +76,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             seat.progress = Progress(cluster, every) if every else None
             random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
+            node.schema, node.held = schema, held
             node.state = rule.master_state(node)
             node.freeze = Copies().frozen
             seat.node = node

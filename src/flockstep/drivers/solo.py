@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account
 from flockstep.errors import RunError
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
@@ -31,7 +31,7 @@ class SoloSeat:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
-    def serve(self, strategy: Strategy, params: FlatArray, optimizer: Optimizer) -> None:
+    def serve(self, strategy: Strategy, params: FlatArray, optimizer: Optimizer, schema: Schema) -> None:
         """Start the strategy's servers."""
         cluster, held = Cluster(1, strategy.servers_for(1)), strategy.held(1, len(params))
         self._held = held
@@ -39,6 +39,7 @@ class SoloSeat:
             local = self._servers[server(index)] = _Local(self)
             random = np.random.default_rng(index)
             node = Server(index, cluster, params[part].copy(), local, random, optimizer)
+            node.schema, node.held = schema, part
             node.state = strategy.master_state(node)
             local.start(node, strategy)
 

@@ -125,6 +125,7 @@ class Simulation:
         stepper.lr = plan.lr_at(0)
         facts = plan.optimizer, self._engine.train_size, self._engine.schema.slices
         worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
+        worker.schema = self._engine.schema
         worker.find_layers = lambda: plan.layers(self._engine)
         worker.state = plan.strategy.worker_state(worker)
         seat.node = worker
@@ -133,8 +134,9 @@ class Simulation:
     def _seat_server(self, index: int, params: FlatArray) -> None:
         plan, address = self.plan, server(index)
         seat = self.seats[address] = Seat(self, Account(address, self._emit))
-        held = params[plan.held(len(params))[index]].copy()
-        node = Server(index, plan.cluster, held, seat, plan.random(address), plan.optimizer)
+        held = plan.held(len(params))[index]
+        node = Server(index, plan.cluster, params[held].copy(), seat, plan.random(address), plan.optimizer)
+        node.schema, node.held = self._engine.schema, held
         node.state = plan.strategy.master_state(node)
         seat.node = node
         seat.program = plan.strategy.master(node)

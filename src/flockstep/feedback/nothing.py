@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
+
+import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
 
 
@@ -13,12 +16,6 @@ from flockstep.feedback.base import Feedback
 class NoFeedback(Feedback):
     """The sender keeps nothing; right for lossless and unbiased codecs."""
 
-    needs_contraction: ClassVar[bool] = False
-
-    def before(self, array: FlatArray, error: FlatArray | None) -> FlatArray:
+    def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """The array as it is."""
-        return array
-
-    def after(self, wanted: FlatArray, sent: FlatArray) -> FlatArray | None:
-        """No state."""
-        return None
+        return codec.encode(array, random), None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
+
+import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
 
 
@@ -16,12 +19,12 @@ class Residual(Feedback):
     The sum of everything sent plus the error kept equals the sum of everything that was to be sent.
     """
 
-    needs_contraction: ClassVar[bool] = True
+    @property
+    def needs_contraction(self) -> bool:
+        """What is kept grows without bound if less comes off it than goes on."""
+        return True
 
-    def before(self, array: FlatArray, error: FlatArray | None) -> FlatArray:
-        """p = e + x."""
-        return array if error is None else error + array
-
-    def after(self, wanted: FlatArray, sent: FlatArray) -> FlatArray | None:
-        """e = p - decoded."""
-        return wanted - sent
+    def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
+        """The encoding of e + x; the memory is e (K,)."""
+        error = np.zeros_like(array) if memory is None else memory
+        return codec.encode_residual(array, error, random), error

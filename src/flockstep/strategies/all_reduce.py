@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec
+from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.encoding import codec_for, encoded
+
+
+@dataclass
+class Kept:
+    """What a worker's feedback remembers."""
+
+    memory: Any = None
 
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
     """Synchronous all-reduce SGD (Baidu 2017; Sergeev & Del Balso 2018).
 
-    w ← w - η · (1/n) Σ g_i on every worker. The replicas are equal in every bit after every step.
+    w ← w - η · (1/n) Σ g_i on every worker. The replicas are equal in every bit after every step. With a lossy `codec`
+    each worker encodes its g_i once, with `feedback`; `collective` adds up what these encodings stand for.
     """
 
     collective: Collective = field(default_factory=Ring)
+    codec: Codec = field(default_factory=Identity)
+    feedback: Feedback = field(default_factory=NoFeedback)
+
+    def __post_init__(self) -> None:
+        check_composition(self.codec, self.feedback)
 
     @property
     def traits(self) -> Traits:
@@ -29,10 +50,26 @@ class AllReduce(Strategy):
         """Gradients are all-reduced; every worker holds the one model."""
         return Cell("central", "sync", "all-reduce", "replicated PS")
 
+    def worker_state(self, me: Worker) -> Kept:
+        """Nothing kept back."""
+        return Kept()
+
     async def worker(self, me: Worker) -> None:
         """Compute, sum, step."""
         while me.training:
             gradient = await me.gradient()
-            await self.collective.average(me, gradient)
+            if self.codec == Identity() and self.feedback == NoFeedback():
+                await self.collective.average(me, gradient)
+            else:
+                gradient = await self._mean(me, gradient)
             me.record_round()
             me.optimizer_step(gradient)
+
+    async def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
+        """The mean of what all encodings stand for."""
+        kept: Kept = me.state
+        data, kept.memory = encoded(me, self.codec, self.feedback, gradient, kept.memory)
+        codec = codec_for(me, self.codec, self.feedback)
+        total = await self.collective.sum_encoded(me, data, codec, len(gradient), gradient.dtype.name)
+        total /= me.workers
+        return total

@@ -15,7 +15,7 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.filters.base import Filter
-from flockstep.strategies.filters.packet import Inbox, Outbox, pack, unpack
+from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 
@@ -62,9 +62,10 @@ class Downpour(Strategy):
     codec: Codec = field(default_factory=Identity)
 
     def __post_init__(self) -> None:
+        check_filters(self.filters, self.codec)
         for name in ("n_push", "n_fetch", "shards"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} of downpour must be >= 1, got {getattr(self, name)}; the usual is 1")
+            if (got := getattr(self, name)) < 1:
+                raise ConfigurationError(f"{name} of downpour must be >= 1, got {got}; the usual is 1")
 
     @property
     def traits(self) -> Traits:
@@ -94,8 +95,7 @@ class Downpour(Strategy):
         state: Replica = me.state
         while me.training:
             gradient = await me.gradient()
-            if not state.count:
-                state.since = list(state.seen)
+            state.since = state.since if state.count else list(state.seen)
             state.accrued += gradient
             state.count += 1
             push, fetch = me.step % self.n_push == 0, me.step % self.n_fetch == 0

@@ -11,13 +11,14 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
-from flockstep.feedback.sender import check_composition, encode
+from flockstep.feedback.sender import check_composition
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
+from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
-from flockstep.strategies.filters.packet import Inbox, Outbox, pack, unpack
+from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.late_workers import gradient_unless_late, push_and_take
 from flockstep.strategies.push_server import PushServer
 from flockstep.strategies.rules.base import Rule
@@ -63,6 +64,7 @@ class ParameterServer(Strategy):
                 "filters keep what they withhold, for a push that is certain: they go without feedback, and without a "
                 f"rule that gives up gradients, got {self.feedback} and {self.consistency}; leave one out"
             )
+        check_filters(self.filters, self.codec)
         check_composition(self.codec, self.feedback)
 
     @property
@@ -105,21 +107,18 @@ class ParameterServer(Strategy):
         state: PushState = me.state
         parts = slices(len(me.params), self.shards)
         while me.training:
-            if self.consistency.gives_up:
-                useful = await gradient_unless_late(me, state)
-                if useful is None:
-                    continue
-                gradient = useful
-            else:
-                gradient = await me.gradient()
+            gives_up = self.consistency.gives_up
+            gradient = await (gradient_unless_late(me, state) if gives_up else me.gradient())
+            if gradient is None:
+                continue
             pushes: list[tuple[Address, FlatArray, Note]] = []
             for i, part in enumerate(parts):
-                data = self._encoded(me, state, i, gradient[part], me.params[part])
+                data = self._encoded(me, state, i, gradient, part)
                 pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))
             if self.consistency.keeps_copies:
                 await push_and_keep(me, state, pushes, gradient, self.consistency)
                 continue
-            if self.consistency.gives_up:
+            if gives_up:
                 await push_and_take(me, state, pushes)
                 continue
             for i, reply in enumerate(await me.ask_all("push", pushes)):
@@ -132,10 +131,11 @@ class ParameterServer(Strategy):
             await renew(me, me.state, self.consistency, me.step)
         await super().finish(me)
 
-    def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, params: FlatArray) -> FlatArray:
+    def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, part: slice) -> FlatArray:
+        piece, params = gradient[part], me.params[part]
         if self.filters:
-            return pack(self.filters, self.codec, gradient, params, state.outboxes[i], me.random, flush=not me.training)
-        data, state.errors[i] = encode(self.codec, self.feedback, gradient, state.errors[i], me.random)
+            return pack(self.filters, self.codec, piece, params, state.outboxes[i], me.random, flush=not me.training)
+        data, state.errors[i] = encoded(me, self.codec, self.feedback, piece, state.errors[i], part)
         return data
 
     async def master(self, me: Server) -> None:
@@ -144,5 +144,7 @@ class ParameterServer(Strategy):
 
     def decode(self, me: Server, message: Message) -> FlatArray:
         """The gradient (K,) that a push stands for."""
+        if not self.filters:
+            return decoded(me, self.codec, self.feedback, message)
         inbox = me.state.inboxes.setdefault(message.source, Inbox())
         return unpack(self.filters, self.codec, message.payload, len(me.params), me.params.dtype.name, inbox)

@@ -9,10 +9,11 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.identity import Identity
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
-from flockstep.feedback.sender import check_composition, encode
+from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.rules.base import mean_of
 
 
@@ -63,7 +64,8 @@ class ScatterReduce(Strategy):
         while me.training:
             sent = self._scatter(me, await me.gradient(), parts)
             pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
-            decoded = [self.codec.decode(piece, len(own), own.dtype.name) for piece in pieces]
+            codec = codec_for(me, self.codec, self.feedback, parts[me.rank])
+            decoded = [codec.decode(piece, len(own), own.dtype.name) for piece in pieces]
             state: SliceState = me.state
             assert me.optimizer is not None
             me.optimizer.step(own, mean_of(decoded), state.optimizer, me.lr)
@@ -75,14 +77,14 @@ class ScatterReduce(Strategy):
     def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
         """Send every other worker the slice that it serves; return one's own, encoded as theirs are."""
         state: SliceState = me.state
-        encoded = []
+        ready = []
         for rank, part in enumerate(parts):
-            data, state.errors[rank] = encode(self.codec, self.feedback, gradient[part], state.errors[rank], me.random)
-            encoded.append(data)
+            data, state.errors[rank] = encoded(me, self.codec, self.feedback, gradient[part], state.errors[rank], part)
+            ready.append(data)
         for hop in range(1, me.workers):  # everyone begins with another receiver
             rank = (me.rank + hop) % me.workers
-            me.send(rank, "gradient", encoded[rank])
-        return encoded[me.rank]
+            me.send(rank, "gradient", ready[rank])
+        return ready[me.rank]
 
     async def _piece(self, me: Worker, rank: int) -> Bytes:
         return (await me.receive("gradient", rank)).payload

@@ -18,6 +18,8 @@ from flockstep.messages import Address, Message, node_name
 PROTOCOL = 1
 MAX_HEADER = 1 << 16
 """Bytes; a header is far below, whatever the strategy puts into its note."""
+MAX_CODING = 1 << 16
+"""Bytes that an encoding may be larger than the array; one that would be larger sends the array as it is."""
 DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
 
 
@@ -59,7 +61,7 @@ class Identity:
 
     @property
     def limit(self) -> int:
-        """The largest payload, in bytes, that anyone in this run may send: the whole model."""
+        """The largest payload, in bytes, that anyone in this run may send uncoded: the whole model."""
         return self.model_bytes
 
 
@@ -134,7 +136,7 @@ def _array(
         raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")
     dtype = np.dtype(head.dtype).newbyteorder("<")
     nbytes = head.size * dtype.itemsize
-    if head.size < 0 or nbytes > me.limit:
+    if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes

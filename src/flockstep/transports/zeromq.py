@@ -16,7 +16,7 @@ import zmq
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Message, node_name
 from flockstep.transports.base import Transport
-from flockstep.transports.wire import MAX_HEADER, Identity, decode, encode
+from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
 
 LAUNCHER: Address = 1 << 30
 """The address of the process that supervises the run."""
@@ -63,7 +63,7 @@ def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
 
     `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
     """
-    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes, MAX_HEADER))
+    socket.setsockopt(zmq.MAXMSGSIZE, max(max_bytes + MAX_CODING, MAX_HEADER))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(heartbeat * 150))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(heartbeat * 600))
     socket.setsockopt(zmq.HEARTBEAT_TTL, int(heartbeat * 1000))

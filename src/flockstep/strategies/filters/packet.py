@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
-from flockstep.errors import ProtocolError
+from flockstep.errors import CompositionError, ProtocolError
 from flockstep.strategies.filters.base import Filter
 
 Keys = npt.NDArray[np.uint32]
@@ -41,6 +41,14 @@ class Inbox:
     """What a receiver remembers of one sender."""
 
     lists: Lists = field(default_factory=dict)
+
+
+def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
+    """Raise `CompositionError` unless the codec's size tells how many entries were encoded."""
+    if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
+        raise CompositionError(
+            f"filters need a codec whose bytes tell how many elements they are, got {codec}; use identity or half"
+        )
 
 
 def pack(

@@ -1,0 +1,47 @@
+"""From arrays to bytes and back, for numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.schema import FlatArray
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def as_floats(array: FlatArray) -> FlatArray:
+    """A flat contiguous array to compute with: float64 as it is, everything else as float32. May share memory."""
+    kind = np.float64 if array.dtype == np.float64 else np.float32
+    return np.ascontiguousarray(array.reshape(-1), dtype=kind)
+
+
+def cast(array: FlatArray, dtype: str) -> FlatArray:
+    """`array` in the dtype of that name; may share memory."""
+    kind = numpy_dtype(dtype)
+    return array if array.dtype == kind else array.astype(kind)
+
+
+def first_not_finite(array: FlatArray) -> int:
+    """The index of the first NaN or infinity, or -1."""
+    wrong = np.flatnonzero(~np.isfinite(array))
+    return int(wrong[0]) if len(wrong) else -1
+
+
+def as_bytes(array: FlatArray) -> Bytes:
+    """The little-endian bytes of a flat array; may share memory."""
+    little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return little.view(np.uint8)
+
+
+def from_bytes(data: Bytes, dtype: str) -> FlatArray:
+    """The array whose little-endian bytes are `data`; may share memory."""
+    kind = numpy_dtype(dtype)
+    little = np.frombuffer(np.ascontiguousarray(data), kind.newbyteorder("<"))
+    return little.astype(kind, copy=False)
+
+
+def join(*parts: Bytes) -> Bytes:
+    """All parts, one after the other."""
+    return np.concatenate(parts) if len(parts) != 1 else parts[0]

@@ -1,0 +1,37 @@
+"""From tensors to bytes and back; little-endian machines only, as torch itself."""
+
+from __future__ import annotations
+
+import torch
+
+
+def as_floats(array: torch.Tensor) -> torch.Tensor:
+    """A flat contiguous tensor to compute with: float64 as it is, everything else as float32. May share memory."""
+    kind = torch.float64 if array.dtype == torch.float64 else torch.float32
+    return array.detach().reshape(-1).to(kind).contiguous()
+
+
+def cast(array: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`array` in the dtype of that name; may share memory."""
+    return array.to(getattr(torch, dtype))
+
+
+def first_not_finite(array: torch.Tensor) -> int:
+    """The index of the first NaN or infinity, or -1."""
+    wrong = torch.nonzero(~torch.isfinite(array))
+    return int(wrong[0]) if len(wrong) else -1
+
+
+def as_bytes(array: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor; may share memory."""
+    return array.contiguous().view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The tensor whose bytes are `data`; a copy."""
+    return data.clone().view(getattr(torch, dtype))
+
+
+def join(*parts: torch.Tensor) -> torch.Tensor:
+    """All parts, one after the other."""
+    return torch.cat(parts) if len(parts) != 1 else parts[0]

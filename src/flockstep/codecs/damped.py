@@ -1,0 +1,80 @@
+"""Damped: an unbiased codec, shrunk until it is a contraction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.errors import CompositionError
+
+
+@dataclass(frozen=True)
+class Damped(Codec):
+    """C(x) / (1 + omega), for an unbiased C with E||C(x) - x||² ≤ omega ||x||².
+
+    E||x - C(x) / (1 + omega)||² ≤ omega / (1 + omega) ||x||² (Richtárik, Sokolov & Fatkhullin 2021, lemma 8): a
+    contraction, which error feedback needs. The bytes are those of C; the receiver divides.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if self.codec.variance(1) is None:
+            raise CompositionError(
+                f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use it as it is"
+            )
+
+    @property
+    def contraction(self) -> bool:
+        """By 1 / (1 + omega)."""
+        return True
+
+    @property
+    def exact_size(self) -> bool:
+        """As of the codec."""
+        return self.codec.exact_size
+
+    @property
+    def shares_seed(self) -> bool:
+        """As of the codec."""
+        return self.codec.shares_seed
+
+    def factor(self, size: int) -> float:
+        """1 / (1 + omega)."""
+        omega = self.codec.variance(size)
+        assert omega is not None
+        return 1 / (1 + omega)
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """As of the codec."""
+        return self.codec.wire_bytes(size, dtype)
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """The codec's bytes."""
+        return self.codec.encode(array, random)
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """What the codec decodes, divided by 1 + omega."""
+        decoded = self.codec.decode(data, size, dtype)
+        damped: FlatArray = (decoded * self.factor(size)).astype(decoded.dtype)
+        return damped
+
+    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
+        """As the codec does, with a smaller scale."""
+        self.codec.add_decoded(data, out, scale * self.factor(len(out)))
+
+    def error_bound(self, array: FlatArray) -> float:
+        """omega / (1 + omega) ||x||²."""
+        return (1 - self.factor(array.size)) * float(np.sum(np.square(array.astype(np.float64))))
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """Damped, for these tensors."""
+        return replace(self, codec=self.codec.on(shapes))
+
+    def at(self, step: int) -> Codec:
+        """Damped, at that step."""
+        return replace(self, codec=self.codec.at(step))
