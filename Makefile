@@ -1,16 +1,18 @@
 # make demo     train, compare and draw: the first thing to run
 # make test     the test suite
 # make check    what must pass before a change goes in
+# make fuzz     any bytes to every decoder and to the wire, for five minutes
 # make docs     rewrite the generated tables in README.md and docs/
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+FUZZ_SECONDS ?= 150
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help venv demo test check format docs clean
+.PHONY: help venv demo test check format docs fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +45,11 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+fuzz: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'
+	$(BIN)/python fuzz/fuzz_codecs.py -max_total_time=$(FUZZ_SECONDS)
+	$(BIN)/python fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

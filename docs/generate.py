@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import math
 import re
 import shlex
 import subprocess
@@ -30,6 +31,7 @@ from flockstep.claims.base import Claim
 from flockstep.cli.app import app
 from flockstep.cli.listing import listing
 from flockstep.cli.reproduce import known as known_claims
+from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
@@ -166,11 +168,20 @@ def commands() -> str:
     """The command line: what each command takes and does."""
     group: Any = typer.main.get_command(app)
     rows = []
-    for name, command in group.commands.items():
+    for name, command in _commands_of(group):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
         rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
     return table(("command", "does"), rows)
+
+
+def _commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command with its name, those of groups with the group's before it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands_of(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def difference() -> str:
@@ -284,6 +295,31 @@ def claims() -> str:
     return table(("claim", "statement", "source", "asserted", "quick"), rows)
 
 
+def codec_table() -> str:
+    """Every codec: what it is, what it takes on the wire, and what it promises."""
+    heading = ("codec", "what it is", "bits an element", "bytes for 1,000", "bytes for 2²⁰", "promises")
+    return table(heading, [_codec_cells(name) for name in registry.names("codec")])
+
+
+def _codec_cells(name: str) -> tuple[str, ...]:
+    codec = Codec.parse(name)
+    sizes = []
+    for shape in ((1000,), (1024, 1024)):
+        size = math.prod(shape)
+        most = codec.on((shape,)).at(0).wire_bytes(size, "float32")
+        sizes.append(f"{'' if codec.exact_size else '≤ '}{most:,}")
+    bits = 8 * codec.on(((1024, 1024),)).at(0).wire_bytes(1 << 20, "float32") / (1 << 20)
+    promises = [words for words, holds in _promised(codec) if holds]
+    summary_of = (inspect.getdoc(type(codec)) or "").split("\n\n")[0].replace("\n", " ")
+    return _code(name), summary_of, f"{'' if codec.exact_size else '≤ '}{bits:.4g}", *sizes, ", ".join(promises)
+
+
+def _promised(codec: Codec) -> Iterator[tuple[str, bool]]:
+    for words in ("lossless", "unbiased", "linear", "contraction", "sparse"):
+        yield words, bool(getattr(codec, words))
+    yield "one seed for all", codec.shares_seed
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "strategies": strategies,
     "families": families,
@@ -291,6 +327,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "systems": systems_table,
     "systems-list": systems_list,
     "claims": claims,
+    "codec-sizes": codec_table,
     "failures": failures,
     "failure-words": lambda: table(("word", "what is observed"), list(failure_matrix.WORDS.items())),
     "commands": commands,

@@ -18,6 +18,8 @@ PROVED = (
     "outer",
     "period",
     "collective",
+    "codec",
+    "feedback",
     "topology",
     "optimizer",
     "schedule",

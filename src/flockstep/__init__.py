@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from torch import nn, optim
 
+    from flockstep.drivers.mover import Mover
     from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.frameworks.base import Data, Job
     from flockstep.strategies.base import Strategy
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 
 __version__ = "0.1.0"
-__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "shard"]
+__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "join", "shard"]
 
 
 def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Strategy) -> DistributedOptimizer:
@@ -42,6 +43,21 @@ def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Str
     ticket = ticket_from_environment()
     import_components(ticket.imports if ticket is not None else ())
     return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
+
+
+def join(max_bytes: int = 1 << 30) -> Mover:
+    """The mover of this process: sends any array of up to `max_bytes` to any other rank of the run, in any form.
+
+    In a script that `flockstep launch -n 4` started it is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. All ranks have
+    to call it, those that follow a strategy after `distribute`; it returns once they have.
+
+    Raises:
+        ConfigurationError: this process has a mover already, or the workers do not agree on `max_bytes`.
+        PeerLost: another rank died, or left without calling it.
+    """
+    from flockstep.drivers import mover
+
+    return mover.join(max_bytes)
 
 
 def shard(loader: Iterable[B]) -> Iterable[B]:

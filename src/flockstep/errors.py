@@ -9,6 +9,7 @@ FlockstepError
 └── RunError                the run itself failed; what was computed is kept (exit code 1)
     ├── PeerLost            a node died or stopped responding while another needed it
     ├── ProtocolError       a message broke the wire format or its sequence
+    ├── TimedOut            a call waited for as long as it was told to
     ├── Diverged            a loss or a gradient is not finite
     └── Interrupted         the user, or the system, asked the run to stop
 """
@@ -72,6 +73,10 @@ class PeerLost(RunError):
 
 class ProtocolError(RunError):
     """A message broke the wire format or its sequence."""
+
+
+class TimedOut(RunError, TimeoutError):
+    """A call waited for as long as it was told to."""
 
 
 class Diverged(RunError):

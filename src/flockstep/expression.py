@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -129,10 +130,23 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
     if isinstance(node, ast.Name):
         alias = registry.alias(base.noun, node.id)
         return parse(alias, base) if alias else _build(_class(node.id, base), {}, _from_node)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sum(_from_tree(node.left, base, where), _from_tree(node.right, base, where), where)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise ConfigurationError(f"{where} must be a {base.noun}, got {_code(node)}; write it like {_example(base)}")
     kind = _class(node.func.id, base)
     return _build(kind, _call_arguments(node, kind), _from_node)
+
+
+def _sum(left: Component, right: Component, where: str) -> Component:
+    """left + right, for components that can be added up."""
+    try:
+        total = operator.add(left, right)
+    except TypeError:
+        raise ConfigurationError(
+            f"{where} must be a {left.noun}, got {left} + {right}; only what another can refine may stand before a +"
+        ) from None
+    return typing.cast(Component, total)
 
 
 def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
 from flockstep.optimizers.base import Optimizer, OptimizerState
-from flockstep.programs import GRADIENT, Effect, NeedGradient, Port, Stepper, Task, suspend
+from flockstep.programs import Effect, NeedGradient, NeedWork, Port, Rendezvous, SharedSum, Stepper, Task, suspend
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,9 @@ class Node:
     async def finished(self, task: Task) -> Any:
         """Wait until a task has ended; return what it returned."""
         ended = Wanted(source=self.address, reply_to=-task.number)
+        while task.work is not None:
+            await suspend(NeedWork(task.work))
+            self.poll()
         if not task.done:
             await suspend(ended)
         self.mailbox.take(ended)
@@ -159,6 +162,11 @@ class Node:
         if self._tasks:
             self._advance_tasks()
 
+    def poll(self) -> bool:
+        """Called by the driver: tasks go on whose work is done; whether one still waits for some, without a message."""
+        self._advance_tasks()
+        return any(task.work is not None for task in self._tasks)
+
     def lose(self, address: Address) -> None:
         """Called by the driver: that node is dead; programs see it leave."""
         self.lost.add(address)
@@ -183,6 +191,8 @@ class Node:
                 self._advance(task, found)
             while (wanted := task.wanted) is not None and wanted.source in self.departed:
                 self._advance(task, self.missed(wanted))
+            while task.work is not None and task.work.done():
+                self._advance(task, None)
             if task.done and task in self._tasks:
                 self._tasks.remove(task)
                 self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
@@ -252,6 +262,10 @@ class Worker(Node):
         """Number of training samples of a declared job; 0 in a script's own loop."""
         self.tensors = tuple(tensors) or (slice(0, len(params)),)
         """Where each of the model's tensors lies in the flat array, in order."""
+        self.rendezvous: Rendezvous | None = None
+        """Where workers in processes of their own meet outside of messages; set by the driver."""
+        self.together: SharedSum | None = None
+        """The workers who share memory with this one, if that is all of them; set by the driver."""
         self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
         """Finds the layers that can be factored; set by the driver of a declared job."""
         self._stepper = stepper
@@ -275,6 +289,13 @@ class Worker(Node):
             self._peers = [rank for rank in here if rank != self.address and rank not in self.lost]
         return self._peers
 
+    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+        """Replace `array` by the sum over all workers, divided, in memory that they share; False where they do not.
+
+        In the order of a ring all-reduce, all workers at once: not in background tasks, which may not wait.
+        """
+        return self.together is not None and not self._channel and self.together.all_reduce(array, divisor)
+
     @property
     def training(self) -> bool:
         """Whether there is another gradient to compute."""
@@ -287,7 +308,7 @@ class Worker(Node):
 
     def gradient(self) -> Awaitable[Array]:
         """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
-        return self._gradient(GRADIENT)
+        return self._gradient(NeedGradient())
 
     def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
         """The same, given up as soon as a message with that tag is here: then that message. Counts as a step anyway.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Coroutine, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from flockstep.arrays.factors import Layer
@@ -36,8 +37,29 @@ class NeedGradient:
     """The step ends with it. A step may take several gradients; the last one closes it, or the one given up."""
 
 
+class Work(Protocol):
+    """Something that goes on by itself and ends without a message, such as another library's all-reduce."""
+
+    def done(self) -> bool:
+        """Whether it has succeeded by now."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within that time.
+
+        Raises:
+            PeerLost: it failed.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class NeedWork:
+    """What a program waits for that is no message."""
+
+    work: Work
+
+
 GRADIENT = NeedGradient()
-Effect = NeedGradient | Wanted
+Effect = NeedGradient | Wanted | NeedWork
 Program = Coroutine[Effect, Any, None]
 
 
@@ -45,6 +67,12 @@ Program = Coroutine[Effect, Any, None]
 def suspend(effect: Effect) -> Generator[Effect, Any, Any]:
     """Hand an effect to the driver; what it resumes the program with."""
     return (yield effect)
+
+
+async def completed(work: Work) -> None:
+    """Wait until something that goes on outside of messages is done."""
+    if not work.done():
+        await suspend(NeedWork(work))
 
 
 class Task:
@@ -59,6 +87,8 @@ class Task:
         self.done = False
         self.result: Any = None
         self.wanted: Wanted | None = None
+        self.work: Work | None = None
+        """What it waits for instead of a message."""
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:
@@ -66,27 +96,62 @@ class Task:
         return None if self.wanted is None else mailbox.take(self.wanted)
 
     def resume(self, message: Message | None) -> None:
-        """Run it up to the next message that it waits for, or to its end."""
-        self.wanted = None
+        """Run it up to the next message or work that it waits for, or to its end."""
+        self.wanted = self.work = None
         try:
             effect = self._program.send(message)
         except StopIteration as end:
             self.done, self.result = True, end.value
             return
-        if not isinstance(effect, Wanted):
-            raise TypeError("a background task cannot ask for a gradient; ask in the worker's program")
-        self.wanted = effect
+        self._wait_for(effect)
 
     def fail(self, error: PeerLost) -> None:
         """Raise `error` where it waits; what it does not handle goes on to the driver."""
-        self.wanted = None
+        self.wanted = self.work = None
         try:
             effect = self._program.throw(error)
         except StopIteration as end:
             self.done, self.result = True, end.value
             return
-        assert isinstance(effect, Wanted)
-        self.wanted = effect
+        self._wait_for(effect)
+
+    def _wait_for(self, effect: Effect) -> None:
+        if isinstance(effect, NeedGradient):
+            raise TypeError("a background task cannot ask for a gradient; ask in the worker's program")
+        if isinstance(effect, NeedWork):
+            self.work = effect.work
+        else:
+            self.wanted = effect
+
+
+class Closing(Protocol):
+    """What has to be closed when a run ends."""
+
+    def close(self, failed: bool) -> None:
+        """The run is over; it may have failed with work under way."""
+
+
+@dataclass(eq=False)
+class Rendezvous:
+    """Where the workers of one run, each in a process of its own, find each other outside of messages."""
+
+    run: str
+    """Its name, that no other run has."""
+    folder: Path
+    """Its record's; the sockets' own folder is gone once all are connected."""
+    rank: int
+    workers: int
+    attend: Callable[[Work], None]
+    """Waits for work at once, wherever a program is, and still hears what the supervisor says."""
+    moved: Callable[[int, int, int], None]
+    """Books bytes sent and received outside of messages by formula, and as how many messages each way they count."""
+    held: dict[str, Closing] = field(default_factory=dict)
+    """What they have opened together, closed at the end of the run."""
+
+    def close(self, failed: bool = False) -> None:
+        """Close all that is held."""
+        while self.held:
+            self.held.popitem()[1].close(failed)
 
 
 class Port(Protocol):
@@ -112,3 +177,10 @@ class Stepper(Protocol):
 
     def step(self, params: Array, gradient: Array) -> None:
         """Update `params` in place."""
+
+
+class SharedSum(Protocol):
+    """The workers of one host, who share memory."""
+
+    def all_reduce(self, array: Array, divisor: int = 1) -> bool:
+        """Replace `array` by the sum over all workers, divided; waits. False: it cannot be had this way."""

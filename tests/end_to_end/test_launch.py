@@ -231,7 +231,8 @@ def test_workers_with_different_models(tmp_path: Path) -> None:
 
 
 def test_a_script_takes_part_once(tmp_path: Path) -> None:
-    pattern = "this process takes part in a run already; call flockstep.distribute once in a script"
+    once = "call flockstep.distribute once in a script, and flockstep.join after it"
+    pattern = f"this process takes part in a run already; {once}"
     failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
 
 

@@ -304,6 +304,13 @@ def test_a_parameter_server_with_filters_still_learns_with_less_traffic():
     assert engine.evaluate(less.result).loss < 1.05 * engine.evaluate(full.result).loss
 
 
+def test_filters_refuse_a_codec_that_warms_up():
+    with pytest.raises(CompositionError, match="the same in every step"):
+        Strategy.parse("ps(codec=dgc(0.1, warmup=8), filters=(support,))")
+    Strategy.parse("ps(codec=dgc(0.1), filters=(support,))")
+    Strategy.parse("ps(codec=dgc(0.1, warmup=8))")
+
+
 def test_filters_do_not_go_with_everything():
     for text in (
         "ps(filters=(support,), codec=half, feedback=residual)",

@@ -165,3 +165,42 @@ def test_a_broken_one_shows(kind):
 def test_bad_settings_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         Strategy.parse(f"streaming_diloco({arguments})")
+
+
+@pytest.mark.oracle("strategy:streaming_diloco")
+@pytest.mark.parametrize("feedback", ["none", "residual"])
+def test_encoded_outer_gradients_equal_the_oracle(feedback):
+    """theta less the mean of the rounded outer gradients, and what each rounding dropped; one fragment, no overlap."""
+    n, period, steps = 3, 4, 20
+    theta = Bench(n).start()
+    v, errors = np.zeros_like(theta), np.zeros((n, len(theta)), F)
+
+    def meet(step, w):
+        if step % period == 0:
+            total = np.zeros_like(theta)
+            for rank, replica in enumerate(w):
+                p = errors[rank] + (theta - replica)
+                total += p.astype(np.float16).astype(F)
+                errors[rank] = (p - p.astype(np.float16).astype(F)) * (feedback == "residual")
+            delta = theta - (theta - total / F(n))
+            v[:] = F(0.9) * v + delta
+            theta[:] -= F(0.7) * (delta + F(0.9) * v)
+            for replica in w:
+                replica[:] = theta
+
+    text = f"streaming_diloco({period}, 1, 0, codec=half, feedback={feedback})"
+    assert equal_bits(run_strategy(text, n, steps).replicas, np.stack(local_steps(n, steps, meet)))
+    exact = run_strategy(f"streaming_diloco({period}, 1, 0)", n, steps)
+    assert not equal_bits(run_strategy(text, n, steps).replicas, exact.replicas)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_encoded_bytes_are_exact(n):
+    """Every worker's code of every fragment goes around the ring: n (n-1) times 2 bytes an element."""
+    run = run_strategy("streaming_diloco(12, 4, 2, codec=half)", n, 36)
+    assert sum(books.sent for books in run.totals.values()) == 3 * n * (n - 1) * 18 * 2
+
+
+def test_conforms_with_a_codec():
+    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, codec=half, feedback=residual)"), alone_is_plain=False)
+    check_strategy(Strategy.parse("streaming_diloco(8, 3, 2, codec=dct(1, 3))"), workers=(2, 3))

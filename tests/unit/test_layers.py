@@ -20,8 +20,8 @@ SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
-    strategies systems simulation frameworks workloads records drivers launchers report testing claims
-    cli
+    strategies systems simulation costs frameworks workloads records drivers launchers report planning testing claims
+    bench cli
 """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")

@@ -28,12 +28,14 @@ WITH_ARGUMENTS = {
     ("compute", "exponential"): "exponential(0.1)",
     ("compute", "lognormal"): "lognormal(0.1)",
     ("compute", "pareto"): "pareto(0.1)",
+    ("compute", "empirical"): "empirical((0.1, 0.2, 0.4))",
     ("compute", "speeds"): "speeds(base=exponential(0.05), factors=(1, 1, 2.5))",
     ("compute", "slow_spells"): "slow_spells(base=constant(0.05), probability=0.01, factor=5, length=20)",
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
     ("network", "link"): "link('1gbit')",
     ("network", "switch"): "switch(bandwidth='1gbit', latency=0.001, backbone='2gbit')",
     ("network", "two_tier"): "two_tier(4, '10gbit', 0.0001, '100mbit', 0.01)",
+    ("network", "tiers"): "tiers((2, 2), (0, 1), (link('80gbit'),), (link('10gbit'),), (link('1gbit', '30ms'),))",
 }
 """What has hyper-parameters without a default."""
 

@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import flockstep.transports.wire as wire
+from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message
 from flockstep.transports.wire import DTYPES, MAX_HEADER, PROTOCOL, Identity, decode, encode
@@ -28,7 +29,7 @@ def identity(address: int) -> Identity:
 
 
 def payload(array: Any) -> memoryview:
-    return memoryview(np.ascontiguousarray(array)).cast("B") if len(array) else memoryview(b"")
+    return memoryview(np.ascontiguousarray(array).view(np.uint8)) if len(array) else memoryview(b"")
 
 
 def header(**changes: Any) -> bytes:
@@ -47,6 +48,8 @@ def header(**changes: Any) -> bytes:
         "reply_to": 0,
         "dtype": "float32",
         "size": WEIGHTS,
+        "place": -1,
+        "start": 0,
         "note": {"lr": 0.1},
     }
     assert set(changes) <= set(plain)
@@ -64,7 +67,7 @@ GOOD = payload(np.arange(WEIGHTS, dtype=np.float32))
     st.text(max_size=9),
 )
 def test_every_message_arrives_as_it_was_sent(dtype: str, size: int, note: dict[str, Any], step: int, tag: str) -> None:
-    array = np.arange(size).astype(dtype)
+    array = np.arange(size).astype(numpy_dtype(dtype))
     sender, receiver = identity(1), identity(2)
     for number in (1, 2):
         sent = Message(1, tag, array, note, step, number, number - 1)
@@ -114,12 +117,12 @@ def test_the_good_message_of_these_tests_is_good() -> None:
         ({"size": WEIGHTS - 1}, "worker 1 sent 40 bytes with 'push', whose header announces 36"),
         ({"dtype": "float64", "size": 5, "tag": "x"}, None),
         ({"dtype": "float16"}, "worker 1 sent 40 bytes with 'push', whose header announces 20"),
-        ({"dtype": "object"}, "worker 1 sent an array of 'object'; allowed: float16, "),
+        ({"dtype": "object"}, "worker 1 sent an array of 'object'; allowed: bfloat16, "),
         ({"dtype": "V40", "size": 1}, "worker 1 sent an array of 'V40'"),
         ({"dtype": "complex64", "size": 5}, "worker 1 sent an array of 'complex64'"),
         ({"dtype": ">f4"}, "worker 1 sent an array of '>f4'"),
         ({"dtype": ""}, "worker 1 sent 40 bytes with 'push', whose header announces none"),
-        ({"tag": 5}, "not protocol 1: Expected `str`, got `int`"),
+        ({"tag": 5}, "not protocol 2: Expected `str`, got `int`"),
         ({"step": 1.5}, "Expected `int`, got `float`"),
         ({"note": {"lr": [1]}}, "Expected `int | float | str`, got `array`"),
         ({"note": {"x": "y" * MAX_HEADER}}, f"bytes; at most {MAX_HEADER} are allowed"),

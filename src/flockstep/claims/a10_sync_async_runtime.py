@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.clockwork import timed
+from flockstep.costs.order_statistics import harmonic
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
 """Workers → steps: standard errors of a synchronous step of 0.6 % and less, of an asynchronous update of 0.5 %."""
@@ -56,11 +57,6 @@ def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) 
     t = timed(strategy, workers, steps, LAW)[0].t
     updates = 9 * len(t) // (10 * gradients)
     return float(t[updates * gradients - 1] / updates)
-
-
-def harmonic(n: int) -> float:
-    """H_n = 1 + 1/2 + ... + 1/n."""
-    return sum(1 / i for i in range(1, n + 1))
 
 
 def _row(what: str, expected: float, ours: float) -> Row:

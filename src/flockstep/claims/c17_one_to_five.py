@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.costs.utilisation import ONE_TO_FIVE, period_for, periodic
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 GRADIENT = 0.01
@@ -17,7 +18,6 @@ CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, 
 COLLECTIVES = ("ring", "recursive_doubling")
 SWEEP = (1, 3, 10, 30)
 ROUNDS = 2
-RULE = 5 / 6
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,13 @@ class OneToFive(Claim):
                 busy = _utilisation(workers, network, collective)
                 waits = GRADIENT / busy(1) - GRADIENT
                 figures[f"T_comm in ms, {where}"] = 1000 * waits
-                worst = max(SWEEP, key=lambda tau: abs(busy(tau) - _formula(tau, waits)))
-                expected = _formula(worst, waits)
+                worst = max(SWEEP, key=lambda tau: abs(busy(tau) - periodic(tau, GRADIENT, waits)))
+                expected = periodic(worst, GRADIENT, waits)
                 rows.append(_row(f"utilisation at tau = {worst}, worst of the sweep, {where}", expected, busy(worst)))
-                solved = max(1, round(RULE / (1 - RULE) * waits / GRADIENT))
-                rows.append(_row(f"utilisation at tau = {solved}, solved for 5/6, {where}", RULE, busy(solved)))
+                solved = max(1, round(period_for(ONE_TO_FIVE, GRADIENT, waits)))
+                rows.append(_row(f"utilisation at tau = {solved}, solved for 5/6, {where}", ONE_TO_FIVE, busy(solved)))
         note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
         return Verdict(tuple(rows), note, figures)
-
-
-def _formula(tau: int, waits: float) -> float:
-    return tau * GRADIENT / (tau * GRADIENT + waits)
 
 
 def _row(what: str, expected: float, ours: float) -> Row:

@@ -16,7 +16,9 @@ from rich.table import Table
 from typer.exceptions import TyperException
 
 from flockstep import __version__, registry
+from flockstep.cli import bench
 from flockstep.cli import options as o
+from flockstep.cli.calibrate import calibrate
 from flockstep.errors import FlockstepError, Interrupted
 from flockstep.records.config import Kind
 
@@ -30,6 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train in lockstep, as a flock, or anything between.",
 )
+app.add_typer(bench.app, name="bench")
+app.command()(calibrate)
 
 
 def run(arguments: list[str]) -> int:
@@ -98,7 +102,7 @@ def train(
     target: o.Target = None,
     evaluate_every: o.EvaluateEvery = None,
     result: o.Result = None,
-    transport: o.TransportText = "ipc",
+    transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
     threads: o.Threads = 1,
     imports: o.Imports = None,
@@ -161,7 +165,7 @@ def compare(
     split: o.SplitText = "iid",
     target: o.Target = None,
     evaluate_every: o.EvaluateEvery = None,
-    transport: o.TransportText = "ipc",
+    transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
     threads: o.Threads = 1,
     imports: o.Imports = None,
@@ -183,7 +187,7 @@ def launch(
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments for the script.")] = None,
     workers: o.Workers = 4,
-    transport: o.TransportText = "ipc",
+    transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
     threads: o.Threads = 1,
     imports: o.Imports = None,
@@ -226,6 +230,21 @@ def systems(
     from flockstep.cli.systems import show_systems
 
     show_systems(name, as_json)
+
+
+@app.command()
+def layers(
+    what: Annotated[str, typer.Argument(help="A job, a file with model() and inputs(), or a reference such as vgg-a.")],
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples for each worker.")] = 32,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers that share the data, or the layer.")] = 16,
+    everything: Annotated[bool, typer.Option("--all", help="Also layers without parameters.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also draw a picture, as one HTML file.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """A model's layers: parameters, work, depth, and what sharing the data or the layer would send."""
+    from flockstep.cli.layers import show_layers
+
+    show_layers(what, batch, workers, as_json, out, everything)
 
 
 @app.command()

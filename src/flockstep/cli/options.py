@@ -38,7 +38,7 @@ SplitText = Annotated[
 Target = Annotated[float | None, typer.Option(help="The metric that time-to-target refers to (default: the job's).")]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
 Result = Annotated[str | None, typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.")]
-TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: ipc or tcp.")]
+TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: shared_memory, ipc or tcp.")]
 Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
 Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
 NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]

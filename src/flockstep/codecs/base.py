@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -95,8 +95,9 @@ class Codec(Component):
         Raises:
             ProtocolError: `data` cannot be the encoding of so many elements.
         """
-        decoded = self.decode(data, len(out), _name(out))
-        out += decoded if scale == 1 else decoded * decoded.dtype.type(scale)
+        decoded: Any = self.decode(data, len(out), _name(out))
+        factor = decoded.dtype.type(scale) if isinstance(decoded, np.ndarray) else scale
+        out += decoded if scale == 1 else decoded * factor
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
         """The bytes for `error + array`; `error` (size,) becomes what they leave out, (error + array) - decoded."""
@@ -131,6 +132,10 @@ class Codec(Component):
     def exact_parts(self, size: int) -> list[slice]:
         """Which parts of `size` elements arrive as they are, whatever they hold."""
         return [slice(0, size)] if self.lossless else []
+
+    def sparse_parts(self, size: int) -> list[slice]:
+        """Of which parts of `size` elements only some are sent."""
+        return [slice(0, size)] if self.sparse else []
 
 
 def _name(array: FlatArray) -> str:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.parts import Parts
 from flockstep.errors import CompositionError
 
 
@@ -60,8 +62,8 @@ class Damped(Codec):
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """What the codec decodes, divided by 1 + omega."""
         decoded = self.codec.decode(data, size, dtype)
-        damped: FlatArray = (decoded * self.factor(size)).astype(decoded.dtype)
-        return damped
+        shrunk: FlatArray = kernels.of(decoded).cast(decoded * self.factor(size), dtype)
+        return shrunk
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
         """As the codec does, with a smaller scale."""
@@ -71,6 +73,10 @@ class Damped(Codec):
         """omega / (1 + omega) ||x||²."""
         return (1 - self.factor(array.size)) * float(np.sum(np.square(array.astype(np.float64))))
 
+    def sparse_parts(self, size: int) -> list[slice]:
+        """As of the codec."""
+        return self.codec.sparse_parts(size)
+
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """Damped, for these tensors."""
         return replace(self, codec=self.codec.on(shapes))
@@ -78,3 +84,10 @@ class Damped(Codec):
     def at(self, step: int) -> Codec:
         """Damped, at that step."""
         return replace(self, codec=self.codec.at(step))
+
+
+def damped(codec: Codec) -> Codec:
+    """`codec` as a contraction; of several tensors' codecs only those that are none, each by a factor of its own."""
+    if isinstance(codec, Parts):
+        return replace(codec, codecs=tuple(c if c.contraction or c.lossless else Damped(c) for c in codec.codecs))
+    return Damped(codec)

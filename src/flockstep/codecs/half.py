@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import ProtocolError
@@ -33,8 +34,9 @@ class Half(Codec):
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """The rounded elements, little-endian."""
-        bounded = np.where(np.isfinite(array), np.clip(array, -LARGEST, LARGEST), array)
-        return bounded.astype("<f2").view(np.uint8)
+        k = kernels.of(array)
+        data: Bytes = k.as_bytes(k.cast(k.saturated(k.as_floats(array), LARGEST), "float16"))
+        return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """The rounded elements, as `dtype`.
@@ -42,9 +44,11 @@ class Half(Codec):
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements.
         """
-        if data.size != 2 * size:
-            raise ProtocolError(f"half needs {2 * size} bytes for {size} elements, got {data.size}")
-        return np.ascontiguousarray(data).view("<f2").astype(dtype)
+        if len(data) != 2 * size:
+            raise ProtocolError(f"half needs {2 * size} bytes for {size} elements, got {len(data)}")
+        k = kernels.of(data)
+        array: FlatArray = k.cast(k.from_bytes(data, "float16"), dtype)
+        return array
 
     def error_bound(self, array: FlatArray) -> float:
         """Half a unit in the last place of each element: 2⁻¹¹ of it, at least 2⁻²⁵; what is cut off beyond ±65504."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import ProtocolError
@@ -37,13 +38,15 @@ class Identity(Codec):
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """The bytes of the array itself."""
-        return size * np.dtype(dtype).itemsize
+        return size * kernels.numpy_dtype(dtype).itemsize
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """A copy of the array's bytes."""
-        copy = array.astype(array.dtype.newbyteorder("<"), order="C")
-        copy.flags.writeable = False  # so that sending it needs no other copy
-        return copy.view(np.uint8)
+        k = kernels.of(array)
+        data: Bytes = k.as_bytes(k.copied(array))
+        if isinstance(data, np.ndarray):
+            data.flags.writeable = False  # so that sending it needs no other copy
+        return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """The array in `data`; may share its memory.
@@ -51,17 +54,12 @@ class Identity(Codec):
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements.
         """
-        if data.size != self.wire_bytes(size, dtype):
+        if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(
-                f"identity needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {data.size}"
+                f"identity needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}"
             )
-        little = np.ascontiguousarray(data).view(np.dtype(dtype).newbyteorder("<"))
-        return little.astype(dtype, copy=False)
-
-    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * x, straight from the bytes."""
-        decoded = self.decode(data, len(out), out.dtype.name)
-        out += decoded if scale == 1 else decoded * decoded.dtype.type(scale)
+        array: FlatArray = kernels.of(data).from_bytes(data, dtype)
+        return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """All of it."""

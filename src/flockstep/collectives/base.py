@@ -8,14 +8,22 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
+from flockstep.collectives.costs import Link
+from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
+from flockstep.collectives.exchange import received as received  # for those written over this module
 from flockstep.expression import Component
 from flockstep.nodes import Worker
 
 
 class Collective(Component):
-    """An exchange in which every worker takes part, written over point-to-point messages."""
+    """An exchange in which every worker takes part, written over point-to-point messages.
+
+    All workers have to call the same operations in the same order, with arrays of the same size and dtype. What they
+    get is identical in every bit on all of them. Every operation raises `PeerLost` when a worker that it waits for
+    died, and `ProtocolError` when a message got lost, so that another one would be taken for it.
+    """
 
     noun: ClassVar[str] = "collective"
 
@@ -28,6 +36,39 @@ class Collective(Component):
             ProtocolError: a message got lost, so that another one would be taken for it.
         """
 
+    async def reduce(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+        """Replace `array` on `root` by the sum; on others it holds a part of it afterwards. Along a binomial tree."""
+        await reduce_on_tree(me, array, root)
+
+    async def broadcast(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+        """Replace `array` on every worker by that of `root`. Along a binomial tree."""
+        await broadcast_on_tree(me, array, root)
+
+    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+        """Leave each worker with its `share` of the sum: which part of `array` that is, and the view that holds it.
+
+        The rest of `array` is undefined afterwards. Every worker sends each other one its share; a share is summed in
+        order of rank: (P-1)/P K elements in P-1 messages.
+        """
+        n, rank = me.workers, me.rank
+        parts = [self.share(n, len(array), r) for r in range(n)]
+        for hop in range(1, n):  # everyone begins with another receiver
+            to = (rank + hop) % n
+            me.send(to, "scatter", array[parts[to]])
+        view = array[parts[rank]]
+        own = view.copy()
+        for source in range(n):
+            piece = own if source == rank else await received(me, "scatter", source)
+            if source:
+                view += piece
+            else:
+                view[:] = piece
+        return parts[rank], view
+
+    def share(self, workers: int, size: int, rank: int) -> slice:
+        """The part of `size` elements that `reduce_scatter` leaves with that rank; all of them together are all."""
+        return slices(size, workers)[rank]
+
     async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
         """The arrays of all workers, in order of rank; they may differ in size. Around a ring: n-1 messages each."""
         n, rank = me.workers, me.rank
@@ -36,6 +77,10 @@ class Collective(Component):
             me.send((rank + 1) % n, "pass", gathered[(rank - hop) % n])
             gathered[(rank - hop - 1) % n] = await received(me, "pass", (rank - 1) % n)
         return gathered
+
+    async def barrier(self, me: Worker) -> None:
+        """Return once every worker has got here: ⌈log2 P⌉ messages each, without an array."""
+        await signal_all(me)
 
     async def average(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` on every worker by the mean over all workers."""
@@ -58,14 +103,14 @@ class Collective(Component):
             codec.add_decoded(piece, total)
         return total
 
+    def cost(self, workers: int, nbytes: float, link: Link) -> float:
+        """Seconds that `all_reduce` of so many bytes takes on `link`: exact for P = 2^k that divides the elements."""
+        raise NotImplementedError(f"{type(self).__name__} has no cost model")
 
-async def received(me: Worker, tag: str, source: int) -> FlatArray:
-    """The array of the next message with that tag from that worker, none of whose messages may be missing.
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """Exact number of elements that a rank sends in an `all_reduce` of `size`."""
+        raise NotImplementedError(f"{type(self).__name__} has no cost model")
 
-    Raises:
-        PeerLost: the worker has left or was lost.
-        ProtocolError: one of its messages got lost.
-    """
-    message = await me.receive(tag, source)
-    me.mailbox.require_all(source)
-    return message.payload
+    def rounds(self, workers: int) -> int:
+        """Messages in a row, each waiting for the one before, of an `all_reduce`: what latency counts."""
+        raise NotImplementedError(f"{type(self).__name__} has no cost model")

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray
+from flockstep.collectives import costs
 from flockstep.collectives.base import Collective, received
+from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
+from flockstep.errors import ProtocolError
+from flockstep.messages import Message, node_name
 from flockstep.nodes import Worker
 
 
@@ -19,19 +25,61 @@ class RecursiveDoubling(Collective):
 
     async def all_reduce(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
-        power = 1 << (me.workers.bit_length() - 1)
-        if me.rank >= power:
-            me.send(me.rank - power, "fold", array)
-            array[:] = await received(me, "unfold", me.rank - power)
-            return
-        folded = me.rank + power < me.workers
-        if folded:
-            array += await received(me, "fold", me.rank + power)
-        distance = 1
-        while distance < power:
-            partner = me.rank ^ distance
-            me.send(partner, "double", array)
-            array += await received(me, "double", partner)
-            distance *= 2
-        if folded:
-            me.send(me.rank + power, "unfold", array)
+        power = await fold(me, array)
+        if me.rank < power:
+            distance = 1
+            while distance < power:
+                partner = me.rank ^ distance
+                me.send(partner, "double", array)
+                array += await received(me, "double", partner)
+                distance *= 2
+        await unfold(me, array)
+
+    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+        """The arrays of all workers: for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
+        return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """log2 P whole arrays."""
+        return costs.butterfly(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """K log2 P, and the folds."""
+        inner = costs.doublings(workers) * size if rank < 1 << costs.doublings(workers) else 0
+        return inner + sent_in_folds(workers, size, rank)
+
+    def rounds(self, workers: int) -> int:
+        """log2 P, and two where P is no power of two."""
+        return rounds_with_folds(workers, 1)
+
+
+async def gathered_by_doubling(me: Worker, array: FlatArray) -> list[FlatArray]:
+    """The arrays of all 2^k workers, in order of rank; they may differ in size, not in dtype. k messages each."""
+    held = {me.rank: array}
+    distance = 1
+    while distance < me.workers:
+        partner = me.rank ^ distance
+        ranks = sorted(held)
+        sizes = ",".join(str(len(held[rank])) for rank in ranks)
+        me.send(partner, "double", np.concatenate([held[rank] for rank in ranks]), {"sizes": sizes})
+        message = await me.receive("double", partner)
+        me.mailbox.require_all(partner)
+        start = 0
+        for rank, size in zip(ranks, _sizes(message, len(ranks)), strict=True):
+            held[rank ^ distance] = message.payload[start : start + size]
+            start += size
+        distance *= 2
+    return [held[rank] for rank in range(me.workers)]
+
+
+def _sizes(message: Message, count: int) -> list[int]:
+    """The sizes of that many arrays in a message.
+
+    Raises:
+        ProtocolError: it does not hold so many.
+    """
+    words = str(message.note.get("sizes", "")).split(",")
+    sizes = [int(word) for word in words if word.isdecimal()]
+    if len(words) != count or len(sizes) != count or sum(sizes) != len(message.payload):
+        raise ProtocolError(f"{node_name(message.source)} sent no {count} arrays of {len(message.payload)} elements")
+    return sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives import costs
 from flockstep.collectives.base import Collective, received
 from flockstep.nodes import Worker
 
@@ -14,17 +15,49 @@ class Ring(Collective):
     """All-reduce on a ring (Patarasuk & Yuan 2009; Baidu 2017).
 
     Each worker sends 2(n-1) messages of about K/n elements, 2(n-1)K elements over all workers. Chunk c is summed in
-    the order c, c+1, …, c-1 of ranks, once, so that all workers end with the same bits.
+    the order c, c+1, …, c-1 of ranks, once, so that all workers end with the same bits. Processes of one host that
+    share memory add up in the same order where the arrays lie, which counts as the same bytes and messages.
     """
 
     async def all_reduce(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
+        if me.sum_together(array):
+            return
         n, rank = me.workers, me.rank
-        left, right = (rank - 1) % n, (rank + 1) % n
         chunks = [array[part] for part in slices(len(array), n)]
+        await self.reduce_scatter(me, array)
         for hop in range(n - 1):
-            me.send(right, "reduce", chunks[(rank - hop) % n])
-            chunks[(rank - hop - 1) % n] += await received(me, "reduce", left)
+            me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
+            chunks[(rank - hop) % n][:] = await received(me, "gather", (rank - 1) % n)
+
+    async def average(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the mean over all workers."""
+        if me.workers > 1 and not me.sum_together(array, me.workers):
+            await super().average(me, array)
+
+    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+        """Leave each worker with the chunk of its right neighbour's number: n-1 messages of about K/n elements."""
+        n, rank = me.workers, me.rank
+        parts = slices(len(array), n)
         for hop in range(n - 1):
-            me.send(right, "gather", chunks[(rank - hop + 1) % n])
-            chunks[(rank - hop) % n][:] = await received(me, "gather", left)
+            me.send((rank + 1) % n, "reduce", array[parts[(rank - hop) % n]])
+            array[parts[(rank - hop - 1) % n]] += await received(me, "reduce", (rank - 1) % n)
+        return parts[(rank + 1) % n], array[parts[(rank + 1) % n]]
+
+    def share(self, workers: int, size: int, rank: int) -> slice:
+        """The chunk of its right neighbour's number."""
+        return slices(size, workers)[(rank + 1) % workers]
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """2 (P-1) messages of a P-th of the array."""
+        return costs.pipeline(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """2K less the two chunks that it never sends; nothing if it is alone."""
+        chunks = [part.stop - part.start for part in slices(size, workers)]
+        spared = chunks[(rank + 1) % workers] + chunks[(rank + 2) % workers]
+        return 2 * size - spared if workers > 1 else 0
+
+    def rounds(self, workers: int) -> int:
+        """2 (P-1)."""
+        return 2 * (workers - 1)

@@ -27,12 +27,16 @@ class Account:
         self.address = address
         self.emit = emit
         self.steps = 0
+        self.waited = 0.0
+        """Seconds of the time since the last entry that this node slept for others, in memory that they share."""
         self.seconds = {"compute": 0.0, "wait": 0.0, "comm": 0.0}
         self.sent_bytes = 0
         self.received_bytes = 0
         self.messages_sent = 0
         self.messages_received = 0
         self.header_bytes = 0
+        self.estimated_bytes = 0
+        """Those of `sent_bytes` that are known by a formula only, since others moved them."""
         self._spans = 0
         self._at_last_step = self._totals()
 
@@ -46,6 +50,13 @@ class Account:
         """Count a message that arrived."""
         self.received_bytes += message.payload_bytes
         self.messages_received += 1
+
+    def moved(self, sent: int, received: int, messages: int) -> None:
+        """Count bytes of payload that went another way than by messages, as so many messages each way."""
+        self.sent_bytes += sent
+        self.received_bytes += received
+        self.messages_sent += messages
+        self.messages_received += messages
 
     def spent(self, kind: str, start: float, end: float) -> None:
         """Count time spent on compute, wait or comm."""
@@ -88,6 +99,8 @@ class Account:
     def close(self, t: float, params: FlatArray) -> None:
         """Write the node's totals."""
         totals = self._totals()
+        if self.estimated_bytes:
+            self.figure(t, "bytes_by_formula", self.estimated_bytes)
         self.emit(Node(self.address, t, self.steps, *totals, self.header_bytes, fingerprint(params)))
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:

@@ -16,8 +16,10 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.solo import SoloSeat
+from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.nodes import Cluster, Worker
@@ -25,6 +27,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.programs import Stepper
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
+from flockstep.transports.copies import Copies
 
 TICKET = "FLOCKSTEP_TICKET"
 """The environment variable by which a launcher lets a script's process into a run."""
@@ -39,11 +42,14 @@ def ticket_from_environment() -> Ticket | None:
     return ticket if ticket.process == os.getpid() else None  # a process that the script started has inherited it
 
 
-def _claim_ticket() -> Ticket | None:
+def claim_ticket() -> Ticket | None:
     """The same, for the only part that this process can take in the run."""
     ticket = ticket_from_environment()
     if ticket is not None and ticket.claimed:
-        raise ConfigurationError("this process takes part in a run already; call flockstep.distribute once in a script")
+        raise ConfigurationError(
+            "this process takes part in a run already; call flockstep.distribute once in a script, and flockstep.join "
+            "after it"
+        )
     if ticket is not None:
         os.environ[TICKET] = ticket_to_text(replace(ticket, claimed=True))
     return ticket
@@ -65,7 +71,8 @@ def _check(strategy: Strategy, workers: int) -> None:
 class Loop:
     """One worker's part in a run, driven by somebody else's loop.
 
-    `params` and `gradients` are the flat arrays of the user's model; `stepper` is the user's optimiser, and
+    `params` and `gradients` are the flat arrays of the user's model, whose gradients are to be moved to
+    `loop.gradients` afterwards; `stepper` is the user's optimiser, and
     `server_optimizer` its rebuilt form for strategies whose servers apply the gradients.
     """
 
@@ -81,14 +88,13 @@ class Loop:
         self.strategy = strategy
         self.epochs = 0
         self._params = params
-        self._gradients = gradients
         self._member: Member | None = None
         self._events: EventWriter | None = None
         self._finished = False
         self._failure: Exception | None = None
         self._worker: Worker | None = None
         self._seat: Seat | SoloSeat
-        ticket = _claim_ticket()
+        ticket = claim_ticket()
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
         _check(strategy, self.workers)
         if ticket is None:
@@ -100,6 +106,7 @@ class Loop:
             self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
         )
         worker.schema = schema
+        self.gradients = self._home(worker, gradients)
         worker.state = strategy.worker_state(worker)
         self._seat.node = worker
         self._runner = Runner(strategy.worker(worker), self._seat)
@@ -114,7 +121,23 @@ class Loop:
         if self._finished:
             raise ConfigurationError("the run has been finished; call finish() after the last step()")
         with self._telling():
-            self._runner.advance(self._gradients)
+            self._runner.advance(self.gradients)
+
+    @property
+    def awaited(self) -> int:
+        """The first element of the part of the gradients that the strategy waits for; 0: it waits for all."""
+        return 0 if self._finished or self._failure is not None else self._runner.awaited
+
+    def hand_over(self) -> None:
+        """That part is in the flat array: let the strategy use it while backward goes on."""
+        with self._telling():
+            self._runner.advance(self.gradients, whole=False)
+
+    def listen(self) -> None:
+        """Let messages that have arrived, and what waits for them, go on."""
+        if not self._finished and self._failure is None:
+            with self._telling():
+                self._seat.collect()
 
     def finish(self) -> None:
         """End the run: hand over what is held back, and put the resulting model into the parameters."""
@@ -123,6 +146,8 @@ class Loop:
         if self._finished:
             return
         self._finished = True
+        if self._member is not None and (place := place_here()) is not None:
+            place.leave()
         self._runner.close()
         with self._telling():
             self._finish()
@@ -141,7 +166,24 @@ class Loop:
         result = self._member.wait_for_end()
         if result is not None:
             self._params[:] = result
+        self._leave_groups(failed=False)
         self._member.close(0.0)
+
+    def _leave_groups(self, failed: bool) -> None:
+        if self._worker is not None and self._worker.rendezvous is not None:
+            self._worker.rendezvous.close(failed)
+
+    def _home(self, worker: Worker, gradients: FlatArray) -> FlatArray:
+        """Where the gradients are to lie: where all workers of the host can add them up, if they share memory."""
+        if self._member is None or not isinstance(self._seat, Seat):
+            return gradients
+        worker.rendezvous = self._seat.meeting()
+        worker.freeze = Copies(self._member.endpoint.me.heap, worker.lost).frozen
+        group = group_of(self._member, worker.cluster)
+        if group is None:
+            return gradients
+        worker.together = Together(group, self._seat)
+        return home_of(group, len(gradients), gradients.dtype.name)
 
     def _alone(self, optimizer: Optimizer, schema: Schema) -> Cluster:
         self._seat = SoloSeat()
@@ -158,6 +200,7 @@ class Loop:
         self._params[:] = params
         self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
         self._seat = Seat(self._member, self.strategy.traits.survives, 0, self._events.write)
+        take_place(Place(self._member, self._seat.figure))
         return cluster
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -183,6 +226,7 @@ class Loop:
         if self._member is not None and not self._member.closed:
             step = self._worker.step if self._worker is not None else None
             self._member.fail(failure_of(error, self._member.ticket, step))
+            self._leave_groups(failed=True)
             self._member.close(0.3)
         if self._events is not None:
             self._events.close()

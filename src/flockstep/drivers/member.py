@@ -34,6 +34,9 @@ from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, Pe
 from flockstep.messages import Address, Message, Note, node_name
 from flockstep.nodes import Cluster
 from flockstep.transports.base import Transport
+from flockstep.transports.shared_group import heap_room_for, needed, room_for, segment_bytes, warm_up
+from flockstep.transports.shared_heap import SharedHeap
+from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL, Identity
 from flockstep.transports.zeromq import LAUNCHER, Backlog, Endpoint, harden
 
@@ -111,6 +114,8 @@ class Member:
         )
         self.endpoint = Endpoint(self._context, me, listen, ticket.heartbeat)
         self.closed = False
+        self.memory: SharedMemory | None = None
+        """The segment that all nodes of this run share, if they do."""
         self._heard: set[Address] = set()
         self._linked = False
         self._met = False
@@ -132,10 +137,30 @@ class Member:
         welcome = self._expect("welcome")
         assert welcome.array is not None
         cluster = Cluster(int(welcome.note["workers"]), int(welcome.note["servers"]))
+        if "memory" in welcome.note:
+            self._share(str(welcome.note["memory"]), cluster)
         self._meet(msgspec.json.decode(str(welcome.note["peers"]), type=dict[int, str]))
         self.tell("ready")
         self._expect("go")
         return cluster, welcome.array.copy()
+
+    def meet_all(self, tag: str) -> None:
+        """Wait for the supervisor to say, under that tag, where all peers listen; then for everyone to be connected."""
+        self._meet(msgspec.json.decode(str(self._expect(tag).note["peers"]), type=dict[int, str]))
+
+    def wait_for(self, tag: str) -> Message:
+        """Wait for the supervisor to say that."""
+        return self._expect(tag)
+
+    def _share(self, segment: str, cluster: Cluster) -> None:
+        """Large payloads go through a segment from now on."""
+        nbytes = self.schema.nbytes
+        self.memory = SharedMemory.attach(segment, segment_bytes(cluster.workers, cluster.servers, nbytes))
+        start, room = needed(cluster.workers, room_for(nbytes)), heap_room_for(nbytes)
+        nodes = cluster.workers, cluster.servers
+        self.endpoint.me.heap = SharedHeap(self.memory, self.ticket.address, *nodes, start, room)
+        if cluster.workers > 1 and self.ticket.address >= 0:
+            warm_up()
 
     def tell(self, tag: str, array: FlatArray | None = None, note: Note | None = None) -> None:
         """Say something to the supervisor.
@@ -238,6 +263,8 @@ class Member:
             raise stopped(message)
         if message.source == LAUNCHER and message.tag == "lost":
             raise PeerLost(str(message.note["reason"]))
+        if message.source == LAUNCHER and message.tag == "left":
+            raise PeerLost(f"{node_name(int(message.note['address']))} left the run without calling flockstep.join")
         if message.tag == GREETING:
             self._heard.add(message.source)
             if self._met:

@@ -13,6 +13,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed, node_random
 from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, FlockstepError
 from flockstep.expression import to_data, to_text
@@ -52,10 +53,14 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             worker.schema = engine.schema
             worker.find_layers = lambda: plan.layers(engine)
             worker.state = plan.strategy.worker_state(worker)
-            worker.freeze = Copies().frozen
+            worker.freeze = Copies(member.endpoint.me.heap, worker.lost).frozen
             seat.node = worker
+            worker.rendezvous = seat.meeting()
+            group = group_of(member, cluster)
+            worker.together = None if group is None else Together(group, seat)
+            gradient = home_of(group, len(params), params.dtype.name)
             seat.buffers = lambda: engine.buffers(ticket.address)
-            _train(engine, worker, stepper, seat, plan)
+            _train(engine, worker, stepper, seat, plan, gradient)
             seat.close()
         member.wait_for_end()
     return guard.code
@@ -78,7 +83,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
             node.schema, node.held = schema, held
             node.state = rule.master_state(node)
-            node.freeze = Copies().frozen
+            node.freeze = Copies(member.endpoint.me.heap, node.lost).frozen
             seat.node = node
             Runner(rule.master(node), seat).advance(None)
             seat.close()
@@ -86,9 +91,10 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
     return guard.code
 
 
-def _train(engine: Engine, worker: Worker, stepper: LocalOptimizer, seat: Seat, plan: Plan) -> None:
+def _train(
+    engine: Engine, worker: Worker, stepper: LocalOptimizer, seat: Seat, plan: Plan, gradient: FlatArray
+) -> None:
     batches = Batches(plan, worker.rank)
-    gradient = np.zeros_like(worker.params)
     runner = Runner(plan.strategy.worker(worker), seat)
     value: FlatArray | None = None
     loss: float | None = None
@@ -136,5 +142,7 @@ def _guarded(ticket: Ticket) -> Iterator[_Guard]:
         else:
             guard.member.fail(failure)
     finally:
+        if guard.worker is not None and guard.worker.rendezvous is not None:
+            guard.worker.rendezvous.close(failed=guard.code != 0)
         if guard.member is not None:
             guard.member.close(0.3 if guard.code else 0.0)

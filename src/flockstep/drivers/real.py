@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -15,12 +16,14 @@ from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node
-from flockstep.programs import GRADIENT, Effect, NeedGradient, Program
+from flockstep.programs import GRADIENT, Effect, NeedGradient, NeedWork, Program, Rendezvous, Work
 from flockstep.records.events import Lost
 from flockstep.transports.zeromq import LAUNCHER, Backlog
 
 PROGRESS_PERIOD = 0.2
 """Seconds between two reports of progress to the supervisor."""
+GLANCE = 0.001
+"""Seconds that one wait for a message lasts while background tasks wait for something else."""
 
 
 class Missed(Exception):
@@ -45,8 +48,9 @@ class Seat:
         self._emit = emit
         self._start = time.monotonic()
         self._reported = -PROGRESS_PERIOD
-        self._wanted: Wanted | None = None
+        self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
+        self._gone: set[Address] = set()
 
     @property
     def now(self) -> float:
@@ -72,6 +76,22 @@ class Seat:
         """Take in what has arrived by now."""
         while (message := self._member.receive(0)) is not None:
             self._take(message)
+        self.node.poll()
+
+    def listen(self) -> None:
+        """Hear what came while this node waits for others in memory that they share.
+
+        Raises:
+            PeerLost: one of them will never come.
+        """
+        self._wanted = Wanted("sum")
+        self.collect()
+        self._look_for_leavers()
+        self._wanted = None
+        gone = {peer for peer in self.node.departed if peer >= 0}
+        for peer in sorted(gone & self._gone):  # who left since the last time may have taken part in this sum
+            raise self.node.missed(Wanted("sum", peer))
+        self._gone = gone
 
     def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
         """Write to the record."""
@@ -80,6 +100,11 @@ class Seat:
     def figure(self, name: str, value: float) -> None:
         """Write to the record."""
         self.account.figure(self.now, name, value)
+
+    def moved(self, sent: int, received: int, messages: int) -> None:
+        """Book what others moved for this node, as far as a formula tells."""
+        self.account.moved(sent, received, messages)
+        self.account.estimated_bytes += sent
 
     def wait(self, wanted: Wanted) -> Message:
         """The message that the program waits for.
@@ -92,13 +117,41 @@ class Seat:
         node, self._wanted = self.node, wanted
         while True:
             self._look_for_leavers()
-            self._take(self._member.next())
+            if not node.poll():
+                self._take(self._member.next())
+            elif (message := self._member.receive(GLANCE)) is not None:
+                self._take(message)
             found = node.mailbox.take(wanted)
             if found is not None:
                 self._wanted = None
                 return found
             if wanted.source in node.departed:
                 raise Missed(node.missed(wanted))
+
+    def join(self, work: Work) -> None:
+        """Wait until something that goes on outside of messages is done.
+
+        Raises:
+            Missed: it failed, since a node died that the strategy can do without.
+            PeerLost: it failed; the supervisor's word of who died, if there is one.
+        """
+        self._wanted = work
+        while not self._ended(work):
+            self.collect()
+            self._look_for_leavers()
+        self._wanted = None
+
+    def meeting(self) -> Rendezvous:
+        """Where this worker finds the others outside of messages."""
+        ticket = self._member.ticket
+        return Rendezvous(ticket.run, Path(ticket.record), ticket.address, ticket.workers, self._attend, self.moved)
+
+    def _attend(self, work: Work) -> None:
+        """Wait for work inside a program."""
+        try:
+            self.join(work)
+        except Missed as missed:
+            raise missed.error from None
 
     def report(self, loss: float | None) -> None:
         """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
@@ -173,6 +226,21 @@ class Seat:
         who = f"{node_name(self.node.address)} at step {self.node.step}"
         return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not go on"
 
+    def _ended(self, work: Work) -> bool:
+        """Whether it is done; if it failed for want of a peer, wait for the supervisor to say which one, and why."""
+        try:
+            return work.wait(PAUSE)
+        except PeerLost as failure:
+            error = failure
+        deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
+        while not self.node.lost:
+            self._look_for_leavers()
+            message = self._member.receive(max(0.0, deadline - time.monotonic()))
+            if message is None:
+                raise error
+            self._take(message)
+        raise Missed(error)
+
     def _verdict(self, to: Address, error: PeerLost) -> None:
         """A peer is unreachable: wait for the supervisor to say that it is lost, and go on if the strategy can."""
         deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
@@ -199,6 +267,9 @@ class AnySeat(Protocol):
     def wait(self, wanted: Wanted) -> Message:
         """The message that the program waits for."""
 
+    def join(self, work: Work) -> None:
+        """Wait for what is no message."""
+
     def report(self, loss: float | None) -> None:
         """A worker has completed a step."""
 
@@ -219,10 +290,16 @@ class Runner:
         self._last = seat.now
         self._whole: tuple[FlatArray, float | None] | None = None
 
-    def advance(self, value: FlatArray | None, loss: float | None = None) -> bool:
+    @property
+    def awaited(self) -> int:
+        """The first element of the part of the gradient that the program waits for; 0: it waits for the whole."""
+        return round((1 - self.need.share) * len(self._seat.node.params))
+
+    def advance(self, value: FlatArray | None, loss: float | None = None, whole: bool = True) -> bool:
         """Resume the program, with the gradient that it has asked for and the loss it belongs to.
 
-        Returns whether it asks for (another) gradient; False means that it has ended.
+        Of a `value` that is not `whole`, only the part that it has asked for is there. Returns whether it asks for
+        (another) gradient; False means that it has ended.
         """
         seat = self._seat
         reply: FlatArray | Message | PeerLost | None = value
@@ -231,6 +308,8 @@ class Runner:
             given_up = self._given_up()
             reply = value if given_up is None else given_up
             self._used(value, loss, given_up is not None)
+            if not whole:
+                self._whole = None
         while True:
             try:
                 if isinstance(reply, PeerLost):
@@ -245,13 +324,18 @@ class Runner:
                 reply = self._at_hand(effect)
                 if reply is not None:
                     continue
-                seat.tick()
+                if whole:
+                    seat.tick()
                 self._last = seat.now
                 return True
             seat.server_ticks()
             self._lap("comm")
             try:
-                reply = seat.wait(effect)
+                if isinstance(effect, NeedWork):
+                    reply = None
+                    seat.join(effect.work)
+                else:
+                    reply = seat.wait(effect)
             except Missed as missed:
                 reply = missed.error
             self._lap("wait")
@@ -287,5 +371,8 @@ class Runner:
 
     def _lap(self, kind: str) -> None:
         now = self._seat.now
-        self._seat.account.spent(kind, self._last, now)
+        account = self._seat.account
+        waited, account.waited = min(account.waited, now - self._last), 0.0
+        account.spent(kind, self._last, now - waited)
+        account.spent("wait", now - waited, now)
         self._last = now

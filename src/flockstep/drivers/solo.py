@@ -12,7 +12,7 @@ from flockstep.errors import RunError
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
 from flockstep.nodes import Cluster, Node, Server
 from flockstep.optimizers.base import Optimizer
-from flockstep.programs import Program
+from flockstep.programs import Program, Work
 from flockstep.strategies.base import Strategy
 
 
@@ -72,6 +72,11 @@ class SoloSeat:
 
     def server_ticks(self) -> None:
         """Nobody evaluates here."""
+
+    def join(self, work: Work) -> None:
+        """Wait until something outside of messages is done."""
+        while not work.wait(1.0):
+            pass
 
     def wait(self, wanted: Wanted) -> Message:
         """The message must be here already, or it will never come."""

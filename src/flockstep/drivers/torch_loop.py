@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop, ticket_from_environment
+from flockstep.drivers.torch_backward import Backward
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
@@ -59,6 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         spec: Optimizer = from_torch(optimizer) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer)
         self.loop = Loop(self.flat.params, self.flat.grads, self.flat.schema, strategy, stepper, spec)
+        self.flat.move_gradients(self.loop.gradients)
+        self._backward = Backward(self.flat, self.loop)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -84,8 +87,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigurationError("step(closure) needs several gradients per step; call step() without one")
+        self._backward.check()
         self.flat.gather_gradients()
         self.loop.step()
+        self._backward.begin()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients in place: they live in one flat array, so `set_to_none` keeps them too."""
@@ -93,6 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def finish(self) -> None:
         """End the run; afterwards the model holds the result, the same on every worker."""
+        self._backward.end()
         self.loop.finish()
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from flockstep.errors import Diverged, PeerLost, RunError
 from flockstep.frameworks.base import Engine, Indices
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
 from flockstep.nodes import Node, Server, Worker
-from flockstep.programs import GRADIENT, Effect, NeedGradient
+from flockstep.programs import GRADIENT, Effect, NeedGradient, NeedWork
 from flockstep.records.events import Lost
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
@@ -210,6 +210,7 @@ class Simulation:
         if isinstance(effect, NeedGradient):
             self._start_gradient(seat, effect)
         else:
+            assert not isinstance(effect, NeedWork), "in virtual time nothing goes on outside of messages"
             seat.waiting = effect
             seat.blocked_at = self.now
             if seat.node.address < 0:

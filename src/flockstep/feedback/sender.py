@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
-from flockstep.codecs.damped import Damped
+from flockstep.codecs.damped import damped
 from flockstep.errors import CompositionError
 from flockstep.feedback.base import Feedback
 
@@ -32,7 +32,7 @@ def fitted(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: in
     """
     chosen = codec.on(shapes).at(step)
     if feedback.needs_contraction and not (chosen.contraction or chosen.lossless):
-        return Damped(chosen)
+        return damped(chosen)
     return chosen
 
 

@@ -22,7 +22,7 @@ def make_engine(job: Job, seed: int) -> Engine:
         MissingDependency: the model needs torch, which is not installed.
         ConfigurationError: the model cannot be built, or is of a kind without an engine.
     """
-    model = _model(job)
+    model = build_model(job)
     if isinstance(model, Model):
         return NumpyEngine(job, seed, model)
     torch = sys.modules.get("torch")
@@ -52,14 +52,14 @@ def load_job_file(path: str | Path) -> Job:
     if not file.is_file():
         raise ConfigurationError(f"there is no job file {str(path)!r}; check the path")
     where = f"job file {str(path)!r}"
-    module = _imported(file.resolve(), where)
+    module = imported(file.resolve(), where)
     function = getattr(module, "job", None)
     if not callable(function):
         raise ConfigurationError(f"{where} has no function job(); add one that returns a flockstep.Job")
     try:
         job = function()
     except (Exception, SystemExit) as error:
-        raise _failure(error, where, file, "job()") from error
+        raise failure(error, where, file, "job()") from error
     if not isinstance(job, Job):
         raise ConfigurationError(f"job() of {where} must return a flockstep.Job, got {type(job).__name__}")
     return job
@@ -76,10 +76,15 @@ def import_components(files: Iterable[str]) -> None:
         if file.suffix != ".py" or not file.is_file():
             raise ConfigurationError(f"there is no Python file {text!r} to import; check the path")
         if f"flockstep_job_{file.stem}" not in sys.modules:
-            _imported(file.resolve(), f"file {text!r}")
+            imported(file.resolve(), f"file {text!r}")
 
 
-def _imported(file: Path, where: str) -> ModuleType:
+def imported(file: Path, where: str) -> ModuleType:
+    """The module that a user's Python file makes; `where` names the file in errors.
+
+    Raises:
+        FlockstepError: running the file fails.
+    """
     name = f"flockstep_job_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -92,11 +97,16 @@ def _imported(file: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _failure(error, where, file, "importing it") from error
+        raise failure(error, where, file, "importing it") from error
     return module
 
 
-def _model(job: Job) -> Any:
+def build_model(job: Job) -> Any:
+    """What the job's `model()` returns; torch's random numbers go on as if it had not been called.
+
+    Raises:
+        FlockstepError: it fails.
+    """
     try:
         torch = sys.modules.get("torch")
         if torch is None:
@@ -106,10 +116,10 @@ def _model(job: Job) -> Any:
     except FlockstepError:
         raise
     except Exception as error:
-        raise _failure(error, f"the job {job.name!r}", None, "model()") from error
+        raise failure(error, f"the job {job.name!r}", None, "model()") from error
 
 
-def _failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
+def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
     """The one sentence for what a user's code raised, with the last line of `file` that it came through."""
     if isinstance(error, FlockstepError):
         return error

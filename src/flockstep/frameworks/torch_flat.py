@@ -56,21 +56,44 @@ class FlatModule:
         self.grads.fill(0)
         self._bind()
 
+    def move_gradients(self, home: FlatArray) -> None:
+        """Let the gradients lie in `home` (K,) from now on; those that are there move along."""
+        if home is self.grads:
+            return
+        home[:] = self.grads
+        self.grads = home
+        self._grad_views = self.views(torch.from_numpy(home))
+        self._bind()
+
     def gather_gradients(self) -> FlatArray:
         """The flat gradient after a backward pass.
 
         A gradient that lies elsewhere (after `zero_grad(set_to_none=True)`, autograd makes new ones) is copied in and
         bound again; a missing one is zero, which is what `zero_grad` would have left there.
         """
-        for parameter, view in zip(self.parameters, self._grad_views, strict=True):
-            if parameter.grad is view:
-                continue
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                _copy(view, parameter.grad)
-            parameter.grad = view
+        for index in range(len(self.parameters)):
+            self.gather_gradient(index)
         return self.grads
+
+    def gather_gradient(self, index: int) -> None:
+        """The same for one of the parameters."""
+        parameter, view = self.parameters[index], self._grad_views[index]
+        if parameter.grad is view:
+            return
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            _copy(view, parameter.grad)
+        parameter.grad = view
+
+    def in_place(self, index: int) -> bool:
+        """Whether a parameter's `.grad` lies in the flat array."""
+        return self.parameters[index].grad is self._grad_views[index]
+
+    @property
+    def gradient_version(self) -> int:
+        """Grows whenever torch writes to the flat gradient."""
+        return self._grad_views[0]._version
 
     def missing_gradients(self) -> list[str]:
         """Names of the parameters whose `.grad` is None now."""

@@ -12,7 +12,10 @@ from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
 from flockstep.records.folder import RunFolder
+from flockstep.transports.shared_group import warm_up
 
+if sys.platform == "linux":
+    warm_up()
 with contextlib.suppress(ImportError):
     importlib.import_module("flockstep.frameworks.torch")
 

@@ -44,7 +44,7 @@ class Health:
             return f"{node_name(address)} has not answered for {self._heartbeat:g} s"
         how = f"{node_name(address)} {how_it_ended(code)}"
         return (
-            f"{how} without joining the run (a script joins it by calling flockstep.distribute)"
+            f"{how} without joining the run (a script joins it by calling flockstep.distribute or flockstep.join)"
             if code == 0 and link is None
             else how
         )

@@ -12,6 +12,9 @@ from flockstep.messages import Message, Note, node_name
 from flockstep.transports.wire import Identity, decode, encode
 from flockstep.transports.zeromq import LAUNCHER, harden, routing_id
 
+FOR_ALL = ("lost", "left", "stop")
+"""What a process has to hear at once, wherever it listens at the moment."""
+
 
 class Link:
     """A socket to a node's own; notices when the node stops answering heartbeats."""
@@ -19,6 +22,9 @@ class Link:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hello: Hello, heartbeat: float):
         self.hello = hello
         self.address = hello.address
+        self.heartbeat = heartbeat
+        self.beside: Link | None = None
+        """The line to the mover that the process has beside its place in the run."""
         self._me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.socket = context.socket(zmq.DEALER)
         harden(self.socket, hello.largest, heartbeat)
@@ -27,7 +33,9 @@ class Link:
         self.socket.connect(hello.endpoint)
 
     def tell(self, tag: str, note: Note | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the node; never waits for it."""
+        """Queue a message for the node, and what concerns all for its mover; never waits for it."""
+        if self.beside is not None and tag in FOR_ALL:
+            self.beside.tell(tag, note)
         message = Message(LAUNCHER, tag, array, note or {})
         frames: list[bytes | memoryview] = [encode(message, self.address, self._me)]
         if array is not None:
@@ -65,3 +73,5 @@ class Link:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(0)
+        if self.beside is not None:
+            self.beside.close()

@@ -58,7 +58,7 @@ def launch(
 
     supervisor = Supervisor(
         config.workers,
-        Transport.parse(config.transport or "ipc"),
+        Transport.parse(config.transport or "shared_memory"),
         config.heartbeat or HEARTBEAT,
         record.path.resolve(),
         start_worker,
@@ -70,7 +70,7 @@ def launch(
     deadline = time.monotonic() + DRAIN
     for one in scripts:
         one.drain(deadline)
-    if outcome.strategy is not None:
+    if outcome.strategy is not None and outcome.strategy.traits.results:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)
     with finished(record, config):
@@ -100,7 +100,7 @@ def start_script(script: Path, arguments: Sequence[str], ticket: Ticket, threads
 
 def result_of(outcome: Outcome) -> FlatArray | None:
     """The model that the strategy's default policy chooses among the final parameters."""
-    if outcome.strategy is None:
+    if outcome.strategy is None or not outcome.strategy.traits.results:
         return None
     final = Tick(set())
     for item in sorted(outcome.handed_in, key=lambda item: item.address):

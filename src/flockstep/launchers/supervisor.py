@@ -18,10 +18,12 @@ import zmq
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
+from flockstep.drivers.mover_place import rule_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
 from flockstep.launchers.health import Health, last_step
 from flockstep.launchers.link import Link
+from flockstep.launchers.movers import Movers
 from flockstep.messages import Address, Message, node_name, server
 from flockstep.records.events import Lost
 from flockstep.records.folder import RunFolder
@@ -112,6 +114,7 @@ class Supervisor:
         self._ready: set[Address] = set()
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
+        self._movers = Movers(workers, self.outcome.lost, self._done)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start everything, wait for the end, dismiss everyone; `result` is the model to hand back to them.
@@ -226,11 +229,11 @@ class Supervisor:
     def _check_hello(self, hello: Hello) -> None:
         """Every node must hold the same model and follow the same strategy as the first that said hello."""
         if self.outcome.schema is None or self.outcome.strategy is None:
-            self.outcome.schema, self.outcome.strategy = hello.schema, Strategy.parse(hello.strategy)
+            self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
             self.outcome.strategy.check(self._workers)
             return
         self.outcome.schema.require(hello.schema, node_name(hello.address))
-        if Strategy.parse(hello.strategy) != self.outcome.strategy:
+        if rule_of(hello.strategy) != self.outcome.strategy:
             raise ConfigurationError(
                 f"{node_name(hello.address)} asks for {hello.strategy} where others ask for {self.outcome.strategy}; "
                 "give every worker the same strategy"
@@ -249,18 +252,15 @@ class Supervisor:
     def _welcome(self) -> None:
         """Once everyone is linked and the initial parameters are known, let everyone in."""
         strategy = self.outcome.strategy
-        if (
-            strategy is None
-            or self._initial is None
-            or len(self._links) < self._workers + strategy.servers_for(self._workers)
-        ):
+        servers = 0 if strategy is None else strategy.servers_for(self._workers)
+        if strategy is None or self._initial is None or len(self._links) < self._workers + servers:
             return
+        model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.endpoint for address, link in self._links.items()}
-        note: dict[str, int | float | str] = {
-            "workers": self._workers,
-            "servers": strategy.servers_for(self._workers),
-            "peers": msgspec.json.encode(peers).decode(),
-        }
+        note: dict[str, int | float | str] = {"workers": self._workers, "servers": servers}
+        note["peers"] = msgspec.json.encode(peers).decode()
+        if (segment := self._transport.share(self._workers, servers, model)) is not None:
+            self._memory, note["memory"] = segment, segment.address
         for link in self._links.values():
             link.tell("welcome", note, self._initial)
 
@@ -279,6 +279,8 @@ class Supervisor:
                     for link in self._links.values():
                         link.tell("go")
                         self.standings[link.address].state = "running"
+            case "mover":
+                self._movers.hear(self._links[address], self._links, note, self._context, self._directory)
             case "buffers":
                 self._buffers[address] = message.payload
             case "progress":
@@ -383,6 +385,7 @@ class Supervisor:
         self._control.close(linger=0)
         self._context.term()
         if self._directory != Path():
+            self._transport.clean_up(self._directory)
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _check_exits(self) -> None:

@@ -52,7 +52,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
 
     supervisor = Supervisor(
         config.workers,
-        Transport.parse(config.transport or "ipc"),
+        Transport.parse(config.transport or "shared_memory"),
         config.heartbeat or HEARTBEAT,
         record.path.resolve(),
         start_worker,

@@ -210,6 +210,38 @@ class Pareto(_Random):
 
 
 @dataclass(frozen=True)
+class Empirical(ComputeModel):
+    """Durations as they were measured: `quantiles` from the least to the largest, as probable between any two.
+
+    Between two neighbours durations are uniform, so that the mean is that of the middles.
+    """
+
+    quantiles: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        known = self.quantiles
+        if len(known) < 2 or any(a > b for a, b in itertools.pairwise(known)):
+            raise ConfigurationError(
+                f"quantiles must be two or more durations in ascending order, got {known}; write (0.01, 0.012, 0.02)"
+            )
+        _above(known[0], 0, "the least quantile", "gradients take time; use constant(0) where they do not")
+        _above(known[-1], 0, "the largest quantile", "leave what never ended out")
+
+    @property
+    def mean(self) -> float:
+        """Mean duration."""
+        inner = sum(self.quantiles) - (self.quantiles[0] + self.quantiles[-1]) / 2
+        return inner / (len(self.quantiles) - 1)
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The draws of one worker, in order."""
+        random = _generator(seed, _BASE, rank)
+        while True:
+            places = random.random(_BLOCK) * (len(self.quantiles) - 1)
+            yield from np.interp(places, np.arange(len(self.quantiles)), self.quantiles).tolist()
+
+
+@dataclass(frozen=True)
 class _Wrapper(ComputeModel):
     """Changes what another model says; the draws of that model stay the same."""
 

@@ -22,9 +22,10 @@ class Bucketed(Strategy):
     The gradient is cut into buckets of `cap` megabytes, from its end, where backward begins; the first one holds
     `first` megabytes, so that communication starts early. Each bucket is averaged in the background as soon as it is
     complete, in order; the optimiser steps when all are. `accumulate` batches go into one step (DDP's no_sync): their
-    gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors where need be. In
-    processes of their own the whole gradient is there before the first bucket leaves, so that buckets overlap with each
-    other but not with backward.
+    gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors where need be. In a
+    script's own loop with PyTorch they leave while backward runs: `step()` belongs after every backward, and gradients
+    may not change between the two. Under `flockstep train` the whole gradient is there before the first bucket leaves,
+    so that buckets overlap with each other only.
     """
 
     cap: float = 25.0

@@ -13,8 +13,12 @@ from flockstep.nodes import Node
 
 
 def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = None, step: int | None = None) -> Codec:
-    """What `codec` comes to for a part of this node's array (None: all of it) at a step (None: now)."""
-    return fitted(codec, feedback, me.shapes(part), me.step if step is None else step)
+    """What `codec` comes to for a part of this node's array (None: all of it) at a step (None: now).
+
+    `step` is a node's count of gradients, the newest one included; codecs count the steps of a run from 0.
+    """
+    count = me.step if step is None else step
+    return fitted(codec, feedback, me.shapes(part), max(0, count - 1))
 
 
 def encoded(

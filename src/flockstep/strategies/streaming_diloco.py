@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Codec
+from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.outer.base import Outer
 from flockstep.strategies.outer.nesterov import Nesterov
 
@@ -28,6 +36,8 @@ class Fragment:
     """While a mean is under way: what this worker gave to it, and where it arrives."""
     begun: int = 0
     task: Task | None = None
+    dropped: Any = None
+    """What the feedback remembers."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,8 @@ class StreamingDiloco(Strategy):
     the fragment's global part theta, and the replica takes `alpha` of its own part and 1 - alpha of theta. Without
     overlap there is nothing of one's own to keep: the part is replaced, and one fragment makes this plain DiLoCo.
     Fragments are contiguous and of equal size, cut through layers where need be, where the authors take every F-th
-    layers; they saw little difference. Means are exact; the authors send them in 4 bits. What is on its way at the end
-    is still merged.
+    layers; they saw little difference. What is on its way at the end is still merged. With a lossy `codec` each worker
+    sends its outer gradient, theta less its own part, encoded once, with `feedback`; the authors use 4 bits.
     """
 
     period: int = 100
@@ -50,6 +60,8 @@ class StreamingDiloco(Strategy):
     alpha: float = 0.5
     outer: Outer = field(default_factory=Nesterov)
     collective: Collective = field(default_factory=Ring)
+    codec: Codec = field(default_factory=Identity)
+    feedback: Feedback = field(default_factory=NoFeedback)
 
     def __post_init__(self) -> None:
         for name in ("period", "fragments"):
@@ -61,6 +73,7 @@ class StreamingDiloco(Strategy):
             )
         if not 0 <= self.alpha <= 1:
             raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, 0 takes the mean alone")
+        check_composition(self.codec, self.feedback)
 
     @property
     def traits(self) -> Traits:
@@ -98,7 +111,18 @@ class StreamingDiloco(Strategy):
         """Send this worker's part on its way."""
         fragment.begun = me.step
         fragment.mean[:] = me.params[fragment.part]
-        fragment.task = me.background(f"fragment{index}", self.collective.average(me, fragment.mean))
+        exact = self.codec == Identity() and self.feedback == NoFeedback()
+        program = self.collective.average(me, fragment.mean) if exact else self._encoded_mean(me, fragment)
+        fragment.task = me.background(f"fragment{index}", program)
+
+    async def _encoded_mean(self, me: Worker, fragment: Fragment) -> None:
+        """Replace `fragment.mean` by theta less the mean of what all outer gradients' encodings stand for."""
+        delta, part = fragment.model - fragment.mean, fragment.part
+        codec = codec_for(me, self.codec, self.feedback, part)
+        data, fragment.dropped = encoded(me, self.codec, self.feedback, delta, fragment.dropped, part)
+        total = await self.collective.sum_encoded(me, data, codec, len(delta), delta.dtype.name)
+        total /= me.workers
+        np.subtract(fragment.model, total, out=fragment.mean)
 
     async def _merge(self, me: Worker, fragment: Fragment, begun: int) -> None:
         """Take in a mean that was begun by that step, if one is under way; wait for it."""

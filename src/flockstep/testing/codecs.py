@@ -1,55 +1,61 @@
-"""What every codec promises: its wire size, its round trip, and each capability that its class declares."""
+"""What every codec promises: its wire size, its round trip, and each capability that its class declares.
+
+Whether its errors are as it says is in `flockstep.testing.codec_errors`, what it does under feedback in
+`flockstep.testing.feedback`; `check_codec` runs all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
-from flockstep.arrays.schema import DTYPES, FlatArray
-from flockstep.codecs.base import Codec
-from flockstep.errors import ProtocolError
+from flockstep.arrays.kernels import FLOATS, numpy_dtype
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.errors import Diverged, ProtocolError
+from flockstep.testing.codec_errors import check_contraction, check_error_bound, check_linear, check_unbiased
+from flockstep.testing.feedback import check_encode_residual
+from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
-SIZES = (0, 1, 2, 3, 7, 8, 33, 256, 1000)
-DRAWS = 400
-SIGMAS = 6.0
-"""How many standard errors a mean over `DRAWS` may be off: chance exceeds it once in 10⁹ elements."""
+ALLOWANCE = 64
+"""Bytes a tensor that an encoding may be larger than the array."""
+STEP = 7
+"""A step of a run to bind codecs to."""
 
 
 def check_codec(codec: Codec) -> None:
-    """Run every check of this module on one codec, and one for each capability that it declares.
+    """Run every check on one codec, as it is and bound to tensors and a step; those that it declares, too.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
     """
-    for dtype in DTYPES:
-        check_wire_bytes(codec, dtype)
-        check_input_untouched(codec, dtype)
-        check_repeatable(codec, dtype)
-        check_refuses_damage(codec, dtype)
-        if codec.lossless:
-            check_lossless(codec, dtype)
+    bound = codec.on(SHAPES).at(STEP)
+    for dtype in FLOATS:
+        for one, arrays, tensor_count in (
+            (codec, [*samples(dtype), wide(dtype)], 1),
+            (bound, list(tensors(dtype)), len(SHAPES)),
+        ):
+            check_wire_bytes(one, arrays, tensor_count)
+            check_untouched(one, arrays)
+            check_repeatable(one, arrays)
+            check_refuses_damage(one, arrays)
+            check_add_decoded(one, arrays)
+            check_encode_residual(one, arrays)
+            check_error_bound(one, arrays)
+            if one.sparse:
+                check_stream(one, arrays)
+            if one.lossless:
+                check_lossless(one, arrays)
+            if one.linear:
+                check_linear(one, arrays)
+        check_exact_parts(codec, dtype)
+        check_not_finite(codec, dtype)
+        check_overflow(codec, dtype)
     if codec.unbiased:
         check_unbiased(codec)
-    if codec.linear:
-        check_linear(codec)
     if codec.contraction:
         check_contraction(codec)
-
-
-def samples(dtype: str) -> Iterator[FlatArray]:
-    """Finite arrays of every size in `SIZES`: normal, heavy-tailed, one-hot, zero; strided and read-only ones too."""
-    random = np.random.default_rng(0)
-    for size in SIZES:
-        yield random.normal(size=size).astype(dtype)
-    yield (random.standard_t(2, size=256) * 0.01).astype(dtype)
-    yield np.eye(1, 64, 5, dtype=dtype)[0]
-    yield np.zeros(33, dtype)
-    yield random.normal(size=64).astype(dtype)[::2]
-    locked = random.normal(size=33).astype(dtype)
-    locked.flags.writeable = False
-    yield locked
 
 
 def round_trip(codec: Codec, array: FlatArray, seed: int = 0) -> FlatArray:
@@ -58,121 +64,182 @@ def round_trip(codec: Codec, array: FlatArray, seed: int = 0) -> FlatArray:
     return codec.decode(data, array.size, array.dtype.name)
 
 
-def check_wire_bytes(codec: Codec, dtype: str) -> None:
-    """`wire_bytes` is the exact length of the encoding, a flat array of bytes; decoding keeps size and dtype."""
-    for array in samples(dtype):
-        what = f"{codec} on {array.size} {dtype}"
+def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: int = 1) -> None:
+    """`wire_bytes` is the length of the encoding or its limit, which is that of the array; decoding keeps the size."""
+    for array in arrays:
+        dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(0))
         assert data.dtype == np.uint8, f"{what}: encoded as {data.dtype}, not as bytes"
         assert data.ndim == 1, f"{what}: encoded in {data.ndim} dimensions"
         promised = codec.wire_bytes(array.size, dtype)
-        assert data.size == promised, f"{what}: wire_bytes says {promised}, encode gives {data.size}"
+        relation = data.size == promised if codec.exact_size else data.size <= promised
+        assert relation, f"{what}: wire_bytes says {promised}, encode gives {data.size}"
+        limit = array.nbytes + ALLOWANCE * tensor_count
+        assert promised <= limit, f"{what}: takes {promised} bytes, the array only {array.nbytes}; send it as it is"
         received = np.frombuffer(data.tobytes(), np.uint8)  # read-only, as it comes off a socket
         decoded = codec.decode(received, array.size, dtype)
         assert decoded.shape == (array.size,), f"{what}: decoded to shape {decoded.shape}"
-        assert decoded.dtype == np.dtype(dtype), f"{what}: decoded to {decoded.dtype}"
+        assert decoded.dtype == array.dtype, f"{what}: decoded to {decoded.dtype}"
 
 
-def check_input_untouched(codec: Codec, dtype: str) -> None:
+def check_untouched(codec: Codec, arrays: Iterable[FlatArray]) -> None:
     """Encoding changes nothing in its input, and changing the input later changes nothing in the encoding."""
-    for array in samples(dtype):
-        before = array.copy()
-        data = codec.encode(array, np.random.default_rng(0))
+    for array in arrays:
+        mine = array.copy()
+        data = codec.encode(mine, np.random.default_rng(0))
         kept = data.copy()
-        assert _same_bits(array, before), f"{codec} changes the {array.size} {dtype} that it encodes"
-        if array.flags.writeable:
-            array += 1
-        assert np.array_equal(data, kept), f"{codec} hands out the memory of the {array.size} {dtype} that it encodes"
+        assert same_bits(mine, array), f"{_on(codec, array)}: changes the array that it encodes"
+        mine += numpy_dtype(array.dtype.name).type(1)
+        assert np.array_equal(data, kept), f"{_on(codec, array)}: hands out the memory of the array that it encodes"
 
 
-def check_repeatable(codec: Codec, dtype: str) -> None:
-    """The same array and the same seed give the same bytes."""
-    for array in samples(dtype):
+def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+    """The same array and the same seed give the same bytes, however the array lies in memory."""
+    for array in arrays:
         first, second = (codec.encode(array, np.random.default_rng(3)) for _ in range(2))
-        assert np.array_equal(first, second), f"{codec} encodes {array.size} {dtype} differently for the same seed"
+        assert np.array_equal(first, second), f"{_on(codec, array)}: differs for the same seed"
+        flat = codec.encode(array.reshape(-1).copy(), np.random.default_rng(3))
+        assert np.array_equal(first, flat), f"{_on(codec, array)}: differs from the same array in one piece"
 
 
-def check_refuses_damage(codec: Codec, dtype: str) -> None:
+def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
     """A wrong number of bytes is a `ProtocolError`; arbitrary bytes are that or decode to the right shape."""
     random = np.random.default_rng(0)
-    for array in samples(dtype):
+    for array in arrays:
+        dtype = array.dtype.name
         data = codec.encode(array, random)
         lengths = {data.size - 1, data.size + 1, 0, 2 * data.size} - {data.size, -1}
+        if not codec.exact_size:
+            lengths.discard(array.nbytes)  # the array as it is
         for length in lengths:
-            refused = not _decodes(codec, np.resize(data, length), array.size, dtype)
-            assert refused, f"{codec} decodes {length} bytes as {array.size} {dtype}, which take {data.size}"
-        noise = random.integers(0, 256, data.size, np.uint8)
-        _decodes(codec, noise, array.size, dtype)
+            taken = decodes(codec, np.resize(data, length), array.size, dtype)
+            assert not taken, f"{codec} decodes {length} bytes as {array.size} {dtype}, which take {data.size}"
+        decodes(codec, random.integers(0, 256, data.size, np.uint8), array.size, dtype)
+        decodes(codec, np.full(data.size, 255, np.uint8), array.size, dtype)
 
 
-def check_lossless(codec: Codec, dtype: str) -> None:
-    """Every bit comes back, of infinities, NaN and negative zero too."""
-    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, np.finfo(dtype).tiny, np.finfo(dtype).max], dtype)
-    for array in (*samples(dtype), special):
-        decoded = round_trip(codec, array)
-        assert _same_bits(decoded, array), f"{codec} is declared lossless, but changes {array} ({dtype}) to {decoded}"
-
-
-def check_unbiased(codec: Codec) -> None:
-    """The mean over many seeds is the array, element by element and along it, within the standard error."""
-    array = np.random.default_rng(1).normal(size=64)
-    draws = np.stack([round_trip(codec, array, seed) for seed in range(DRAWS)])
-    # An element that was never hit shows no spread of its own, so it may be as far off as the typical one.
-    spread = np.maximum(draws.std(axis=0), np.sqrt(draws.var(axis=0).mean()))
-    _require_mean(codec, array, draws, spread)
-    along = draws @ array  # a codec that shrinks everything a little shows here
-    _require_mean(codec, np.array([array @ array]), along[:, None], along.std())
-
-
-def _require_mean(codec: Codec, wanted: FlatArray, draws: FlatArray, spread: Any) -> None:
-    allowed = SIGMAS * spread / np.sqrt(DRAWS) + 1e-6 * np.abs(wanted)
-    off = np.abs(draws.mean(axis=0) - wanted)
-    worst = int(np.argmax(off - allowed))
-    assert off[worst] <= allowed[worst], (
-        f"{codec} is declared unbiased, but over {DRAWS} draws the mean of {wanted[worst]:.6g} is "
-        f"{draws.mean(axis=0)[worst]:.6g}, off by more than {allowed[worst]:.2g}"
-    )
-
-
-def check_linear(codec: Codec) -> None:
-    """The round trip of a sum is the sum of the round trips, up to rounding."""
-    random = np.random.default_rng(2)
-    a, b = random.normal(size=(2, 256))
-    apart, together = round_trip(codec, a) + round_trip(codec, b), round_trip(codec, a + b)
-    off = float(np.abs(apart - together).max())
-    assert off <= 1e-6, f"{codec} is declared linear, but a sum's round trip is off the sum of round trips by {off:.3g}"
-
-
-def check_contraction(codec: Codec) -> None:
-    """The mean squared error stays below the squared norm at several scales, and zero stays zero."""
-    assert not round_trip(codec, np.zeros(33)).any(), f"{codec} is declared a contraction, but does not keep zero"
-    for array in samples("float32"):
-        for scale in (1e-3, 1.0, 1e3):
-            scaled = (array * scale).astype(np.float64)
-            norm = float(np.sum(scaled**2))
-            errors = [float(np.sum((scaled - round_trip(codec, scaled, seed)) ** 2)) for seed in range(16)]
-            mean = float(np.mean(errors))
-            # A random choice of elements may miss a single one in every draw, never half of many.
-            enough = mean < norm if np.count_nonzero(scaled) > 1 else mean <= norm
-            assert enough, (
-                f"{codec} is declared a contraction, but the mean squared error {mean:.3g} of {scaled.size} elements "
-                f"is not below their squared norm {norm:.3g}"
+def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+    """`add_decoded` is decoding, then adding, up to the last place of the operands; what it refuses, decode refuses."""
+    for array in arrays:
+        dtype = array.dtype.name
+        data = codec.encode(array, np.random.default_rng(5))
+        decoded = exact(codec.decode(data, array.size, dtype))
+        before = (np.random.default_rng(6).normal(size=array.size) * np.abs(exact(array))).astype(array.dtype)
+        for scale in (1.0, 0.5, -3.0):
+            out = before.copy()
+            codec.add_decoded(data, out, scale)
+            wanted = exact(before) + scale * decoded
+            allowed = 4 * ROUNDING[dtype] * (np.abs(exact(before)) + np.abs(scale * decoded)) + 2 * SMALLEST[dtype]
+            off = np.abs(exact(out) - wanted)
+            assert (off <= allowed).all(), (
+                f"{_on(codec, array)}: add_decoded with scale {scale} gives "
+                f"{exact(out)[np.argmax(off - allowed)]:.9g} for {wanted[np.argmax(off - allowed)]:.9g}"
             )
+        damaged = np.resize(data, data.size + 1)
+        if decodes(codec, damaged, array.size, dtype):
+            continue
+        try:
+            codec.add_decoded(damaged, before.copy())
+        except ProtocolError:
+            continue
+        raise AssertionError(f"{_on(codec, array)}: add_decoded takes {damaged.size} bytes that decode refuses")
 
 
-def _decodes(codec: Codec, data: FlatArray, size: int, dtype: str) -> bool:
-    """Whether `data` is taken; anything but a `ProtocolError` or a well-shaped array is a broken promise."""
+def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+    """`stream` names ascending indices within the array, and the values that decoding puts there, zero elsewhere."""
+    for array in arrays:
+        dtype, what = array.dtype.name, _on(codec, array)
+        data = codec.encode(array, np.random.default_rng(2))
+        indices, values = codec.stream(data, array.size, dtype)
+        assert indices.dtype == np.uint32, f"{what}: stream's indices are {indices.dtype}, not uint32"
+        assert len(indices) == len(values), f"{what}: stream gives {len(indices)} indices, {len(values)} values"
+        ascending = (np.diff(indices.astype(np.int64)) > 0).all()
+        assert ascending, f"{what}: stream's indices do not ascend"
+        assert not len(indices) or indices[-1] < array.size, f"{what}: stream names element {indices[-1]}"
+        filled = np.zeros(array.size, array.dtype)
+        filled[indices] = values
+        decoded = codec.decode(data, array.size, dtype)
+        assert (filled == decoded).all(), f"{what}: stream differs from what decode gives"
+        damaged = np.resize(data, data.size + 1)
+        if not decodes(codec, damaged, array.size, dtype):
+            try:
+                codec.stream(damaged, array.size, dtype)
+            except ProtocolError:
+                continue
+            raise AssertionError(f"{what}: stream takes {damaged.size} bytes that decode refuses")
+
+
+def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+    """Every bit comes back."""
+    for array in arrays:
+        decoded = round_trip(codec, array)
+        same = same_bits(decoded, array.reshape(-1))
+        assert same, f"{_on(codec, array)}: declared lossless, but changes {array} to {decoded}"
+
+
+def check_exact_parts(codec: Codec, dtype: str) -> None:
+    """Elements that `exact_parts` names come back in every bit, bound to tensors or not."""
+    for one, arrays in ((codec, samples(dtype)), (codec.on(SHAPES), tensors(dtype))):
+        for array in arrays:
+            decoded, flat = round_trip(one, array), array.reshape(-1)
+            for part in one.exact_parts(array.size):
+                same = same_bits(decoded[part], flat[part])
+                assert same, f"{_on(one, array)}: elements {part.start} to {part.stop - 1} do not arrive as they are"
+
+
+def check_not_finite(codec: Codec, dtype: str) -> None:
+    """NaN and infinities come back where they were, or are refused by a `Diverged` that names value and element.
+
+    A codec whose choice of elements does not go by their values may leave them out.
+    """
+    for value in (np.nan, np.inf, -np.inf):
+        for size, place in ((1, 0), (33, 17), (1000, 999)):
+            array = np.random.default_rng(8).normal(size=size).astype(numpy_dtype(dtype))
+            array[place] = value
+            what = f"{codec} on {size} {dtype}, {value} at {place}"
+            refusal, decoded = "", np.zeros(size)
+            try:
+                decoded = exact(round_trip(codec, array))
+            except Diverged as error:
+                refusal = str(error)
+            if refusal:
+                named = str(value) in refusal and f"element {place}" in refusal
+                assert named, f"{what}: its Diverged does not say 'element {place}' and {value}: {refusal}"
+                continue
+            kept = np.array_equal(decoded[place], value, equal_nan=True)
+            array[place] = 1000
+            left_out = decoded[place] == 0 == exact(round_trip(codec, array))[place]
+            assert kept or left_out, f"{what}: decoded to {decoded[place]}; raise Diverged"
+
+
+def check_overflow(codec: Codec, dtype: str) -> None:
+    """The largest numbers of the dtype come back, if need be as infinities, or are refused by a `Diverged`."""
+    largest = np.full(65, np.ldexp(2 - 2 * ROUNDING[dtype], _TOP[dtype])).astype(numpy_dtype(dtype))
     try:
-        shape = codec.decode(data, size, dtype).shape
+        with np.errstate(over="ignore"):
+            decoded = exact(round_trip(codec, largest))
+    except Diverged:
+        return
+    assert not np.isnan(decoded).any(), f"{codec} on the largest {dtype}: decoded to NaN; saturate or raise Diverged"
+
+
+_TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
+
+
+def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
+    """Whether `data` is taken; anything but a `ProtocolError` or a well-shaped array is a broken promise."""
+    what = f"{codec} answers {data.size} damaged bytes for {size} {dtype} with"
+    try:
+        with np.errstate(all="ignore"):  # numbers from nowhere may be anything
+            decoded = codec.decode(data, size, dtype)
     except ProtocolError:
         return False
     except Exception as error:
-        raise AssertionError(
-            f"{codec} answers {data.size} damaged bytes with {type(error).__name__}, not ProtocolError: {error}"
-        ) from error
-    assert shape == (size,), f"{codec} decodes {data.size} damaged bytes to shape {shape} in place of ({size},)"
+        raise AssertionError(f"{what} {type(error).__name__}, not ProtocolError: {error}") from error
+    assert decoded.shape == (size,), f"{what} shape {decoded.shape} in place of ({size},)"
+    assert decoded.dtype == numpy_dtype(dtype), f"{what} {decoded.dtype}"
     return True
 
 
-def _same_bits(a: FlatArray, b: FlatArray) -> bool:
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+def _on(codec: Codec, array: FlatArray) -> str:
+    return f"{codec} on {array.shape if array.ndim != 1 else array.size} {array.dtype.name}"

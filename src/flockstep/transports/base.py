@@ -7,12 +7,21 @@ from pathlib import Path
 from typing import ClassVar
 
 from flockstep.expression import Component
+from flockstep.transports.shared_memory import SharedMemory
 
 
 class Transport(Component):
     """How messages move between processes: where a node listens."""
 
     noun: ClassVar[str] = "transport"
+
+    def share(self, workers: int, servers: int, model_bytes: int) -> SharedMemory | None:
+        """A segment for the arrays of so many nodes, each as large as the model at most; None: they share no memory."""
+        return None
+
+    def clean_up(self, directory: Path) -> None:
+        """Take away what `listen` has made beyond that directory; called once, when the run is over."""
+        return
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:

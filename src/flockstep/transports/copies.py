@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 import numpy as np
 
-from flockstep.messages import Array, frozen
+from flockstep.messages import Address, Array, frozen
+from flockstep.transports.shared_heap import SMALLEST, SharedHeap
 from flockstep.transports.zeromq import ZERO_COPY
 
 KEPT = 8
@@ -16,14 +18,24 @@ KEPT = 8
 class Copies:
     """Does what `frozen` does; a large copy goes where an earlier one lay that nobody holds any more.
 
-    Fresh memory has to be mapped and zeroed page by page, which costs more than the copying itself.
+    Fresh memory has to be mapped and zeroed page by page, which costs more than the copying itself. Where nodes share
+    memory, copies go there, so that they need not go through a socket.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heap: SharedHeap | None = None, lost: Collection[Address] = ()) -> None:
+        """`lost` is the live set of nodes that are no more."""
+        self._heap = heap
+        self._lost = lost
         self._buffers: dict[tuple[tuple[int, ...], str], list[Array]] = {}
 
     def frozen(self, array: Array) -> Array:
         """A read-only copy of `array`, or `array` itself where nobody can change it."""
+        if self._heap is not None and array.nbytes >= SMALLEST:
+            if self._heap.place(array) is not None:
+                return array
+            there = self._heap.copy(array, self._lost)
+            if there is not None:
+                return there
         if array.nbytes < ZERO_COPY or not array.flags.writeable:
             return frozen(array)
         buffers = self._buffers.setdefault((array.shape, array.dtype.str), [])

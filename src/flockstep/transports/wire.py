@@ -12,15 +12,20 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
 from flockstep.messages import Address, Message, node_name
+from flockstep.transports.shared_heap import SharedHeap
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER = 1 << 16
 """Bytes; a header is far below, whatever the strategy puts into its note."""
 MAX_CODING = 1 << 16
 """Bytes that an encoding may be larger than the array; one that would be larger sends the array as it is."""
-DTYPES = {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+DTYPES = {
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64"),
+}
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -39,6 +44,9 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     reply_to: int
     dtype: str
     size: int
+    place: int
+    """In which slot of memory that both share the array lies; -1: it follows as a payload."""
+    start: int
     note: dict[str, int | float | str]
 
 
@@ -56,6 +64,8 @@ class Identity:
     model_bytes: int
     incarnation: int = 0
     epoch: int = 0
+    heap: SharedHeap | None = None
+    """Where large payloads lie, if all nodes share memory."""
     sent: dict[Address, int] = field(default_factory=dict)
     heard: dict[Address, int] = field(default_factory=dict)
 
@@ -65,8 +75,11 @@ class Identity:
         return self.model_bytes
 
 
-def encode(message: Message, to: Address, me: Identity) -> bytes:
-    """The header for `message`; counts it in the sequence to that receiver."""
+def encode(message: Message, to: Address, me: Identity, place: int = -1, start: int = 0) -> bytes:
+    """The header for `message`; counts it in the sequence to that receiver.
+
+    `place` and `start` say in which slot of shared memory the array lies, if it does.
+    """
     sequence = me.sent[to] = me.sent.get(to, 0) + 1
     array = message.array
     dtype, size = ("", 0) if array is None else (array.dtype.name, array.size)
@@ -85,6 +98,8 @@ def encode(message: Message, to: Address, me: Identity) -> bytes:
             message.reply_to,
             dtype,
             size,
+            place,
+            start,
             dict(message.note),
         )
     )
@@ -134,10 +149,14 @@ def _array(
 ) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
     if head.dtype not in DTYPES:
         raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")
-    dtype = np.dtype(head.dtype).newbyteorder("<")
+    dtype = numpy_dtype(head.dtype).newbyteorder("<")
     nbytes = head.size * dtype.itemsize
     if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
+    if head.place >= 0 and payload is None:
+        if me.heap is None:
+            raise ProtocolError(f"{who} sent slot {head.place} with {head.tag!r}, but shares no memory with this one")
+        return me.heap.view(head.source, head.place, head.start, head.dtype, head.size)
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes
         raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, whose header announces {nbytes}")

@@ -8,14 +8,19 @@ answers heartbeats, so that a process that computes for long is not taken for a 
 from __future__ import annotations
 
 import ipaddress
+import platform
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import zmq
 
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Message, node_name
 from flockstep.transports.base import Transport
+from flockstep.transports.shared_group import segment_bytes
+from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
 
 LAUNCHER: Address = 1 << 30
@@ -37,6 +42,22 @@ class Ipc(Transport):
     def listen(self, directory: Path, name: str) -> str:
         """A socket file in the run's directory."""
         return f"ipc://{directory / name}"
+
+
+@dataclass(frozen=True)
+class InSharedMemory(Ipc):
+    """Unix sockets for messages; large payloads and sums in shared memory. Linux, on x86-64 or AArch64."""
+
+    def __post_init__(self) -> None:
+        if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+            raise ConfigurationError(
+                f"shared memory needs Linux on x86_64 or aarch64, got {sys.platform} on {platform.machine()}; use "
+                "--transport ipc"
+            )
+
+    def share(self, workers: int, servers: int, model_bytes: int) -> SharedMemory:
+        """A new segment; what of it is not used takes no memory."""
+        return SharedMemory.create(segment_bytes(workers, servers, model_bytes))
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,11 @@ class Endpoint:
             raise
         self._peers: set[Address] | None = None
 
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For a poller that waits for other things too."""
+        return self._socket
+
     def expect(self, peers: dict[Address, str]) -> None:
         """Connect to the peers before this node in the order of addresses; the others will connect here."""
         self._peers = {LAUNCHER, *peers}
@@ -128,22 +154,31 @@ class Endpoint:
             Backlog: too much is queued for it already; the same message may be sent again later.
             PeerLost: the peer is not connected.
         """
-        header = encode(message, to, self.me)
+        place = self._place(message)
+        start = 0 if place < 0 or self.me.heap is None else self.me.heap.sent(place, to)
+        header = encode(message, to, self.me, place, start)
         frames: list[bytes | memoryview] = [routing_id(to), header]
-        if message.array is not None:
-            frames.append(message.array.data.cast("B") if message.array.size else b"")
+        if message.array is not None and place < 0:
+            frames.append(message.array.view(np.uint8).data if message.array.size else b"")
         # What may still change is copied at once; a message's own array never changes, and large ones need no copy.
         copy = message.array is None or message.array.flags.writeable or message.array.nbytes < ZERO_COPY
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
             self.me.sent[to] -= 1
+            if place >= 0 and self.me.heap is not None:
+                self.me.heap.sent(place, to, -1)
             if error.errno == zmq.EHOSTUNREACH:
                 raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.me.address)}") from None
             if error.errno == zmq.EAGAIN:
                 raise Backlog(f"{node_name(to)} takes no messages: {QUEUED} wait for it") from None
             raise
         return len(header)
+
+    def _place(self, message: Message) -> int:
+        """Which slot of shared memory the message's array lies in; -1: none."""
+        place = None if message.array is None or self.me.heap is None else self.me.heap.place(message.array)
+        return -1 if place is None else place
 
     def receive(self, seconds: float | None) -> Message | None:
         """The next message from a peer or the launcher; None if nothing came within `seconds` (None: for ever)."""

@@ -16,6 +16,16 @@ def cast(array: torch.Tensor, dtype: str) -> torch.Tensor:
     return array.to(getattr(torch, dtype))
 
 
+def copied(array: torch.Tensor) -> torch.Tensor:
+    """A flat contiguous copy, whatever the shape."""
+    return array.detach().reshape(-1).clone()
+
+
+def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
+    """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
+    return torch.where(torch.isfinite(array), array.clamp(-largest, largest), array)
+
+
 def first_not_finite(array: torch.Tensor) -> int:
     """The index of the first NaN or infinity, or -1."""
     wrong = torch.nonzero(~torch.isfinite(array))
@@ -24,7 +34,7 @@ def first_not_finite(array: torch.Tensor) -> int:
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat tensor; may share memory."""
-    return array.contiguous().view(torch.uint8)
+    return array.contiguous().as_strided(array.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def from_bytes(data: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -25,6 +25,8 @@ Where that would be no smaller than all entries, these are sent instead, as the 
 no packet is larger than the update without filters, for which receivers are prepared.
 """
 HASH_BYTES = 8
+FAR = 1 << 60
+"""A step of no run."""
 
 
 @dataclass
@@ -48,6 +50,10 @@ def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
     if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
         raise CompositionError(
             f"filters need a codec whose bytes tell how many elements they are, got {codec}; use identity or half"
+        )
+    if filters and codec.at(0) != codec.at(FAR):
+        raise CompositionError(
+            f"filters need a codec that is the same in every step, got {codec}; leave out its warm-up, or the filters"
         )
 
 

@@ -1,0 +1,173 @@
+"""Scales of blocks, and elements as whole multiples of a fraction of them, for numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.kernels.jit import fast, jit
+from flockstep.arrays.kernels.numpy_bits import Bytes, fold, fraction, locked, packed_bytes, unfold
+from flockstep.arrays.schema import FlatArray
+
+CHUNK = 1024
+"""Elements at a time, so that what is between two loops stays in the nearest cache."""
+
+
+@fast
+def _squares(x: Any) -> float:
+    total = 0.0
+    for i in range(len(x)):
+        v = np.float64(x[i])
+        total += v * v
+    return total
+
+
+@jit
+def _largest(words: Any, mask: Any) -> Any:
+    """The largest bits without the sign: of floats they are ordered as the magnitudes, NaN and infinity on top."""
+    top = words.dtype.type(0)
+    for i in range(len(words)):
+        top = max(top, words.dtype.type(words[i] & mask))
+    return top
+
+
+@jit
+def _scales(x: Any, words: Any, mask: Any, block: int, norm: bool, out: Any, out_words: Any, highest: Any) -> None:
+    for b in range(len(out)):
+        begin, end = b * block, min((b + 1) * block, len(x))
+        if not norm:
+            out_words[b] = _largest(words[begin:end], mask)
+            continue
+        squares = _squares(x[begin:end])
+        if squares > 1e-280 and squares < 1e300:
+            out[b] = min(np.sqrt(squares), highest)
+            continue
+        out_words[b] = _largest(words[begin:end], mask)
+        top = np.float64(out[b])
+        if top > 0 and top < np.inf:
+            squares = 0.0
+            for i in range(begin, end):
+                ratio = np.float64(x[i]) / top
+                squares += ratio * ratio
+            out[b] = min(top * np.sqrt(squares), highest)
+
+
+@jit
+def _codes(x: Any, begin: int, scale: Any, levels: Any, seed: Any, magic: Any, random: bool, codes: Any) -> None:
+    kind = x.dtype.type
+    zero = np.int32(levels)
+    if not scale > 0:
+        for i in range(len(x)):
+            codes[i] = np.uint8(zero)
+    elif random:
+        for i in range(len(x)):
+            m = min(abs(x[i]) / scale * levels, levels)
+            q = np.int32(m)
+            q = np.int32(q + np.int32(m - kind(q) > fraction(begin + i, seed)))
+            codes[i] = np.uint8(np.int32(zero + (q if x[i] >= 0 else -q)))
+    else:
+        for i in range(len(x)):
+            codes[i] = np.uint8(np.int32(zero + np.int32((x[i] / scale * levels + magic) - magic)))
+
+
+@jit
+def _quantise(
+    x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
+) -> None:
+    words = np.zeros(CHUNK // 8, np.uint64)
+    codes = words.view(np.uint8)
+    for b in range(len(scales)):
+        for begin in range(b * block, min((b + 1) * block, len(x)), CHUNK):
+            end = min(begin + CHUNK, (b + 1) * block, len(x))
+            _codes(x[begin:end], begin, scales[b], levels, seed, magic, random, codes)
+            for i in range(end - begin, min(CHUNK, (end - begin + 7) // 8 * 8)):
+                codes[i] = 0
+            if bits == 8:
+                part = out[begin:end]
+                for i in range(len(part)):
+                    part[i] = codes[i]
+            else:
+                eights = (end - begin + 7) // 8
+                fold(words[:eights], bits, out[begin // 8 * bits : (begin // 8 + eights) * bits])
+
+
+@jit
+def _dequantise(data: Any, steps: Any, block: int, levels: int, bits: int, out: Any, add: bool) -> int:
+    words = np.zeros(CHUNK // 8, np.uint64)
+    codes = words.view(np.uint8)
+    zero, top = np.int32(levels), np.uint8(0)
+    for b in range(len(steps)):
+        for begin in range(b * block, min((b + 1) * block, len(out)), CHUNK):
+            end = min(begin + CHUNK, (b + 1) * block, len(out))
+            if bits == 8:
+                coded = data[begin:end]
+                for i in range(len(coded)):
+                    codes[i] = coded[i]
+            else:
+                unfold(data[begin // 8 * bits : (end * bits + 7) // 8], bits, words[: (end - begin + 7) // 8])
+            part, step = out[begin:end], steps[b]
+            for i in range(end - begin):
+                top = max(top, codes[i])
+            if add:
+                for i in range(end - begin):
+                    part[i] += out.dtype.type(np.int32(np.int32(codes[i]) - zero)) * step
+            else:
+                for i in range(end - begin):
+                    part[i] = out.dtype.type(np.int32(np.int32(codes[i]) - zero)) * step
+    return int(top)
+
+
+def _words(x: FlatArray) -> tuple[Any, Any]:
+    """The bits of a flat contiguous array, and those of a magnitude."""
+    if x.dtype == np.float64:
+        return x.view(np.uint64), np.uint64((1 << 63) - 1)
+    return x.view(np.uint32), np.uint32((1 << 31) - 1)
+
+
+def block_scales(x: FlatArray, block: int, norm: bool = False) -> FlatArray:
+    """Of every block of `x` (float32 or 64) the largest magnitude, or the Euclidean norm; of the dtype of `x`.
+
+    What is not finite shows in the scale of its block. A finite norm that the dtype cannot hold is its largest number.
+    """
+    x = locked(x)
+    scales = np.empty(-(-len(x) // block), x.dtype)
+    words, mask = _words(x)
+    _scales(x, words, mask, block, norm, scales, _words(scales)[0], float(np.finfo(x.dtype).max))
+    return scales
+
+
+def quantise(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int, seed: int = -1) -> Bytes:
+    """q + levels for every element, q = x / scale * levels, in `bits` bits: see the specification of codecs.
+
+    Rounded to the nearest, ties to even, where `seed` is negative; otherwise up or down at random so that the mean is
+    kept. Magnitudes beyond a block's scale count as the scale (at random only). `block` is a multiple of 8, or bits
+    is 8, or there is one block.
+    """
+    x = locked(x)
+    kind = x.dtype.type
+    magic = kind(1.5 * 2.0 ** (52 if x.dtype == np.float64 else 23))  # adding it leaves no bits below one
+    out = np.empty((len(x) + 7) // 8 * bits, np.uint8)
+    _quantise(x, scales, block, kind(levels), bits, np.uint32(max(seed, 0)), magic, seed >= 0, out)
+    return out[: packed_bytes(len(x), bits)]
+
+
+def steps(scales: FlatArray, levels: int) -> FlatArray:
+    """scale / levels, rounded so that `levels` of them are finite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        step: FlatArray = scales / scales.dtype.type(levels)
+        over = ~np.isfinite(step * scales.dtype.type(levels))
+    step[over] = np.nextafter(step[over], scales.dtype.type(0))
+    return step
+
+
+def dequantise(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
+    """(code - levels) * step of every element, and the largest code, which of sound data is at most 2 levels."""
+    out = np.empty(size, step.dtype)
+    top = _dequantise(locked(data), step, block, levels, bits, out, False)
+    return out, top
+
+
+def add_dequantised(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
+    """`dequantise`, added to `out`, flat, contiguous, of the dtype of `step`; the largest code."""
+    return int(_dequantise(locked(data), step, block, levels, bits, out, True))

@@ -1,0 +1,151 @@
+"""Low-rank factors and cosine transforms of matrices, for numpy."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.schema import FlatArray
+
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+
+SPARE = 0x5BA2E
+"""Seed of the directions that stand in for columns that depend on the ones before."""
+DEPENDENT = 16
+"""A column of which no larger part is new than this times the dtype's precision is taken to depend on others."""
+BLOCK = 1 << 14
+"""Elements of a product that are made at a time, so that they stay in the first cache."""
+
+
+def gaussian(like: FlatArray, rows: int, columns: int, seed: int | tuple[int, ...]) -> FlatArray:
+    """Standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(like.dtype)
+
+
+def orthonormal(matrix: FlatArray) -> FlatArray:
+    """An orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`; its own dtype.
+
+    Gram-Schmidt in float64, twice over. A column that depends on the ones before is replaced by a fixed direction of
+    no meaning, made orthogonal to them. The same bits for the same matrix, however it lies in memory.
+    """
+    basis, least = np.zeros(matrix.shape[::-1]), DEPENDENT * float(np.finfo(matrix.dtype).eps)
+    for index, column in enumerate(matrix.T.astype(np.float64)):
+        largest = np.abs(column).max(initial=0)
+        if largest:
+            column /= largest  # so that no square overflows
+        size, column = norm(column), _without(column, basis[:index])
+        attempt = 0
+        while norm(column) <= least * size:
+            spare = np.random.default_rng((SPARE, index, attempt)).standard_normal(len(column))
+            size, column = norm(spare), _without(spare, basis[:index])
+            attempt += 1
+        basis[index] = column / norm(column)
+    return np.ascontiguousarray(basis.T).astype(matrix.dtype)
+
+
+def _without(column: FlatArray, basis: FlatArray) -> FlatArray:
+    """What of `column` is orthogonal to the rows of `basis`."""
+    for _ in range(2):
+        for row in basis:
+            column = column - np.sum(row * column) * row
+    return column
+
+
+def norm(array: FlatArray) -> float:
+    """The Euclidean norm."""
+    return float(np.sqrt(np.sum(np.square(array))))
+
+
+def add_product(left: FlatArray, right: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
+    """out (n·m,) += scale left (n, r) rightᵀ (r, m), every element of the product summed in the order of the columns.
+
+    What is beyond the range of the dtype of `out` becomes infinite.
+    """
+    step, width = max(1, BLOCK // max(1, len(right))), len(right)
+    columns = np.ascontiguousarray(right.T)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(left), step):
+            rows = left[start : start + step]
+            block = rows[:, :1] * columns[0]
+            for index in range(1, len(columns)):
+                block += rows[:, index : index + 1] * columns[index]
+            if scale != 1:
+                block *= block.dtype.type(scale)
+            out[start * width : (start + step) * width] += block.reshape(-1).astype(out.dtype, copy=False)
+
+
+def zeros(like: FlatArray, size: int, dtype: str) -> FlatArray:
+    """Zeros (size,) of that dtype."""
+    return np.zeros(size, numpy_dtype(dtype))
+
+
+@lru_cache(maxsize=256)
+def _cosines(size: int, dtype: str) -> FlatArray:
+    position = (2 * np.arange(size) + 1) * np.pi / (2 * size)
+    matrix = np.cos(np.arange(size)[:, None] * position) * np.sqrt(2 / size)
+    matrix[0] /= np.sqrt(2)
+    fixed: FlatArray = matrix.astype(numpy_dtype(dtype))
+    fixed.flags.writeable = False
+    return fixed
+
+
+def cosines(like: FlatArray, size: int) -> FlatArray:
+    """The matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`; read-only."""
+    return _cosines(size, like.dtype.name)
+
+
+def tiles(matrix: FlatArray, height: int, width: int) -> FlatArray:
+    """A matrix cut into tiles (tiles, height, width), left to right and from the top; a copy."""
+    rows, columns = matrix.shape
+    cut = matrix.reshape(rows // height, height, columns // width, width)
+    return np.ascontiguousarray(cut.transpose(0, 2, 1, 3)).reshape(-1, height, width)
+
+
+def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
+    """The matrix that `tiles` was cut from."""
+    height, width = tiles.shape[1:]
+    cut = tiles.reshape(rows // height, columns // width, height, width)
+    return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
+
+
+def largest_of_rows(array: FlatArray, count: int) -> Indices:
+    """Where the `count` largest magnitudes of every row are, (rows, count), ascending; the first among equals."""
+    rows, size = array.shape
+    if count >= size:
+        return np.broadcast_to(np.arange(size), (rows, size)).copy()
+    magnitude = np.abs(array)
+    least = np.partition(magnitude, size - count, axis=1)[:, size - count, None]
+    chosen = magnitude >= least
+    for row in np.flatnonzero(np.count_nonzero(chosen, axis=1) > count):
+        above, equal = magnitude[row] > least[row], magnitude[row] == least[row]
+        chosen[row] = above | (equal & (np.cumsum(equal) <= count - np.count_nonzero(above)))
+    return np.nonzero(chosen)[1].reshape(rows, count)
+
+
+def placed(spots: Indices, values: FlatArray, size: int) -> FlatArray:
+    """Rows (rows, size) of zeros, but for `values` (rows, count) in the places `spots` (rows, count)."""
+    out: FlatArray = np.zeros((len(spots), size), values.dtype)
+    np.put_along_axis(out, spots, values, axis=1)
+    return out
+
+
+def taken(array: FlatArray, spots: Indices) -> FlatArray:
+    """The elements (rows, count) of the rows of `array` in the places `spots` (rows, count)."""
+    return np.take_along_axis(array, spots, axis=1)
+
+
+def packed_integers(numbers: Indices, bits: int) -> Bytes:
+    """Flat integers from 0 to 2^bits - 1, each in that many bits, the lowest first; zeros up to a whole byte."""
+    ones = np.unpackbits(numbers.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
+    return np.packbits(ones[:, :bits].reshape(-1), bitorder="little")
+
+
+def unpacked_integers(data: Bytes, count: int, bits: int) -> Indices:
+    """The `count` integers of that many bits at the start of `data`."""
+    ones = np.zeros((count, 32), np.uint8)
+    ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
+    return np.packbits(ones, axis=1, bitorder="little").view("<u4").reshape(-1).astype(np.int64)

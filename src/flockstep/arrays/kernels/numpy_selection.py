@@ -1,0 +1,318 @@
+"""Which elements of an array to send, by magnitude or by chance, and putting them where they belong; for numpy.
+
+A key is an element's magnitude as a whole number: the bits of the float without its sign, which order as the
+magnitudes do, with infinity above all numbers and NaN above infinity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.kernels.numpy_basics import as_floats, from_bytes
+from flockstep.arrays.schema import FlatArray
+
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.uint32]
+Keys = npt.NDArray[Any]
+
+BLOCK = 16
+"""Elements that are looked at together: most blocks hold nothing to send."""
+BLOCKS = 1024
+"""Blocks that stay in the first cache."""
+
+
+def keys_of(array: FlatArray) -> Keys:
+    """The keys of a flat array: float64 as it is, everything else as float32."""
+    floats = as_floats(array)
+    kind = np.int64 if floats.dtype == np.float64 else np.int32
+    keys: Keys = floats.view(kind)
+    return keys & np.iinfo(kind).max
+
+
+def just_above(like: FlatArray, bound: float) -> float:
+    """The smallest number, of the precision that `like` is computed with, that is above `bound`."""
+    if like.dtype == np.float64:
+        return float(np.nextafter(bound, np.inf))
+    near = np.float32(bound)
+    return float(near if float(near) > bound else np.nextafter(near, np.float32(np.inf)))
+
+
+def sampled(array: FlatArray, offset: int, stride: int) -> FlatArray:
+    """The magnitudes of every `stride`-th element from `offset` on, ascending."""
+    magnitudes = np.abs(as_floats(array[offset::stride]))
+    magnitudes.sort()
+    return magnitudes
+
+
+def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
+    """Ascending indices of all elements with |x| ≥ low, NaN among them, and True; False if they are about `room`."""
+    floats = as_floats(array)
+    indices = np.empty(room + BLOCK, np.uint32)
+    count = int(_above(floats, floats.dtype.type(low), indices))
+    return indices[:count], count <= room
+
+
+def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indices:
+    """Ascending indices of the `count` largest magnitudes; of those that tie, the first. Optionally among some."""
+    keys = keys_of(array if among is None else array[among])
+    chosen = np.empty(count, np.uint32)
+    _largest(keys, len(keys), np.array([count]), chosen)
+    return chosen if among is None else among[chosen]
+
+
+def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
+    """Ascending indices of the counts[b] largest magnitudes of the b-th `bucket` elements, for every b."""
+    keys = keys_of(array)
+    chosen = np.empty(int(counts.sum()), np.uint32)
+    _largest(keys, bucket, counts, chosen)
+    return chosen
+
+
+def subset(like: Any, size: int, count: int, seed: int) -> Indices:
+    """`count` different indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
+    if count >= size:
+        return np.arange(size, dtype=np.uint32)
+    bits = max(1, (size - 1).bit_length())
+    chosen = np.empty(count, np.uint32)
+    _subset(np.uint64(size), bits, np.array(round_keys(seed), np.uint64), chosen)
+    chosen.sort()
+    return chosen
+
+
+def round_keys(seed: int) -> list[int]:
+    """Eight numbers of 32 bits for the rounds of `subset`, made of a seed of 64 (splitmix64)."""
+    keys, whole = [], (1 << 64) - 1
+    for _ in range(8):
+        seed = (seed + 0x9E3779B97F4A7C15) & whole
+        mixed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & whole
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & whole
+        keys.append((mixed ^ (mixed >> 31)) >> 32)
+    return keys
+
+
+def filled_up(found: Indices, count: int) -> Indices:
+    """The indices found, and the lowest others that make them `count`; ascending."""
+    others = np.ones(count, np.bool_)
+    others[found[: np.searchsorted(found, count)]] = False
+    first = np.flatnonzero(others)[: count - len(found)].astype(np.uint32)
+    return np.sort(np.concatenate([found, first]))
+
+
+def gathered(array: FlatArray, indices: Indices) -> FlatArray:
+    """The elements at `indices`."""
+    return array[indices]
+
+
+def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
+    """Zeros (size,) with `values` at `indices`."""
+    out = np.zeros(size, values.dtype)
+    out[indices] = values
+    return out
+
+
+def put(array: FlatArray, indices: Indices, values: FlatArray | None) -> None:
+    """array[indices] = values, or zero without any."""
+    array[indices] = 0 if values is None else values
+
+
+def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: float) -> None:
+    """out[indices] += scale * values; no index twice."""
+    if scale != 1:
+        values = (values * values.dtype.type(scale)).astype(values.dtype, copy=False)
+    if out.dtype in (np.float32, np.float64) and values.dtype == out.dtype:
+        _scatter_add(out, indices.copy(), values.copy())  # copies are aligned and can be written: one machine code
+    else:
+        out[indices] += values
+
+
+def ascending(indices: Indices, size: int) -> bool:
+    """Every index is above the one before it, and the last is below `size`."""
+    if not len(indices):
+        return True
+    return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
+
+
+def all_indices(like: Any, size: int) -> Indices:
+    """From 0 up to `size`."""
+    return np.arange(size, dtype=np.uint32)
+
+
+def index_bytes(indices: Indices) -> Bytes:
+    """As uint32, little-endian."""
+    return indices.astype("<u4", copy=False).view(np.uint8)
+
+
+def indices_from(data: Bytes) -> Indices:
+    """The indices whose bytes these are."""
+    return from_bytes(data, "uint32")
+
+
+def number_bytes(like: Any, number: int, count: int) -> Bytes:
+    """A whole number in so many bytes, little-endian."""
+    return np.frombuffer(number.to_bytes(count, "little"), np.uint8)
+
+
+def within_buckets(indices: Indices, bucket: int) -> Indices:
+    """Each index counted from the start of its bucket."""
+    return indices % np.uint32(bucket)
+
+
+def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
+    """The indices of which `within_buckets` gave the codes, counts[b] of them from the b-th bucket."""
+    starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
+    return (codes.astype(np.int64) + starts).astype(np.uint32)
+
+
+def shifted(indices: Indices, by: int) -> Indices:
+    """Each index, so much larger."""
+    return indices + np.uint32(by)
+
+
+def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """2 · place, and 1 more where the value is negative."""
+    return 2 * places.astype(np.int64) + negative
+
+
+def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
+    """`count` times the value."""
+    return np.full(count, value, numpy_dtype(dtype))
+
+
+def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) -> tuple[Indices, Any, float]:
+    """Of every bin of a flat array those j with |total_j + change_j| ≥ the bin's largest |total|; never a zero.
+
+    The largest where there is none; ascending. And how many of each bin; and the mean of the bins' largest, at most
+    `cap` times that of what is sent (NaN or infinite where something is).
+    """
+    bins = -(-len(total) // width)
+    g, h = np.zeros((2, bins * width), np.float64 if total.dtype == np.float64 else np.float32)
+    g[: len(total)] = total
+    with np.errstate(all="ignore"):
+        h[: len(total)] = np.abs(g[: len(total)] + as_floats(change))
+        sizes = np.abs(g).reshape(bins, width)
+        most = sizes.max(axis=1)
+        chosen = (h.reshape(bins, width) >= most[:, None]) & (sizes > 0)
+        empty = np.flatnonzero((most > 0) & ~chosen.any(axis=1))
+        chosen[empty, sizes[empty].argmax(axis=1)] = True
+        counts = chosen.sum(axis=1)
+        sent = max(1, int(counts.sum()))
+        mean = halved_sum(most.astype(np.float64)) / bins
+        scale = min(mean, cap * halved_sum(np.where(chosen, sizes, 0).reshape(-1).astype(np.float64)) / sent)
+    return np.flatnonzero(chosen).astype(np.uint32), counts, scale if np.isfinite(mean) else mean
+
+
+def halved_sum(numbers: Any) -> float:
+    """The sum in one fixed order, the same for any kind of array: the two halves added up, over and over."""
+    rest = 0.0
+    while len(numbers) > 1:
+        half = len(numbers) // 2
+        if len(numbers) % 2:
+            rest += float(numbers[-1])
+        numbers = numbers[:half] + numbers[half : 2 * half]
+    return rest + float(numbers[0])
+
+
+@jit
+def _above(x: FlatArray, low: Any, indices: Indices) -> Any:
+    """Many blocks are looked at before the few with something in them are searched, both without a branch."""
+    size, room = len(x), len(indices) - BLOCK
+    count = np.uint64(0)
+    whole = size // BLOCK
+    hits = np.empty(BLOCKS, np.uint32)
+    for first in range(0, whole, BLOCKS):
+        blocks = min(BLOCKS, whole - first)
+        found = np.uint64(0)
+        for b in range(np.uint64(first), np.uint64(first + blocks)):
+            hit = False
+            for i in range(np.uint64(BLOCK)):
+                hit |= not (abs(x[b * np.uint64(BLOCK) + i]) < low)
+            hits[found] = b
+            found += np.uint64(hit)
+        for h in range(found):
+            if count > np.uint64(room):
+                break
+            start = np.uint64(hits[h]) * np.uint64(BLOCK)
+            for i in range(start, start + np.uint64(BLOCK)):
+                indices[count] = i
+                count += np.uint64(not (abs(x[i]) < low))
+    for i in range(whole * BLOCK, size):
+        if not (abs(x[i]) < low) and count <= np.uint64(room):
+            indices[count] = i
+            count += np.uint64(1)
+    return count
+
+
+@jit
+def _scatter_add(out: FlatArray, indices: Indices, values: FlatArray) -> None:
+    for i in range(len(indices)):
+        out[indices[i]] += values[i]
+
+
+@jit
+def _count(keys: Keys, least: Keys) -> Any:
+    bound, count = least[0], np.int32(0)
+    for i in range(len(keys)):
+        count += np.int32(keys[i] >= bound)
+    return count
+
+
+@jit
+def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
+    """A key that so many are not below, and how many of those that have it are wanted: by halving, not by sorting."""
+    most: Any = np.int64(keys.max())
+    low: Any = np.int64(0)
+    high: Any = min(most, np.iinfo(np.int64).max - 1) + 1
+    count: Any = len(keys)
+    while count != wanted and high - low > 1:
+        middle = low + (high - low) // 2
+        least[0] = middle
+        there = _count(keys, least)
+        if there >= wanted:
+            low, count = middle, there
+        else:
+            high = middle
+    if count == wanted or low == most:
+        return low, wanted
+    least[0] = low + 1
+    return low, wanted - _count(keys, least)
+
+
+@jit
+def _largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Indices) -> None:
+    done, least = 0, np.empty(1, keys.dtype)
+    for b in range(len(counts)):
+        if counts[b] == 0:
+            continue
+        start, stop = b * bucket, min((b + 1) * bucket, len(keys))
+        bound, ties = _bound(keys[start:stop], counts[b], least)
+        for i in range(start, stop):
+            if keys[i] >= bound:
+                if keys[i] == bound:
+                    if ties == 0:
+                        continue
+                    ties -= 1
+                if done < len(chosen):
+                    chosen[done] = i
+                    done += 1
+
+
+@jit
+def _subset(size: Any, bits: int, keys: npt.NDArray[np.uint64], chosen: Indices) -> None:
+    """Rounds of adding, multiplying by an odd number and mixing upper bits into lower, each one-to-one on `bits`."""
+    mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
+    half = np.uint64((bits + 1) // 2)
+    for i in range(len(chosen)):
+        x = np.uint64(i)
+        while True:
+            for r in range(4):
+                x = (x + keys[2 * r]) & mask
+                x = (x * (keys[2 * r + 1] | np.uint64(1))) & mask
+                x ^= x >> half
+            if x < size:
+                break
+        chosen[i] = x

@@ -1,0 +1,246 @@
+"""Signs with the means of the two sides, and powers of two, for numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.kernels.jit import fast, jit
+from flockstep.arrays.kernels.numpy_bits import Bytes, fold, locked, mixed, pack, packed_bytes, unfold, unpack
+from flockstep.arrays.schema import FlatArray
+
+CHUNK = 1024
+AT_ONCE = 1 << 16
+"""Elements between two looks at Python, few enough for the second cache."""
+
+
+@fast
+def _side_sums(x: Any) -> Any:
+    """Sum of what is not below zero, of what is, and how many are."""
+    above, below, negative = 0.0, 0.0, np.int32(0)
+    for i in range(len(x)):
+        v = np.float64(x[i])
+        above += v if v >= 0 else 0.0
+        below += 0.0 if v >= 0 else v
+        negative += np.int32(x[i] < 0)
+    return above, below, negative
+
+
+@jit
+def _signs(x: Any, out: Any, sums: Any) -> None:
+    words = np.zeros(CHUNK // 8, np.uint64)
+    codes = words.view(np.uint8)
+    for begin in range(0, len(x), CHUNK):
+        part = x[begin : begin + CHUNK]
+        for i in range(len(part)):
+            codes[i] = np.uint8(part[i] < 0)
+        for i in range(len(part), min(CHUNK, (len(part) + 7) // 8 * 8)):
+            codes[i] = 0
+        eights = (len(part) + 7) // 8
+        fold(words[:eights], 1, out[begin // 8 : begin // 8 + eights])
+        above, below, negative = _side_sums(part)
+        sums[0] += above
+        sums[1] += below
+        sums[2] += negative
+
+
+@jit
+def _column_signs(x: Any, codes: Any, above: Any, below: Any, negative: Any) -> None:
+    for begin in range(0, x.shape[1], CHUNK // 2):
+        end = min(begin + CHUNK // 2, x.shape[1])
+        upper, lower, count = above[begin:end], below[begin:end], negative[begin:end]
+        for r in range(len(x)):
+            row, marks = x[r, begin:end], codes[r, begin:end]
+            for c in range(len(row)):
+                v = np.float64(row[c])
+                upper[c] += v if v >= 0 else 0.0
+                lower[c] += 0.0 if v >= 0 else v
+            for c in range(len(row)):
+                marks[c] = np.uint8(row[c] < 0)
+                count[c] += np.int32(row[c] < 0)
+
+
+@jit
+def _set_columns(codes: Any, high: Any, low: Any, out: Any, add: bool) -> None:
+    for r in range(len(out)):
+        row, marks = out[r], codes[r]
+        if add:
+            for c in range(len(row)):
+                row[c] += low[c] if marks[c] else high[c]
+        else:
+            for c in range(len(row)):
+                row[c] = low[c] if marks[c] else high[c]
+
+
+@jit
+def _set_sides(data: Any, high: Any, low: Any, out: Any, add: bool) -> None:
+    words = np.zeros(CHUNK // 8, np.uint64)
+    codes = words.view(np.uint8)
+    for begin in range(0, len(out), CHUNK):
+        part = out[begin : begin + CHUNK]
+        unfold(data[begin // 8 : (begin + len(part) + 7) // 8], 1, words[: (len(part) + 7) // 8])
+        if add:
+            for i in range(len(part)):
+                part[i] += low if codes[i] else high
+        else:
+            for i in range(len(part)):
+                part[i] = low if codes[i] else high
+
+
+@jit
+def _less_sides(x: Any, high: Any, low: Any) -> None:
+    for i in range(len(x)):
+        x[i] -= low if x[i] < 0 else high
+
+
+def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
+    """A bit for every element, 1 if it is below zero; sum of the others, sum of these, how many these are.
+
+    With `added`, that is added to `x` first, in place.
+    """
+    sums, out = np.zeros(3), np.empty((len(x) + 7) // 8, np.uint8)
+    for begin in range(0, len(x), AT_ONCE):
+        part = x[begin : begin + AT_ONCE]
+        if added is not None:
+            part += added[begin : begin + AT_ONCE]
+        _signs(locked(part), out[begin // 8 :], sums)
+    return out, sums
+
+
+def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
+    """The same for the columns of a row-major matrix: bits row after row, sums (3, columns)."""
+    sums, codes = np.zeros((3, matrix.shape[1])), np.empty(matrix.shape, np.uint8)
+    rows, negative = max(1, AT_ONCE // matrix.shape[1]), np.zeros(matrix.shape[1], np.int32)
+    for begin in range(0, len(matrix), rows):
+        part = matrix[begin : begin + rows]
+        if added is not None:
+            part += added[begin : begin + rows]
+        _column_signs(locked(part), codes[begin : begin + rows], sums[0], sums[1], negative)
+    sums[2] = negative
+    return pack(codes.reshape(-1), 1), sums
+
+
+def from_signs(data: Bytes, high: float, low: float, size: int, dtype: str) -> FlatArray:
+    """`low` where the bit is 1, `high` elsewhere, as float32 or float64."""
+    out = np.empty(size, dtype)
+    _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, False)
+    return out
+
+
+def add_signs(data: Bytes, high: float, low: float, out: FlatArray) -> None:
+    """`from_signs`, added to `out`, flat and contiguous."""
+    _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, True)
+
+
+def less_sides(x: FlatArray, high: float, low: float) -> None:
+    """Take `low` off what is below zero and `high` off the rest, in place."""
+    _less_sides(x, x.dtype.type(high), x.dtype.type(low))
+
+
+@jit
+def _to_powers(
+    words: Any, digits: Any, sign: Any, top: Any, seed: Any, low: Any, bits: int, scratch: Any, out: Any
+) -> Any:
+    kind = words.dtype.type
+    most, magnitude, shift = kind(0), kind(sign - kind(1)), kind(digits - kind(23))
+    rest = scratch.view(np.uint8)
+    for begin in range(0, len(words), CHUNK):
+        part, lower = words[begin : begin + CHUNK], low[begin : begin + CHUNK]
+        for i in range(len(part)):
+            magnitudes = kind(part[i] & magnitude)
+            most = max(most, magnitudes)
+            carry = kind(kind(mixed(begin + i, seed) >> np.uint32(9)) << shift)
+            power = min(kind(kind(magnitudes + carry) >> digits), top)
+            lower[i] = np.uint8(power & kind(0xFF))
+            rest[i] = np.uint8((power >> kind(8)) << kind(1)) | np.uint8(kind(part[i] & sign) != 0)
+        for i in range(len(part), min(CHUNK, (len(part) + 7) // 8 * 8)):
+            rest[i] = 0
+        eights = (len(part) + 7) // 8
+        fold(scratch[:eights], bits, out[begin // 8 * bits : (begin // 8 + eights) * bits])
+    return most
+
+
+@jit
+def _from_powers(
+    low: Any, high: Any, bits: int, digits: Any, scratch: Any, words: Any, floats: Any, out: Any, scale: Any, add: bool
+) -> Any:
+    kind = words.dtype.type
+    sign = kind(kind(8 * words.itemsize) - kind(1))
+    rest, top = scratch.view(np.uint8), kind(0)
+    for begin in range(0, len(low), CHUNK):
+        lower, part = low[begin : begin + CHUNK], out[begin : begin + CHUNK]
+        unfold(high[begin // 8 * bits : ((begin + len(lower)) * bits + 7) // 8], bits, scratch[: (len(lower) + 7) // 8])
+        for i in range(len(lower)):
+            power = kind(kind(lower[i]) | kind(kind(rest[i] >> np.uint8(1)) << kind(8)))
+            top = max(top, power)
+            words[i] = kind(kind(power << digits) | kind(kind(rest[i] & np.uint8(1)) << sign))
+        if add:
+            for i in range(len(part)):
+                part[i] += floats[i] * scale
+        else:
+            for i in range(len(part)):
+                part[i] = floats[i] * scale
+    return top
+
+
+def _word(dtype: Any) -> tuple[Any, int, int]:
+    """An unsigned integer as long as the float, the bits of its fraction, those of its exponent beyond 8 and sign."""
+    return (np.uint64, 52, 4) if dtype == np.float64 else (np.uint32, 23, 1)
+
+
+def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
+    """Every element rounded at random to one of the two powers of two next to it, so that the mean is kept.
+
+    The low 8 bits of the exponent fields, none beyond `top`; packed in 1 bit (float64: 4), 2 * the bits above these
+    + 1 where it is negative; and whether all elements are finite.
+    """
+    x = locked(x)
+    kind, digits, bits = _word(x.dtype)
+    low, high = np.empty(len(x), np.uint8), np.empty((len(x) + 7) // 8 * bits, np.uint8)
+    scratch = np.empty(CHUNK // 8, np.uint64)
+    sign = kind(1 << (8 * x.itemsize - 1))
+    most = _to_powers(x.view(kind), kind(digits), sign, kind(top), np.uint32(seed), low, bits, scratch, high)
+    return low, high[: packed_bytes(len(x), bits)], int(most) < int(np.array(np.inf, x.dtype).view(kind))
+
+
+def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add: bool = True) -> int:
+    """The powers of two times `scale`, added to `out` or put there (flat, contiguous); the largest exponent field."""
+    kind, digits, bits = _word(out.dtype)
+    words, scratch = np.empty(CHUNK, kind), np.empty(CHUNK // 8, np.uint64)
+    factor, floats = out.dtype.type(scale), words.view(out.dtype)
+    args = (locked(low), locked(high), bits, kind(digits), scratch, words, floats, out, factor, add)
+    return int(_from_powers(*args))
+
+
+def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
+    """The powers of two, as float32 or float64, and the largest exponent field."""
+    out = np.empty(len(low), dtype)
+    return out, add_powers(low, high, out, add=False)
+
+
+def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
+    """(2, columns) of `dtype`, from `column_sides` of so many rows: mean of what is not below zero, of what is."""
+    counts = np.stack([rows - sums[2], sums[2]])
+    with np.errstate(invalid="ignore"):
+        means: FlatArray = (sums[:2] / np.maximum(counts, 1)).astype(dtype)
+    return means
+
+
+def from_column_signs(data: Bytes, means: FlatArray, size: int) -> FlatArray:
+    """Of every column (elements of a row-major matrix of `size`), the first mean, or the second where the bit is 1."""
+    out = np.empty(size, means.dtype)
+    _columns(data, means, out, False)
+    return out
+
+
+def add_column_signs(data: Bytes, means: FlatArray, out: FlatArray) -> None:
+    """`from_column_signs`, added to `out`, flat and contiguous."""
+    _columns(data, means, out, True)
+
+
+def _columns(data: Bytes, means: FlatArray, out: FlatArray, add: bool) -> None:
+    width = means.shape[1]
+    codes = unpack(data, len(out), 1).reshape(-1, width)
+    _set_columns(codes, locked(means[0]), locked(means[1]), out.reshape(-1, width), add)

@@ -1,0 +1,46 @@
+"""Random numbers from a counter, and codes of a few bits in bytes, for torch."""
+
+from __future__ import annotations
+
+import torch
+
+_WORD = 0xFFFFFFFF
+
+
+def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
+    """32 well mixed bits for (index, seed), as int64."""
+    h = (index * 0x9E3779B1 + seed) & _WORD
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _WORD
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & _WORD
+    return h ^ (h >> 16)
+
+
+def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
+    """(size,) multiples of 2⁻²⁴ in [0, 1), those of elements 0, 1, … under that seed, where `like` is."""
+    return (mixed(torch.arange(size, device=like.device), seed) >> 8).to(torch.float32) * 2.0**-24
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """The bytes that `count` codes of `bits` bits take."""
+    return (count * bits + 7) // 8
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes below 2^bits, bits 1 to 8, one after the other, the lowest bit first; zeros up to a whole byte."""
+    padded = torch.zeros((len(codes) + 7) // 8 * 8, dtype=torch.int64, device=codes.device)
+    padded[: len(codes)] = codes
+    places = torch.arange(8, device=codes.device)
+    words = (padded.reshape(-1, 8) << (bits * places)).sum(1)  # no bit twice, so that adding is joining
+    out = (words[:, None] >> (8 * places[:bits])) & 0xFF
+    return out.to(torch.uint8).reshape(-1)[: packed_bytes(len(codes), bits)]
+
+
+def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
+    """The `count` codes that `pack` made `data` of."""
+    eights = (count + 7) // 8
+    padded = torch.zeros(eights * bits, dtype=torch.int64, device=data.device)
+    padded[: len(data)] = data
+    places = torch.arange(8, device=data.device)
+    words = (padded.reshape(-1, bits) << (8 * places[:bits])).sum(1)
+    codes = (words[:, None] >> (bits * places)) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).reshape(-1)[:count]

@@ -1,0 +1,104 @@
+"""Encoding and decoding rates of every codec, relative to a copy of the same float32 array; torch.topk beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec
+from flockstep.errors import FlockstepError
+
+SIZE = 4 << 20
+"""Elements."""
+ROUNDS = 20
+SHAPE = (2048, -1)
+"""As what the array is bound to a codec that looks at tensors."""
+COPY = "numpy.copyto"
+TOPK = "torch.topk of magnitudes, 1 %"
+ALSO = ("topk(sampled=true)",)
+"""Settings that are measured beside each codec's defaults."""
+
+
+@dataclass
+class CodecFigure:
+    """One codec's speeds, as shares of the rate of a copy: medians over rounds; 1 is as fast as copying."""
+
+    codec: str
+    bits: float | None = None
+    """Bits on the wire for each element."""
+    encode: float | None = None
+    encode_residual: float | None = None
+    add_decoded: float | None = None
+    seconds: float | None = None
+    """Of one encoding."""
+    missing: str = ""
+
+
+def measure(
+    codecs: Sequence[str] | None = None,
+    size: int = SIZE,
+    rounds: int = ROUNDS,
+    say: Callable[[str], None] = lambda what: None,
+) -> list[CodecFigure]:
+    """Every codec in turn, round after round, beside a copy of the array in the same round."""
+    array = np.random.default_rng(0).standard_normal(size, np.float32)
+    actions: dict[str, dict[str, Callable[[], object]]] = {COPY: {"encode": _copy_of(array)}}
+    found: dict[str, CodecFigure] = {COPY: CodecFigure(COPY, 32.0)}
+    for text in [*registry.names("codec"), *ALSO] if codecs is None else codecs:
+        found[text] = CodecFigure(text)
+        try:
+            actions[text] = _actions(Codec.parse(text), array, found[text])
+        except FlockstepError as error:
+            found[text].missing = str(error)
+    if importlib.util.find_spec("torch") is None:
+        found[TOPK] = CodecFigure(TOPK, missing="pip install torch")
+    else:
+        found[TOPK] = CodecFigure(TOPK)
+        actions[TOPK] = {"encode": _topk_of(array)}
+    times: dict[tuple[str, str], list[float]] = {}
+    for number in range(-1, rounds):  # the first round warms up
+        say(f"round {number + 1} of {rounds}")
+        for name, mine in actions.items():
+            for what, action in mine.items():
+                start = time.perf_counter()
+                action()
+                if number >= 0:
+                    times.setdefault((name, what), []).append(time.perf_counter() - start)
+    copying = times[COPY, "encode"]
+    for (name, what), spent in times.items():
+        setattr(found[name], what, statistics.median(a / b for a, b in zip(copying, spent, strict=True)))
+        if what == "encode":
+            found[name].seconds = statistics.median(spent)
+    return list(found.values())
+
+
+def _actions(codec: Codec, array: FlatArray, figure: CodecFigure) -> dict[str, Callable[[], object]]:
+    shape = (SHAPE[0], array.size // SHAPE[0]) if array.size % SHAPE[0] == 0 else (array.size,)
+    codec = codec.on((shape,)).at(0)
+    random, error, out = np.random.default_rng(0), np.zeros_like(array), np.zeros_like(array)
+    data = codec.encode(array, random)
+    figure.bits = 8 * data.size / max(array.size, 1)
+    return {
+        "encode": lambda: codec.encode(array, random),
+        "encode_residual": lambda: codec.encode_residual(array, error, random),
+        "add_decoded": lambda: codec.add_decoded(data, out, 0.5),
+    }
+
+
+def _copy_of(array: FlatArray) -> Callable[[], object]:
+    to = np.empty_like(array)
+    return lambda: np.copyto(to, array)
+
+
+def _topk_of(array: FlatArray) -> Callable[[], object]:
+    import torch
+
+    tensor, k = torch.from_numpy(array), max(1, array.size // 100)
+    return lambda: tensor.abs().topk(k)

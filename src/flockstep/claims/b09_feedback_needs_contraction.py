@@ -1,0 +1,87 @@
+"""Error feedback needs a contraction: unbiased is not enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.compressed_digits import EPOCHS, LR, WORKERS, Finals, told, trained
+from flockstep.codecs.damped import Damped
+from flockstep.codecs.qsgd import Qsgd
+from flockstep.feedback.residual import Residual
+from flockstep.feedback.sender import fitted
+
+BATCH, BUCKET = 16, 512
+LEVELS = (1, 4, 16)
+DIVERGE = (1, 4)
+"""Levels with which raw feedback diverged in the pilot."""
+
+
+@dataclass(frozen=True)
+class Raw(Residual):
+    """Residual feedback that takes any codec as it is: the negative control."""
+
+    @property
+    def needs_contraction(self) -> bool:
+        """It does, but says that it does not."""
+        return False
+
+
+@dataclass(frozen=True)
+class FeedbackNeedsContraction(Claim):
+    """QSGD without feedback, under raw feedback, and as the library composes the two."""
+
+    seeds: int = 5
+    statement: ClassVar[str] = (
+        "Under error feedback an unbiased codec of a large variance diverges; divided by 1 + omega it converges as "
+        "well as without feedback"
+    )
+    source: ClassVar[str] = (
+        "Alistarh et al. 2017, lemma 3.1 (omega); Richtarik, Sokolov & Fatkhullin 2021, lemma 8 (C / (1 + omega)). The "
+        "figures to compare with are those of a pilot run in plain numpy"
+    )
+    setting: ClassVar[str] = (
+        f"digits on a perceptron 64-64-64-10, {WORKERS} workers, batches of {BATCH}, learning rate {LR}, {EPOCHS} "
+        f"epochs, gradients to a parameter server in virtual time; QSGD with buckets of {BUCKET}; median of 5 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "raw feedback diverges to NaN with 1 and 4 levels on every seed; the library's own composition is damped, and "
+        "its error <= dense + 2 points"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Train with each number of levels, in each way."""
+        dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
+        rows, figures = [Row("dense, error in %", "2.8 to 3.3", round(dense, 2), True)], {}
+        for levels in LEVELS:
+            codec = Qsgd(levels, BUCKET)
+            omega = codec.variance(1 << 20) or 0.0
+            composed = fitted(codec, Residual(), (), 0)
+            bare, raw, ours = (self._finals(codec, feedback, say) for feedback in ("none", Raw(), "residual"))
+            factor = composed.factor(1 << 20) if isinstance(composed, Damped) else 1.0
+            exact = bool(np.isclose(factor, 1 / (1 + omega)))
+            rows += [
+                Row(f"qsgd({levels}), no feedback, %", "2.5 to 3.1", round(bare.median, 2), bare.median <= dense + 2),
+                self._raw(levels, raw, dense),
+                Row(f"qsgd({levels}), feedback: damped by", round(1 / (1 + omega), 4), round(factor, 4), exact),
+                Row(
+                    f"qsgd({levels}), feedback, damped, %",
+                    "3.1 to 4.7, <= dense + 2",
+                    round(ours.median, 2),
+                    ours.median <= dense + 2 and not ours.diverged,
+                ),
+            ]
+            figures[f"qsgd({levels}), omega"] = omega
+        return Verdict(tuple(rows), "", figures)
+
+    def _raw(self, levels: int, raw: Finals, dense: float) -> Row:
+        seen = f"diverges on {raw.diverged} of {self.seeds} seeds" if raw.diverged else f"{raw.median:.2f} %"
+        if levels in DIVERGE:
+            return Row(f"qsgd({levels}), raw feedback", "diverges", seen, raw.diverged == self.seeds)
+        return Row(f"qsgd({levels}), raw feedback", "fine", seen, not raw.diverged and raw.median <= dense + 2)
+
+    def _finals(self, codec: Qsgd, feedback: str | Residual, say: Say) -> Finals:
+        return told(say, f"{codec}, feedback {feedback}", trained(codec, feedback, seeds=self.seeds, batch=BATCH))

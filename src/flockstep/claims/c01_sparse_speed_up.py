@@ -1,0 +1,140 @@
+"""SparCML's speed-ups: sparse, quantised gradients on a network that is the bottleneck."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.image_perceptron import image_job
+from flockstep.drivers.virtual import Simulation
+from flockstep.records.events import Event, Node, Snapshot
+from flockstep.testing.strategies import Run, Watched, run_strategy
+
+WORKERS, PARAMS = 8, 79_510
+CODEC = "topk(ratio=0.03125, bucket=512, values=qsgd(levels=7, bucket=512))"
+"""16 of 512, each an index of 9 bits and a value of 4."""
+RING, DOUBLING = "all_reduce", "all_reduce(collective=recursive_doubling)"
+SPARSE = {
+    "SSAR": f"all_reduce(collective=sparse(algorithm='ssar_split'), codec={CODEC}, feedback=residual)",
+    "DSAR, Q4": f"all_reduce(sparse(algorithm='dsar', second=qsgd(levels=7)), codec={CODEC}, feedback=residual)",
+    "gather": f"all_reduce(codec={CODEC}, feedback=residual)",
+}
+NETWORKS = {"Piz Daint": ("SSAR", 0.932, 4.53, 3.65), "EC2": ("gather", 0.991, 22.97, 19.12)}
+"""Network → our algorithm for it, share of communication (A16), published speed-ups of communication and of all."""
+LEAST = {"Piz Daint": 4.5, "EC2": 20.0}
+COMPUTE = 1.0
+"""Virtual seconds a gradient."""
+TIMED, TRAINED, EARLY, BATCH, LR = 12, 225, 120, 32, 0.1
+
+
+class Quiet(Watched):
+    """A simulation that keeps no messages, which are large here."""
+
+    def note(self, event: Event) -> None:
+        """Keep totals and evaluations."""
+        if isinstance(event, Node | Snapshot):
+            self.log.append(event)
+
+    send = Simulation.send
+
+
+@dataclass(frozen=True)
+class SparseSpeedUp(Claim):
+    """Top 16 of 512 with 4 bits and feedback, against dense all-reduces."""
+
+    seeds: int = 10
+    statement: ClassVar[str] = (
+        "On 8 nodes, sending 16 of every 512 elements with 4 bits makes communication 4.53 (Piz Daint) and 22.97 times "
+        "(EC2) as fast, and training 3.65 and 19.12 times, at the same accuracy"
+    )
+    source: ClassVar[str] = "Renggli et al. 2019 (SparCML), the table of speed-ups, row MNIST MLP, Top16_Q4"
+    setting: ClassVar[str] = (
+        f"a perceptron 784-100-10 ({PARAMS:,} parameters) on the digits as pictures of 28 × 28, {WORKERS} workers in "
+        f"virtual time; the link's bandwidth is calibrated so that a ring all-reduce takes .932 and .991 of a dense "
+        f"step; bytes and times of {TIMED} steps; accuracy after 40 epochs ({TRAINED} steps), median of 10 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "communication >= 4.5 and >= 20 times as fast as a ring; end to end within 30 % of 3.65 and 19.12; accuracy >= "
+        "dense - 0.5 points"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Calibrate the link, time everything on it, train."""
+        nbytes = {"ring": sent(RING), "recursive doubling": sent(DOUBLING), **{n: sent(s) for n, s in SPARSE.items()}}
+        rows, figures = [], {f"{name}, bytes a worker, step and element": value for name, value in nbytes.items()}
+        for network, (name, share, comm, whole) in NETWORKS.items():
+            say(f"{network}: {name}")
+            bandwidth = nbytes["ring"] * PARAMS * (1 - share) / share / COMPUTE
+            dense, ours = (timed(strategy, bandwidth) - COMPUTE for strategy in (RING, SPARSE[name]))
+            found = dense / (dense + COMPUTE)
+            speed_up, total = dense / ours, (dense + COMPUTE) / (ours + COMPUTE)
+            rows += [
+                Row(f"{network}: dense share of communication, calibrated", share, found, abs(found - share) < 0.001),
+                Row(
+                    f"{network}: communication, {name} over ring",
+                    f"{comm}, >= {LEAST[network]}",
+                    round(speed_up, 2),
+                    speed_up >= LEAST[network],
+                ),
+                Row(f"{network}: end to end", f"{whole} ± 30 %", round(total, 2), abs(total / whole - 1) <= 0.3),
+            ]
+        gap, final = self._gap(TRAINED, say)
+        early, _ = self._gap(EARLY, say)
+        rows.append(Row(f"accuracy less that of dense ({final:.2f} %), points", ">= -0.5", round(gap, 2), gap >= -0.5))
+        figures[f"the same after {EARLY} steps"] = early
+        return Verdict(tuple(rows), explained(nbytes), figures)
+
+    def _gap(self, steps: int, say: Say) -> tuple[float, float]:
+        """Accuracy less that of dense, and that of dense, medians.
+
+        On a parameter server, which takes the mean of the same encodings in less time than eight workers here.
+        """
+        pairs = [
+            [accuracy(s, steps, seed) for s in ("ps", f"ps(codec={CODEC}, feedback=residual)")]
+            for seed in range(self.seeds)
+        ]
+        dense, ours = np.array(pairs).T
+        say(f"after {steps} steps, ours less dense: " + " ".join(f"{gap:.2f}" for gap in ours - dense))
+        return float(np.median(ours - dense)), float(np.median(dense))
+
+
+def explained(nbytes: dict[str, float]) -> str:
+    """What is calibrated, what measured, and what limits the speed-ups."""
+    ring, doubling = nbytes["ring"], nbytes["recursive doubling"]
+    return (
+        "The share of communication is calibrated, the speed-up of communication measured; end to end follows from the "
+        f"two. A worker sends {ring:.3g} bytes an element and step around a dense ring, which no dense all-reduce "
+        f"undercuts, and {nbytes['SSAR']:.3g} in sparse streams, whose sums fill in; {nbytes['DSAR, Q4']:.3g} with a "
+        f"dense second phase of 4 bits; {nbytes['gather']:.3g} where the encodings are gathered, 13 bits an element "
+        f"that is kept: with these no algorithm here is more than {ring / nbytes['gather']:.1f} times as fast as a "
+        f"ring. The published 22.97 is more than that; the dense algorithm behind it is not named. Against recursive "
+        f"doubling ({doubling:.3g} bytes) SSAR is {doubling / nbytes['SSAR']:.1f} and gathering "
+        f"{doubling / nbytes['gather']:.1f} times as fast"
+    )
+
+
+def _run(strategy: str, steps: int, network: str, seed: int = 0) -> Run:
+    job = image_job(f"sgd(lr={LR})", BATCH)
+    compute = f"constant({COMPUTE})"
+    return run_strategy(
+        strategy, WORKERS, steps, job=job, compute=compute, network=network, seed=seed, simulation=Quiet
+    )
+
+
+def sent(strategy: str) -> float:
+    """Bytes that a worker sends for an element in a step, counted in its messages; the mean."""
+    run = _run(strategy, TIMED, "ideal")
+    return sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * TIMED * PARAMS)
+
+
+def timed(strategy: str, bandwidth: float) -> float:
+    """Virtual seconds a step."""
+    return _run(strategy, TIMED, f"link(bandwidth={bandwidth}, latency=0)").seconds / TIMED
+
+
+def accuracy(strategy: str, steps: int, seed: int) -> float:
+    """In the end, in per cent."""
+    return 100 * _run(strategy, steps, "ideal", seed).of(Snapshot)[-1].metric

@@ -1,0 +1,73 @@
+"""The digits trained with compressed gradients: what the claims about codecs have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.claims.base import Say
+from flockstep.claims.digits_perceptron import digits_job
+from flockstep.codecs.base import Codec
+from flockstep.errors import Diverged
+from flockstep.feedback.base import Feedback
+from flockstep.records.events import Step
+from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.testing.strategies import run_strategy
+from flockstep.workloads.sampler import steps_for
+
+WORKERS, LR, EPOCHS, SAMPLES = 8, 0.3, 40, 1437
+GUESSING = 90.0
+"""Error in per cent of a model that diverged until nothing could be computed any more."""
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Finals:
+    """How runs ended, one element a seed."""
+
+    error: Values
+    """Test error in per cent."""
+    loss: Values
+    """Mean loss of the batches of the last 30 steps; infinite where it diverged."""
+    bits: Values
+    """Bits a worker sent for each element of a gradient, as its messages were counted."""
+
+    @property
+    def median(self) -> float:
+        """Of the error."""
+        return float(np.median(self.error))
+
+    @property
+    def diverged(self) -> int:
+        """How many did, until nothing could be computed any more."""
+        return int(np.isinf(self.loss).sum())
+
+
+def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int, batch: int, lr: float = LR) -> Finals:
+    """SGD on the digits, 8 workers, 40 epochs, every gradient encoded by its worker, the mean of what it stands for."""
+    strategy = ParameterServer(codec=Codec.parse(codec), feedback=Feedback.parse(feedback))
+    finals = [_trained(strategy, seed, batch, lr) for seed in range(seeds)]
+    error, loss, bits = np.array(finals, np.float64).T
+    return Finals(error, loss, bits)
+
+
+def told(say: Say, name: str, finals: Finals) -> Finals:
+    """Say the errors."""
+    say(f"{name}: " + " ".join(f"{error:.1f}" for error in finals.error))
+    return finals
+
+
+def _trained(strategy: ParameterServer, seed: int, batch: int, lr: float) -> tuple[float, float, float]:
+    steps, job = steps_for(EPOCHS, SAMPLES, WORKERS, batch), digits_job(f"sgd(lr={lr})", batch)
+    try:
+        run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)
+    except Diverged:
+        return GUESSING, np.inf, np.nan
+    evaluation = run.simulation.tracker.evaluation
+    assert evaluation is not None
+    losses = [event.loss for event in run.of(Step) if event.step > steps - 30 and event.loss is not None]
+    bits = 8 * sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * steps * len(run.result))
+    return 100 * (1 - evaluation.metric), float(np.mean(losses)), bits

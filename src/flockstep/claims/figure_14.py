@@ -1,0 +1,192 @@
+"""The exchanges of figure 14 of Ben-Nun & Hoefler (2019) as programs, timed in virtual time without latency.
+
+Reducing and updating are computing: `spend` so many units, of which reducing a whole model takes n and updating one
+`UPDATE` times as many. They begin when what they need is there, as the formulas have it. Rank n is the server, where
+there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.claims.programs_alone import Program, run_once, spend
+from flockstep.collectives.exchange import broadcast_on_tree, children, parent, received
+from flockstep.collectives.layouts import Times
+from flockstep.collectives.subgroup import among
+from flockstep.nodes import Worker
+
+SHARE = 8192
+"""Elements, of eight bytes, of an n-th of the model: so many that headers take one part in a thousand."""
+UPDATE = 5
+"""How much longer updating a model takes than reducing one: 10 GiB/s against 2 GiB/s."""
+
+
+def model(n: int) -> FlatArray:
+    """A whole model."""
+    return np.ones(n * SHARE)
+
+
+def times(n: int) -> Times:
+    """What the formulas are given for such a model."""
+    return Times.of(model(n).nbytes)
+
+
+def simulated(name: str, n: int) -> float:
+    """Virtual seconds of the exchange of that name among n workers."""
+    program, nodes = PATTERNS[name](n)
+    run = run_once(program, nodes, "link(bandwidth=1.25e9, latency=0)", unit=times(n).reduce / n)
+    return run.totals[n].t if name == "asynchronous, all" else run.seconds
+
+
+def naive_server(n: int) -> tuple[Program, int]:
+    """All gradients in, all models out."""
+
+    async def program(me: Worker) -> None:
+        if me.rank < n:
+            me.send(n, "gradient", model(n))
+            await received(me, "model", n)
+            return
+        for rank in range(n):
+            await received(me, "gradient", rank)
+        await spend(me, (n - 1) * n + UPDATE * n)
+        me.send_all(range(n), "model", model(n))
+
+    return program, n + 1
+
+
+def tree_server(n: int) -> tuple[Program, int]:
+    """Along a binomial tree of the workers, whose root deals with the server."""
+
+    async def program(me: Worker) -> None:
+        if me.rank == n:
+            await received(me, "gradient", 0)
+            await spend(me, UPDATE * n)
+            me.send(0, "model", model(n))
+            return
+        for child in children(me.rank, n):
+            await received(me, "reduce", child)
+            await spend(me, n)
+        if me.rank:
+            me.send(parent(me.rank, n), "reduce", model(n))
+        else:
+            me.send(n, "gradient", model(n))
+            await received(me, "model", n)
+        await broadcast_on_tree(among(me, range(n)), model(n), 0)
+
+    return program, n + 1
+
+
+def scatter_server(n: int) -> tuple[Program, int]:
+    """Reduce-scatter on a ring, shares to the server and back, gather on the ring."""
+
+    async def program(me: Worker) -> None:
+        share = np.ones(SHARE)
+        if me.rank == n:
+            for rank in range(n):
+                await received(me, "gradient", rank)
+            await spend(me, UPDATE * n)
+            me.send_all(range(n), "model", share)
+            return
+        await _around(me, n, units=1)
+        me.send(n, "gradient", share)
+        await received(me, "model", n)
+        await _around(me, n, units=0)
+
+    return program, n + 1
+
+
+def asynchronous_worker(n: int) -> tuple[Program, int]:
+    """One pushes and pulls."""
+
+    async def program(me: Worker) -> None:
+        if me.rank == 0:
+            me.send(1, "gradient", model(n))
+            await received(me, "model", 1)
+            return
+        await received(me, "gradient", 0)
+        await spend(me, UPDATE * n)
+        me.send(0, "model", model(n))
+
+    return program, 2
+
+
+def asynchronous_all(n: int) -> tuple[Program, int]:
+    """All push at once; each is answered as soon as its gradient is in the model. It ends with the last update."""
+
+    async def program(me: Worker) -> None:
+        if me.rank < n:
+            me.send(n, "gradient", model(n))
+            await received(me, "model", n)
+            return
+        for _ in range(n):
+            message = await me.receive("gradient")
+            await spend(me, UPDATE * n)
+            me.send(message.source, "model", model(n))
+
+    return program, n + 1
+
+
+def distributed_server(n: int) -> tuple[Program, int]:
+    """Every worker serves a share."""
+
+    async def program(me: Worker) -> None:
+        share = np.ones(SHARE)
+        for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
+            for hop in range(1, n):
+                me.send((me.rank + hop) % n, tag, share)
+            for hop in range(1, n):
+                await received(me, tag, (me.rank - hop) % n)
+            await spend(me, units)
+
+    return program, n
+
+
+def doubling(n: int) -> tuple[Program, int]:
+    """Whole models with partners at distances of the powers of two."""
+
+    async def program(me: Worker) -> None:
+        distance = 1
+        while distance < n:
+            me.send(me.rank ^ distance, "double", model(n))
+            await received(me, "double", me.rank ^ distance)
+            await spend(me, n)
+            distance *= 2
+        await spend(me, UPDATE * n)
+
+    return program, n
+
+
+def ring(n: int) -> tuple[Program, int]:
+    """Twice around."""
+
+    async def program(me: Worker) -> None:
+        await _around(me, n, units=1)
+        await _around(me, n, units=0)
+        await spend(me, UPDATE * n)
+
+    return program, n
+
+
+async def _around(me: Worker, n: int, units: int) -> None:
+    """n-1 hops of a share, computing so many units after each."""
+    share = np.ones(SHARE)
+    for _ in range(n - 1):
+        me.send((me.rank + 1) % n, "hop", share)
+        await received(me, "hop", (me.rank - 1) % n)
+        await spend(me, units)
+
+
+PATTERNS: dict[str, Callable[[int], tuple[Program, int]]] = {
+    "naive server": naive_server,
+    "binomial tree": tree_server,
+    "scatter-reduce, one server": scatter_server,
+    "asynchronous, one worker": asynchronous_worker,
+    "asynchronous, all": asynchronous_all,
+    "distributed server": distributed_server,
+    "recursive doubling": doubling,
+    "ring": ring,
+}
+"""Name, as in `layouts.LAYOUTS` → program for n workers, and how many nodes it has."""

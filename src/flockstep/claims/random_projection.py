@@ -1,0 +1,94 @@
+"""The unbiased low-rank compressor that PowerSGD is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.low_rank import LowRank
+from flockstep.errors import ProtocolError
+
+
+@dataclass(frozen=True)
+class RandomProjection(Codec):
+    """M U, for M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1): numpy arrays of float32 only.
+
+    U (m, rank) is normal with variance 1 / rank, the same on all workers in a step.
+    """
+
+    rank: int = 1
+    shapes: tuple[Shape, ...] = ()
+    step: int = 0
+
+    @property
+    def unbiased(self) -> bool:
+        """U Uᵀ is the identity in the mean."""
+        return True
+
+    @property
+    def linear(self) -> bool:
+        """As the product with U is."""
+        return True
+
+    @property
+    def shares_seed(self) -> bool:
+        """U is everyone's."""
+        return True
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """rank · n elements of a matrix, all of a vector."""
+        layout = LowRank(self.shapes, self.rank)
+        return 4 * (sum(m.rows * self.rank for m in layout.matrices) + layout.dense_size)
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """All M U, then the vectors."""
+        layout = LowRank(self.shapes, self.rank)
+        products = [
+            array[m.part].reshape(m.rows, m.columns) @ u
+            for m, u in zip(layout.matrices, self._projections(layout), strict=True)
+        ]
+        parts = [*map(np.ravel, products), *(array[part] for part in layout.dense)]
+        return np.concatenate(parts).astype(np.float32).view(np.uint8)
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """M U Uᵀ."""
+        terms, layout = self.terms(data, size, dtype), LowRank(self.shapes, self.rank)
+        decoded = np.empty(size, np.float32)
+        for m, part, u in zip(layout.matrices, layout.lefts, self._projections(layout), strict=True):
+            decoded[m.part] = (terms[part].reshape(-1, self.rank) @ u.T).ravel()
+        start = len(terms) - layout.dense_size
+        for dense in layout.dense:
+            decoded[dense] = terms[start : start + dense.stop - dense.start]
+            start += dense.stop - dense.start
+        return decoded
+
+    def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """All of it."""
+        if len(data) != self.wire_bytes(size, dtype):
+            raise ProtocolError(f"random projection needs {self.wire_bytes(size, dtype)} bytes, got {len(data)}")
+        return data.view(np.float32)
+
+    def variance(self, size: int) -> float:
+        """(m + 1) / rank, for the widest matrix."""
+        return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
+
+    def error_bound(self, array: FlatArray) -> float:
+        """As of the variance."""
+        return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """For these tensors."""
+        return replace(self, shapes=tuple(shapes))
+
+    def at(self, step: int) -> Codec:
+        """That step's U."""
+        return replace(self, step=step)
+
+    def _projections(self, layout: LowRank) -> list[FlatArray]:
+        random = np.random.default_rng((0x0B1A5ED, self.step))
+        scale = self.rank**-0.5
+        return [scale * random.standard_normal((m.columns, self.rank), dtype=np.float32) for m in layout.matrices]

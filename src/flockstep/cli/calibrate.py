@@ -1,0 +1,101 @@
+"""`flockstep calibrate`: the machines at hand, or those of a record, as a cluster's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flockstep.cli import options as o
+from flockstep.cli import show
+from flockstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from flockstep.planning.calibrate import Calibration
+
+Gradients = Annotated[int, typer.Option(help="Gradients of each worker alone, and again with all at once.")]
+_MEASURING = ("workers", "job", "transport", "threads", "gradients", "rounds", "codec")
+
+
+def calibrate(
+    context: typer.Context,
+    workers: o.Workers = 4,
+    job: Annotated[str, typer.Option(help="The job whose gradients are computed.")] = "digits",
+    transport: o.TransportText = "shared_memory",
+    threads: o.Threads = 1,
+    gradients: Gradients = 30,
+    rounds: Annotated[int, typer.Option(help="Messages to and fro between every two workers.")] = 20,
+    codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; repeatable (default: half).")] = None,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="Fit the record of a run instead; repeat it for more of the same job."),
+    ] = None,
+    latency: Annotated[str | None, typer.Option(help="With --from: the latency, if known, such as 100us.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="With --from: the bandwidth, if known, such as 1gbit.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write (default: standard output).")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """Measure the machines at hand, or fit the record of a run; write a cluster's file for `flockstep plan`."""
+    if records:
+        _refuse(context, _MEASURING)
+        found = _fitted(records, latency, bandwidth)
+    else:
+        _refuse(context, ("latency", "bandwidth"))
+        found = _measured(job, workers, transport, threads, gradients, rounds, codec)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(found.to_toml(), encoding="utf-8")
+    if as_json:
+        show.json({"cluster": found.to_toml(), "notes": list(found.notes), "file": None if out is None else str(out)})
+    elif out is None:
+        print(found.to_toml(), end="")
+    else:
+        for note in found.notes:
+            print(note)
+        print(f"cluster: {out}")
+
+
+def _fitted(records: list[Path], latency: str | None, bandwidth: str | None) -> Calibration:
+    from flockstep.planning.fit import fit_records
+    from flockstep.simulation import units
+
+    return fit_records(
+        records,
+        None if latency is None else units.duration(latency, "--latency"),
+        None if bandwidth is None else units.bandwidth(bandwidth, "--bandwidth"),
+    )
+
+
+def _measured(
+    job: str, workers: int, transport: str, threads: int, gradients: int, rounds: int, codec: list[str] | None
+) -> Calibration:
+    from flockstep.planning.calibrate import calibrate as measure
+    from flockstep.planning.rates import CODECS
+
+    def run(say: Callable[[str], None]) -> Calibration:
+        return measure(
+            job,
+            workers,
+            transport=transport,
+            threads=threads,
+            gradients=gradients,
+            rounds=rounds,
+            codecs=CODECS if codec is None else codec,
+            say=say,
+        )
+
+    if not show.console.is_terminal:
+        return run(lambda what: None)
+    with show.console.status("starting") as status:
+        return run(status.update)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
+    """Refuse options that were given although they mean nothing here."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            means = "is for --from" if name in ("latency", "bandwidth") else "is for measuring, not for --from"
+            raise ConfigurationError(f"--{name} {context.params[name]} {means}; leave it out")

@@ -1,0 +1,89 @@
+"""`flockstep layers`: a job's model, a file's or a reference model, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from flockstep import registry
+from flockstep.cli import show
+from flockstep.costs.layers import ModelShape
+from flockstep.costs.reference import MODELS, reference
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.frameworks.layers import file_shape, job_shape
+from flockstep.report import layers
+from flockstep.report.layers_page import write_layers
+from flockstep.workloads.base import Workload
+
+MANY = 40
+"""Layers above which the table leaves out those without parameters."""
+
+
+def show_layers(
+    what: str,
+    batch: int = 32,
+    workers: int = 16,
+    as_json: bool = False,
+    out: Path | None = None,
+    everything: bool = False,
+) -> None:
+    """Print the layers of `what` with `batch` samples per worker, and draw them in the file `out`.
+
+    `what` is a workload's expression, a reference model, or a Python file with `job()` or `model()` and `inputs()`.
+    A long table leaves out layers without parameters, unless `everything` is wanted.
+
+    Raises:
+        ConfigurationError: there is no such model, it cannot be run, or batch or workers are below 1.
+    """
+    if out is not None and out.suffix != ".html":
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+    model = shape_named(what)
+    found = layers.document(model, batch, workers)
+    if out is not None:
+        write_layers(model, batch, workers, out)
+    if as_json:
+        show.json(found)
+        return
+    page = show.page()
+    page.print(_table(model, batch, workers, everything))
+    for sentence in layers.sentences(model, batch, workers):
+        page.print(escape(sentence), highlight=False)
+    if out is not None:
+        print(out)
+
+
+def shape_named(what: str) -> ModelShape:
+    """The layers of what a command's argument names.
+
+    Raises:
+        ConfigurationError: there is no such model, or it cannot be run.
+    """
+    if what.endswith(".py"):
+        return file_shape(what)
+    if what in MODELS:
+        return reference(what)
+    known = registry.names("workload")
+    if "(" not in what and what not in known and what not in registry.aliases("workload"):
+        raise UnknownName.among("workload or reference model", what, [*known, *MODELS])
+    return job_shape(Workload.parse(what).job(0))
+
+
+def _table(model: ModelShape, batch: int, workers: int, everything: bool) -> Table:
+    rows = layers.rows(model, batch, workers)
+    shown = [row for row in rows if everything or len(rows) <= MANY or row.parameters or row.counted != "formula"]
+    left_out = len(rows) - len(shown)
+    caption = f"{left_out} layers without parameters are in the total; --all shows them" if left_out else None
+    title = f"{model.name}: {batch} samples on each of {workers} workers"
+    made = Table(title=escape(title), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(layers.HEADINGS):
+        made.add_column(
+            heading, no_wrap=place != 1, justify="left" if place < 2 or place == len(layers.HEADINGS) - 1 else "right"
+        )
+    for row in shown:
+        made.add_row(*(escape(text) for text in layers.cells(row)))
+    made.add_section()
+    made.add_row(*(escape(text) for text in layers.total_cells(model, batch, workers)))
+    return made

@@ -1,0 +1,67 @@
+"""Adaptive threshold: a bound that is estimated from the array, so that about as many elements exceed it as asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import fsum, isfinite
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.identity import Identity
+from flockstep.codecs.streamed import Indices
+from flockstep.codecs.threshold import Counted
+from flockstep.codecs.top import check_ratio
+
+SAMPLES = 128
+"""How many elements of the sample should exceed the threshold."""
+
+
+@dataclass(frozen=True)
+class AdaptiveThreshold(Counted):
+    """About `ratio`·d elements: all of at least a magnitude that is estimated from a sample, whatever their number.
+
+    `sample`: the magnitude that a share `ratio` of the sample reaches (Dryden et al. 2016, who sample to
+    find the threshold of a fixed proportion; they choose it apart for either sign and send means, here one threshold
+    serves both and values travel). `gaussian`: mean + c·std of x, with c such that a normal distribution has that share
+    beyond ±c (Shi et al. 2019, Gaussian-k); both are taken of the sample, and their up to four corrections
+    are left out, since any number of elements may travel. At least the largest element is sent.
+    """
+
+    ratio: float = 0.01
+    by: Literal["sample", "gaussian"] = "sample"
+    values: Codec = Identity()
+
+    def __post_init__(self) -> None:
+        check_ratio("adaptive_threshold", self.ratio)
+
+    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
+        """What reaches the threshold."""
+        k, size = kernels.of(array), len(array)
+        stride = max(1, int(size * self.ratio) // SAMPLES)
+        offset = kernels.seed_from(random) % stride
+        found = k.all_indices(array, 0)
+        if size:
+            found, _ = k.above(array, max(self._threshold(array, offset, stride), k.just_above(array, 0.0)), size)
+        if size and not len(found):
+            found = k.largest(array, 1)
+        return self.head_of(array, found), found
+
+    def _threshold(self, array: FlatArray, offset: int, stride: int) -> float:
+        k = kernels.of(array)
+        if self.by == "sample":
+            sample = k.sampled(array, offset, stride)
+            return float(sample[len(sample) - max(1, round(self.ratio * len(sample)))])
+        numbers = k.as_floats(array[offset::stride])
+        most = float(abs(numbers).max())
+        if not isfinite(most) or most == 0:
+            return most
+        shares = (numbers / most).tolist()
+        mean, square = fsum(shares) / len(shares), fsum(share * share for share in shares) / len(shares)
+        beyond: float = NormalDist().inv_cdf(1 - self.ratio / 2)
+        low: float = most * (abs(mean) + beyond * max(0.0, square - mean * mean) ** 0.5)
+        return low

@@ -1,0 +1,131 @@
+"""DeMo's compressor: the largest coefficients of a cosine transform, chunk by chunk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.low_rank import factor_dtype, not_finite
+from flockstep.codecs.tiling import Tiling, restored, tilings, transformed
+from flockstep.errors import ConfigurationError, ProtocolError
+
+
+@dataclass(frozen=True)
+class Dct(Codec):
+    """The `k` largest coefficients of the orthonormal DCT-II of every chunk (Peng, Quesnelle & Kingma 2024, section 3).
+
+    Tensors of more than one dimension are matrices whose rows are their first dimension, cut into chunks × chunks;
+    others are cut into chunks of one row. As in the authors' code, a chunk's side is the largest divisor of the
+    tensor's that is no larger than `chunk`, so nothing is padded, and a side that is prime has chunks of one. Of every
+    chunk k indices, in the fewest whole bits, and k values travel, as float32, of float64 arrays as float64. A tensor
+    for which that were no less than its elements travels as it is.
+    """
+
+    k: int = 32
+    chunk: int = 64
+
+    def __post_init__(self) -> None:
+        for name, usual in (("k", 32), ("chunk", 64)):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
+
+    @property
+    def contraction(self) -> bool:
+        """By k ÷ elements of a chunk: the transform keeps lengths (Parseval)."""
+        return True
+
+    def shapes_of(self, size: int) -> tuple[Shape, ...]:
+        """The tensors of an array of that size."""
+        return ((size,),)
+
+    def tilings(self, size: int, dtype: str) -> tuple[Tiling, ...]:
+        """What becomes of the tensors of an array of that size."""
+        return tilings(self.shapes_of(size), self.k, self.chunk, dtype)
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """Indices and values, and the elements of what travels as it is."""
+        return sum(t.wire_bytes(dtype) for t in self.tilings(size, dtype))
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """Tensor by tensor: the indices of all chunks, then the values."""
+        k, flat = kernels.of(array), array.reshape(-1)
+        pieces = [k.as_bytes(flat[:0])] * 2
+        for t in self.tilings(len(flat), kernels.name_of(flat)):
+            if not t.kept:
+                pieces.append(k.as_bytes(flat[t.part]))
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+                matrix = k.as_floats(flat[t.part]).reshape(t.rows, t.columns)
+                spectrum = transformed(k.tiles(matrix, t.height, t.width))
+            if k.first_not_finite(spectrum.reshape(-1)) >= 0:
+                raise not_finite("dct", flat, t.part)
+            spots = k.largest_of_rows(spectrum, t.kept)
+            pieces.append(k.packed_integers(spots.reshape(-1), t.bits))
+            pieces.append(k.as_bytes(k.taken(spectrum, spots).reshape(-1)))
+        joined: Bytes = k.join(*pieces)
+        return joined
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The transform back of what was sent.
+
+        Raises:
+            ProtocolError: wrong length, an index beyond its chunk or out of order, a value that is not finite.
+        """
+        k = kernels.of(data)
+        parts = [k.from_bytes(data[:0], dtype)] * 2
+        for t, piece in self._split(data, size, dtype):
+            if not t.kept:
+                parts.append(k.from_bytes(piece, dtype))
+                continue
+            spots = k.unpacked_integers(piece[: t.index_bytes], t.sent, t.bits).reshape(-1, t.kept)
+            values = k.from_bytes(piece[t.index_bytes :], factor_dtype(dtype).name).reshape(-1, t.kept)
+            ordered = bool((spots[:, 1:] > spots[:, :-1]).all()) and bool((spots[:, -1] < t.area).all())
+            if not ordered or k.first_not_finite(values.reshape(-1)) >= 0:
+                raise ProtocolError(f"dct got impossible coefficients for {size} {dtype}")
+            with np.errstate(over="ignore", invalid="ignore"):
+                tiles = restored(k.placed(spots, values, t.area), t.height, t.width)
+                parts.append(k.cast(k.untiled(tiles, t.rows, t.columns).reshape(-1), dtype))
+        joined: FlatArray = k.join(*parts)
+        return joined
+
+    def _split(self, data: Bytes, size: int, dtype: str) -> Iterator[tuple[Tiling, Bytes]]:
+        """What was sent of every tensor."""
+        if len(data) != self.wire_bytes(size, dtype):
+            raise ProtocolError(f"dct needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}")
+        begin = 0
+        for t in self.tilings(size, dtype):
+            yield t, data[begin : begin + t.wire_bytes(dtype)]
+            begin += t.wire_bytes(dtype)
+
+    def error_bound(self, array: FlatArray) -> float:
+        """(1 - k ÷ elements of a chunk) ||x||² of every tensor, whatever it holds."""
+        flat, total = array.reshape(-1).astype(np.float64), 0.0
+        for t in self.tilings(len(flat), array.dtype.name):
+            if t.kept:
+                total += (1 - t.kept / t.area) * float(np.sum(np.square(flat[t.part])))
+        return total
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """That cuts these tensors."""
+        return OnTensors(self.k, self.chunk, tuple(shapes))
+
+    def exact_parts(self, size: int) -> list[slice]:
+        """What travels as it is, whatever the dtype."""
+        return [t.part for t in self.tilings(size, "float64") if not t.kept]
+
+
+@dataclass(frozen=True)
+class OnTensors(Dct):
+    """DeMo's compressor for arrays that hold tensors of these shapes."""
+
+    shapes: tuple[Shape, ...] = ()
+
+    def shapes_of(self, size: int) -> tuple[Shape, ...]:
+        """These; an array of another size is one tensor."""
+        return self.shapes if sum(map(math.prod, self.shapes)) == size else super().shapes_of(size)

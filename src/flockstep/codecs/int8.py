@@ -1,0 +1,63 @@
+"""8-bit blocks: every element as a signed byte times its block's scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.levels import Levels
+from flockstep.errors import ConfigurationError
+
+LEVELS = 127
+
+
+@dataclass(frozen=True)
+class Int8(Levels):
+    """q = round(x / absmax * 127) in 8 bits, absmax being the largest magnitude of a block (Dettmers et al. 2022, §2).
+
+    Rounded to the nearest, an element is off by at most absmax / 254; `stochastic` rounds up or down at random, so that
+    the mean is kept. 8 + 32 / block bits an element.
+    """
+
+    block: int = 1024
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ConfigurationError(f"int8 needs blocks of at least 1 element, got {self.block}; 256 to 4096 is usual")
+
+    @property
+    def unbiased(self) -> bool:
+        """If it rounds at random."""
+        return self.stochastic
+
+    @property
+    def contraction(self) -> bool:
+        """In blocks below 254²: of each, b (absmax / 254)² at most is lost, and ||x||² is absmax² at least."""
+        return self.block < 4 * LEVELS**2
+
+    def grid(self) -> tuple[int, int, bool]:
+        """127 on either side."""
+        return LEVELS, self.block, self.stochastic
+
+    def scales(self, k: Any, floats: FlatArray) -> FlatArray:
+        """The largest magnitudes."""
+        found: FlatArray = k.block_scales(floats, self.block)
+        return found
+
+    def variance(self, size: int) -> float | None:
+        """b / 254²: a rounding between two neighbours has a variance of (absmax / 127)² / 4 at most."""
+        return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
+
+    def error_bound(self, array: FlatArray) -> float:
+        """(absmax / 254)² an element, with a ten-thousandth more for the rounding of x / absmax * 127."""
+        if self.as_it_is(array.size, kernels.name_of(array)):
+            return 0.0
+        x = np.abs(array.reshape(-1).astype(np.float64))
+        starts = np.arange(0, len(x), self.block)
+        counts = np.diff([*starts, len(x)])
+        return float(np.sum(counts * np.square(np.maximum.reduceat(x, starts) / LEVELS * (0.5 + 5e-5))))

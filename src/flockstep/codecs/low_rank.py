@@ -1,0 +1,101 @@
+"""Which tensors of a flat array are worth a low-rank factorisation, and where their factors lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Shape
+from flockstep.errors import Diverged
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor of the flat array as a matrix: rows are its first dimension, columns all others together."""
+
+    part: slice
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Which tensors of these shapes are factored, matrix ≈ P (rows, rank) Qᵀ (rank, columns), and which are dense.
+
+    Tensors of one dimension are dense, and so are matrices that are no larger than their factors.
+    """
+
+    shapes: tuple[Shape, ...]
+    rank: int
+    ratio: float = 1.0
+    """Bytes of an element of a factor ÷ bytes of an element of the array."""
+
+    @cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those that are factored, in order."""
+        found, start = [], 0
+        for shape in self.shapes:
+            size = math.prod(shape)
+            if len(shape) > 1 and self.ratio * self.rank * (shape[0] + size // max(1, shape[0])) < size:
+                found.append(Matrix(slice(start, start + size), shape[0], size // shape[0]))
+            start += size
+        return tuple(found)
+
+    @cached_property
+    def dense(self) -> tuple[slice, ...]:
+        """Parts of the flat array that travel as they are, in order; neighbours joined."""
+        edges = [0, *(edge for m in self.matrices for edge in (m.part.start, m.part.stop)), self.size]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return tuple(slice(a, b) for a, b in pairs if a < b)
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat array."""
+        return sum(map(math.prod, self.shapes))
+
+    @cached_property
+    def dense_size(self) -> int:
+        """Elements that travel as they are."""
+        return self.size - sum(m.rows * m.columns for m in self.matrices)
+
+    @cached_property
+    def lefts(self) -> list[slice]:
+        """Where each P lies when all of them lie in a row."""
+        return _neighbours([m.rows * self.rank for m in self.matrices])
+
+    @cached_property
+    def rights(self) -> list[slice]:
+        """Where each Q lies when all of them lie in a row."""
+        return _neighbours([m.columns * self.rank for m in self.matrices])
+
+
+@lru_cache(maxsize=1024)
+def low_rank(shapes: tuple[Shape, ...], rank: int, ratio: float = 1.0) -> LowRank:
+    """The layout, made once for all arrays of these tensors."""
+    return LowRank(shapes, rank, ratio)
+
+
+def _neighbours(sizes: Sequence[int]) -> list[slice]:
+    """Slices of these sizes, one after the other from 0."""
+    return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def factor_dtype(dtype: str) -> np.dtype[np.floating]:
+    """The dtype of the factors of arrays of that dtype."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def not_finite(codec: str, flat: FlatArray, part: slice) -> Diverged:
+    """The error for a part of an array in which there are infinities or NaN, or numbers of which these come."""
+    where = kernels.of(flat).first_not_finite(flat[part])
+    what = "numbers so large that their products overflow"
+    if where >= 0:
+        what = f"{float(flat[part.start + where])} at element {part.start + where}"
+    return Diverged(f"cannot encode {what} with {codec}; lower the learning rate or clip the gradient")

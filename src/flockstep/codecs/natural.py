@@ -1,0 +1,78 @@
+"""Natural compression: every element as a power of two next to it, chosen at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes
+from flockstep.codecs.quantiser import Quantiser, scale_dtype
+
+TOP = {"float32": 127, "float64": 1023}
+"""Exponents of the largest powers of two."""
+
+
+@dataclass(frozen=True)
+class Natural(Quantiser):
+    """sign(x) 2^⌊log₂|x|⌋ or the power above, so that the mean is kept (Horváth et al. 2019, definition 2.1).
+
+    Sign and exponent: 9 bits an element, of float64 12. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero stay as
+    they are. Magnitudes beyond 2^127 (float64: 2^1023) become that, and those below the normal numbers zero or the
+    smallest of them. The random bits have steps of 2⁻²³.
+    """
+
+    @property
+    def unbiased(self) -> bool:
+        """Up to the largest power of two."""
+        return True
+
+    @property
+    def contraction(self) -> bool:
+        """By 7/8."""
+        return True
+
+    def coded_bytes(self, size: int, dtype: str) -> int:
+        """A byte an element, and the packed rest of 1 or 4 bits."""
+        return size + (size * (4 if dtype == "float64" else 1) + 7) // 8
+
+    def _top(self, dtype: str) -> int:
+        return 2 * TOP[dtype]  # as the field that has the exponent plus TOP
+
+    def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
+        """The low 8 bits of all exponents, then what is left of these and the signs."""
+        k = kernels.of(floats)
+        low, high, finite = k.to_powers(floats, self._top(kernels.name_of(floats)), kernels.seed_from(random))
+        self.refuse(floats, not finite)
+        data: Bytes = k.join(low, high)
+        return data
+
+    def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The powers of two."""
+        array, top = kernels.of(data).from_powers(data[:size], data[size:], dtype)
+        self.require(top <= self._top(dtype), size, dtype)
+        decoded: FlatArray = array
+        return decoded
+
+    def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
+        """Straight from the exponents."""
+        size, dtype = len(out), kernels.name_of(out)
+        top = kernels.of(data).add_powers(data[:size], data[size:], out, scale)
+        self.require(top <= self._top(dtype), size, dtype)
+
+    def variance(self, size: int) -> float | None:
+        """1/8."""
+        return 1 / 8
+
+    def error_bound(self, array: FlatArray) -> float:
+        """1/8 of ||x||², what is cut off at the top, and what is too small."""
+        dtype = array.dtype.name
+        if self.as_it_is(array.size, dtype):
+            return 0.0
+        x = np.abs(array.reshape(-1).astype(np.float64))
+        least = 2.0 ** (-1022 if dtype == "float64" else -126)
+        top = 2.0 ** TOP[scale_dtype(dtype)]
+        bound = np.where(x < least, x * least, np.square(np.where(x > top, x - top, x * 8**-0.5)))
+        return float(np.sum(bound))

@@ -1,0 +1,128 @@
+"""1-bit SGD: a sign for every element, and the means of the two sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.parts import Parts
+from flockstep.codecs.quantiser import Quantiser, computed_in, scale_dtype
+
+
+@dataclass(frozen=True)
+class OneBit(Quantiser):
+    """x ≥ 0 becomes the mean of all such, x < 0 the mean of the others (Seide et al. 2014, section 2.2).
+
+    Each column of a matrix has means of its own; any other tensor, and an array of which it is not known what tensors
+    it holds, has two in all. The sum of either side is kept. Made for residual feedback, without which what is left
+    out never arrives. d + 64 bits a column or tensor of d elements.
+    """
+
+    @property
+    def contraction(self) -> bool:
+        """The squared means are what is not lost: of the larger side at least ||x||² / d."""
+        return True
+
+    def columns(self, size: int) -> int:
+        """Groups of elements with means of their own."""
+        return 1
+
+    def _head(self, size: int, dtype: str) -> int:
+        return 2 * self.columns(size) * (8 if dtype == "float64" else 4) if size else 0
+
+    def coded_bytes(self, size: int, dtype: str) -> int:
+        """Two means a group, and a bit an element."""
+        return self._head(size, dtype) + (size + 7) // 8
+
+    def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
+        """The means of x ≥ 0, those of x < 0, the signs."""
+        k, columns = kernels.of(floats), self.columns(len(floats))
+        bits, sums = k.signs(floats) if columns == 1 else k.column_signs(floats.reshape(-1, columns))
+        return self._joined(floats, bits, self._means(floats, sums))
+
+    def _means(self, floats: FlatArray, sums: FlatArray) -> FlatArray:
+        k, columns = kernels.of(floats), self.columns(len(floats))
+        means = k.side_means(sums.reshape(3, columns), len(floats) // columns, kernels.name_of(floats))
+        self.refuse(floats, k.first_not_finite(means.reshape(-1)) >= 0)
+        found: FlatArray = means
+        return found
+
+    def _joined(self, floats: FlatArray, bits: Bytes, means: FlatArray) -> Bytes:
+        k = kernels.of(floats)
+        data: Bytes = k.join(k.as_bytes(means.reshape(-1)), bits)
+        return data
+
+    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
+        """The same, with sum and remainder taken on the way over the array."""
+        k, size, dtype = kernels.of(array), len(error), kernels.name_of(error)
+        if not computed_in(error) or kernels.name_of(array) != dtype or self.as_it_is(size, dtype):
+            return super().encode_residual(array, error, random)
+        columns, flat = self.columns(size), array.reshape(-1)
+        if columns > 1:
+            bits, sums = k.column_signs(error.reshape(-1, columns), flat.reshape(-1, columns))
+            means: Any = self._means(error, sums)
+            k.add_column_signs(bits, -means, error)
+        else:
+            bits, sums = k.signs(error, flat)
+            means = self._means(error, sums)
+            k.less_sides(error, *means.reshape(-1).tolist())
+        return self._joined(error, bits, means)
+
+    def _read(self, data: Bytes, size: int, dtype: str) -> tuple[Any, Bytes]:
+        """(2, columns) means, and the signs."""
+        k, head = kernels.of(data), self._head(size, dtype)
+        means = k.copied(k.from_bytes(data[:head], dtype)).reshape(2, -1)
+        sound = k.first_not_finite(means.reshape(-1)) < 0 and bool((means[0] >= 0).all() and (means[1] <= 0).all())
+        self.require(sound, size, dtype)
+        return means, data[head:]
+
+    def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The mean of its side, for every element."""
+        means, bits = self._read(data, size, dtype)
+        k = kernels.of(data)
+        columns: FlatArray = (
+            k.from_column_signs(bits, means, size)
+            if self.columns(size) > 1
+            else k.from_signs(bits, *means.reshape(-1).tolist(), size, dtype)
+        )
+        return columns
+
+    def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
+        """Straight from the signs."""
+        k = kernels.of(data)
+        means, bits = self._read(data, len(out), kernels.name_of(out))
+        if self.columns(len(out)) > 1:
+            k.add_column_signs(bits, means * scale, out)
+        else:
+            k.add_signs(bits, *(scale * mean for mean in means.reshape(-1).tolist()), out)
+
+    def error_bound(self, array: FlatArray) -> float:
+        """The sum of (x - mean of its side)², which is what is lost."""
+        if self.as_it_is(array.size, kernels.name_of(array)):
+            return 0.0
+        x = array.astype(np.float64).reshape(-1, self.columns(array.size))
+        means = kernels.of(x).side_means(kernels.of(x).column_signs(x)[1], len(x), scale_dtype(array.dtype.name))
+        return float(np.sum(np.square(x - np.where(x >= 0, *means.astype(np.float64)))))
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """Every tensor on its own, matrices column by column."""
+        bound = tuple(OneBitColumns(shape[1]) if len(shape) == 2 and shape[1] > 1 else self for shape in shapes)
+        return Parts(bound, tuple(math.prod(shape) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class OneBitColumns(OneBit):
+    """1-bit SGD of a matrix of `width` columns, row after row; an array that is none has two means in all."""
+
+    width: int = 1
+
+    def columns(self, size: int) -> int:
+        """The columns of the matrix."""
+        return 1 if size % self.width else self.width

@@ -1,0 +1,141 @@
+"""PowerSGD's compressor: matrices as products of two thin factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.kernels import numpy_dtype, seed_from
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
+from flockstep.errors import ConfigurationError, ProtocolError
+
+
+@dataclass(frozen=True)
+class PowerSgd(Codec):
+    """One step of subspace iteration from a random start (Vogels, Karimireddy & Jaggi 2019, section 3).
+
+    Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension: with Gaussian Ω,
+    P ← orthonormal(M Ω) and Q ← Mᵀ P travel, `rank`(n + m) elements of float32 (of float64 for float64 arrays), and
+    stand for P Qᵀ = P Pᵀ M. Tensors of one dimension, and matrices that are no larger than their factors, travel as
+    they are; so does an array of which nothing is known. The strategy of the same name begins with the last Q instead.
+    """
+
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
+
+    @property
+    def contraction(self) -> bool:
+        """By rank ÷ min(n, m), in the mean over Ω."""
+        return True
+
+    def layout(self, size: int, dtype: str) -> LowRank:
+        """What is factored of an array of that size."""
+        return LowRank(((size,),), self.rank)
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """The factors, and what is not factored."""
+        layout = self.layout(size, dtype)
+        factors = self.rank * sum(m.rows + m.columns for m in layout.matrices)
+        return factors * factor_dtype(dtype).itemsize + layout.dense_size * numpy_dtype(dtype).itemsize
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """All P, all Q, then what is not factored."""
+        k, flat, seed = kernels.of(array), array.reshape(-1), seed_from(random)
+        layout = self.layout(len(flat), kernels.name_of(flat))
+        lefts, rights = [], []
+        for index, m in enumerate(layout.matrices):
+            matrix = k.as_floats(flat[m.part]).reshape(m.rows, m.columns)
+            with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+                lefts.append(k.orthonormal(matrix @ k.gaussian(matrix, m.columns, self.rank, (seed, index))))
+                rights.append(matrix.T @ lefts[-1])
+            if k.first_not_finite(rights[-1].reshape(-1)) >= 0:
+                raise not_finite("powersgd", flat, m.part)
+        dense = [k.as_bytes(flat[part]) for part in layout.dense]
+        empty = k.as_bytes(flat[:0])
+        joined: Bytes = k.join(empty, empty, *(k.as_bytes(f.reshape(-1)) for f in (*lefts, *rights)), *dense)
+        return joined
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The products of the factors, and what was not factored.
+
+        Raises:
+            ProtocolError: the number of bytes is not that of `size` elements, or a factor is not finite.
+        """
+        decoded: FlatArray = kernels.of(data).zeros(data, size, dtype)
+        for part, piece in self._add_products(data, decoded, 1.0):
+            decoded[part] = piece
+        return decoded
+
+    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
+        """out += scale P Qᵀ."""
+        for part, piece in self._add_products(data, out, scale):
+            with np.errstate(invalid="ignore"):  # a NaN stays one
+                out[part] += piece if scale == 1 else kernels.of(out).cast(piece * scale, kernels.name_of(out))
+
+    def _add_products(self, data: Bytes, out: FlatArray, scale: float) -> Iterator[tuple[slice, FlatArray]]:
+        """Add what was factored; yield what was not, and where it belongs."""
+        k, dtype = kernels.of(out), kernels.name_of(out)
+        layout = self.layout(len(out), dtype)
+        lefts, rights, dense = self._split(data, layout, len(out), dtype)
+        for m, p, q in zip(layout.matrices, lefts, rights, strict=True):
+            k.add_product(p, q, out[m.part], scale)
+        yield from zip(layout.dense, dense, strict=True)
+
+    def _split(self, data: Bytes, layout: LowRank, size: int, dtype: str) -> tuple[list[FlatArray], ...]:
+        """Every P, every Q, and what was not factored."""
+        if len(data) != self.wire_bytes(size, dtype):
+            raise ProtocolError(
+                f"powersgd needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}"
+            )
+        k, wide = kernels.of(data), factor_dtype(dtype)
+        begin, found = 0, []
+        for parts in (layout.lefts, layout.rights):
+            end = begin + sum(part.stop - part.start for part in parts) * wide.itemsize
+            factors = k.from_bytes(data[begin:end], wide.name)
+            if k.first_not_finite(factors) >= 0:
+                raise ProtocolError(f"powersgd got a factor that is not finite, for {size} {dtype}")
+            found.append([factors[part].reshape(-1, self.rank) for part in parts])
+            begin = end
+        dense = k.from_bytes(data[begin:], dtype)
+        starts = accumulate([0, *(part.stop - part.start for part in layout.dense)])
+        return *found, [dense[a:b] for a, b in pairwise(starts)]
+
+    def error_bound(self, array: FlatArray) -> float:
+        """(1 - rank ÷ min(n, m)) ||M||² for every matrix, in the mean over Ω.
+
+        A Gaussian column takes 1/rank(M) of the energy in the mean, since it weighs directions by their singular
+        values; what it leaves has one direction less, and the next column takes its share of that.
+        """
+        flat, total = array.reshape(-1).astype(np.float64), 0.0
+        for m in self.layout(len(flat), array.dtype.name).matrices:
+            total += (1 - self.rank / min(m.rows, m.columns)) * float(np.sum(np.square(flat[m.part])))
+        return total
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """That factors the matrices among these tensors."""
+        return OnTensors(self.rank, tuple(shapes))
+
+    def exact_parts(self, size: int) -> list[slice]:
+        """What is not factored, whatever the dtype."""
+        return list(self.layout(size, "float64").dense)
+
+
+@dataclass(frozen=True)
+class OnTensors(PowerSgd):
+    """PowerSGD's compressor for arrays that hold tensors of these shapes."""
+
+    shapes: tuple[Shape, ...] = ()
+
+    def layout(self, size: int, dtype: str) -> LowRank:
+        """What is factored; nothing of an array of another size."""
+        whole = low_rank(self.shapes, self.rank, factor_dtype(dtype).itemsize / numpy_dtype(dtype).itemsize)
+        return whole if whole.size == size else super().layout(size, dtype)

@@ -1,0 +1,62 @@
+"""QSGD: every element as one of a few multiples of its bucket's norm, chosen at random."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.levels import Levels
+from flockstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Qsgd(Levels):
+    """||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded up or down so that the mean is kept (Alistarh et al. 2017, §3).
+
+    One norm for every `bucket` of elements, and -s..s in the fewest whole bits that hold them; s is `levels`.
+    E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
+    """
+
+    levels: int = 4
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels <= 127:
+            raise ConfigurationError(f"qsgd takes 1 to 127 levels, got {self.levels}; more take half or bfloat16")
+        if self.bucket < 8 or self.bucket % 8:
+            raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
+
+    @property
+    def unbiased(self) -> bool:
+        """By the random rounding."""
+        return True
+
+    @property
+    def contraction(self) -> bool:
+        """Where the variance stays below 1."""
+        return (self.variance(self.bucket) or 0.0) < 1
+
+    def grid(self) -> tuple[int, int, bool]:
+        """Rounded at random."""
+        return self.levels, self.bucket, True
+
+    def scales(self, k: Any, floats: FlatArray) -> FlatArray:
+        """The norms."""
+        found: FlatArray = k.block_scales(floats, self.bucket, True)
+        return found
+
+    def variance(self, size: int) -> float | None:
+        """min(d / s², √d / s)."""
+        d = min(size, self.bucket)
+        return min(d / self.levels**2, math.sqrt(d) / self.levels)
+
+    def error_bound(self, array: FlatArray) -> float:
+        """The variance times ||x||²."""
+        if self.as_it_is(array.size, kernels.name_of(array)):
+            return 0.0
+        return (self.variance(array.size) or 0.0) * float(np.sum(np.square(array.astype(np.float64))))

@@ -1,0 +1,129 @@
+"""What codecs that send few bits of every element have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.low_rank import not_finite
+from flockstep.errors import ProtocolError
+
+LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
+"""The largest numbers of the dtypes that are computed with as float32."""
+
+
+def scale_dtype(dtype: str) -> str:
+    """The dtype of the scales of an array of `dtype`, in which it is computed with, too."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def computed_in(array: Any) -> bool:
+    """Whether kernels may work on an array where it is: contiguous float32 or float64."""
+    contiguous = not isinstance(array, np.ndarray) or array.flags.c_contiguous
+    return contiguous and kernels.name_of(array) in ("float32", "float64")
+
+
+class Quantiser(Codec):
+    """Few bits an element; where that would be more than the array itself has, the array is sent as it is.
+
+    A NaN or an infinity raises `Diverged`, save in an array sent as it is. What would be decoded beyond the range of
+    the array's dtype becomes its largest number.
+    """
+
+    @abstractmethod
+    def coded_bytes(self, size: int, dtype: str) -> int:
+        """The bytes of the code for `size` elements."""
+
+    @abstractmethod
+    def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
+        """The code of a flat array of float32 or float64; `Diverged` where that is not finite."""
+
+    @abstractmethod
+    def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The array of float32 or float64 that the code, whose length is right, stands for."""
+
+    def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
+        """out += scale * uncoded, for contiguous float32 and float64."""
+        decoded: Any = self.uncoded(data, len(out), kernels.name_of(out))
+        out += decoded * scale
+
+    def as_it_is(self, size: int, dtype: str) -> bool:
+        """Whether such an array is sent as it is."""
+        return self.coded_bytes(size, dtype) >= size * kernels.numpy_dtype(dtype).itemsize
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """Those of the code, at most those of the array itself."""
+        return min(self.coded_bytes(size, dtype), size * kernels.numpy_dtype(dtype).itemsize)
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """The code, or the array.
+
+        Raises:
+            Diverged: there is a NaN or an infinity in it.
+        """
+        k, flat = kernels.of(array), array.reshape(-1)
+        if self.as_it_is(len(flat), kernels.name_of(flat)):
+            whole: Bytes = k.as_bytes(k.copied(flat))
+            return whole
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.coded(k.as_floats(flat), random)
+
+    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
+        """The code of `error + array`, which comes off `error` again without an array in between."""
+        error += array.reshape(-1)
+        data = self.encode(error, random)
+        self.add_decoded(data, error, -1.0)
+        return data
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The array that the code stands for.
+
+        Raises:
+            ProtocolError: wrong length, impossible scales or codes.
+        """
+        self._check_length(data, size, dtype)
+        k = kernels.of(data)
+        if self.as_it_is(size, dtype):
+            whole: FlatArray = k.from_bytes(data, dtype)
+            return whole
+        array = self.uncoded(data, size, scale_dtype(dtype))
+        if dtype in LARGEST:
+            array = k.saturated(array, LARGEST[dtype])
+        cast: FlatArray = k.cast(array, dtype)
+        return cast
+
+    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
+        """out += scale * decode(data), straight from the code; what is refused may leave `out` spoiled.
+
+        Raises:
+            ProtocolError: as of `decode`.
+        """
+        dtype = kernels.name_of(out)
+        if not computed_in(out) or self.as_it_is(len(out), dtype):
+            super().add_decoded(data, out, scale)
+            return
+        self._check_length(data, len(out), dtype)
+        self.add_uncoded(data, out, scale)
+
+    def refuse(self, floats: FlatArray, found: bool) -> None:
+        """Raise the `Diverged` that names what is not finite, if `found`."""
+        if found:
+            raise not_finite(registry.name_of(type(self)), floats, slice(0, len(floats)))
+
+    def require(self, sound: bool, size: int, dtype: str) -> None:
+        """Raise `ProtocolError` unless the code is `sound`."""
+        if not sound:
+            name = registry.name_of(type(self))
+            raise ProtocolError(f"{name} got scales or codes that cannot be for {size} {dtype}")
+
+    def _check_length(self, data: Bytes, size: int, dtype: str) -> None:
+        wanted = self.wire_bytes(size, dtype)
+        if len(data) != wanted:
+            name = registry.name_of(type(self))
+            raise ProtocolError(f"{name} needs {wanted} bytes for {size} {dtype}, got {len(data)}")

@@ -1,0 +1,73 @@
+"""TernGrad: -1, 0 or 1 times the tensor's scale, chosen at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec, Shape
+from flockstep.codecs.levels import Levels
+from flockstep.codecs.parts import Parts
+from flockstep.errors import ConfigurationError
+
+WHOLE = 1 << 62
+"""A block that holds every tensor."""
+
+
+@dataclass(frozen=True)
+class TernGrad(Levels):
+    """s sign(x) b, b being 1 with probability |x| / s, s = max|x| of the tensor (Wen et al. 2017, §3).
+
+    Before that magnitudes are cut off at `clip` times the standard deviation; inf leaves them. It is taken about
+    zero, the mean that the paper's argument assumes: about the mean it would be zero for a constant tensor, of which
+    nothing would be left. What is cut off biases the codec. 2 bits an element and a scale a tensor, that of its sender:
+    the paper's sharing of the largest among all is left out, for sums of codes do not travel.
+    """
+
+    clip: float = 2.5
+
+    def __post_init__(self) -> None:
+        if not self.clip >= 1:
+            raise ConfigurationError(f"terngrad clips at 1 or more deviations, got {self.clip}; 2.5 is usual")
+
+    @property
+    def unbiased(self) -> bool:
+        """Where nothing is cut off."""
+        return math.isinf(self.clip)
+
+    def grid(self) -> tuple[int, int, bool]:
+        """One on either side."""
+        return 1, WHOLE, True
+
+    def scales(self, k: Any, floats: FlatArray) -> FlatArray:
+        """The largest magnitude that is left."""
+        top: FlatArray = k.block_scales(floats, WHOLE)
+        if math.isinf(self.clip):
+            return top
+        # A norm that saturates would cut off too much.
+        limit = k.block_scales(floats, WHOLE, True) * (self.clip / math.sqrt(len(floats)))
+        scale: FlatArray = top.clip(max=limit)
+        return scale
+
+    def variance(self, size: int) -> float | None:
+        """(√d - 1) / 2 where nothing is cut off: the largest that max|x| ||x||₁ / ||x||² - 1 can be."""
+        return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
+
+    def error_bound(self, array: FlatArray) -> float:
+        """c (s - c) an element, c being what is left of its magnitude, and what was cut off, squared."""
+        if self.as_it_is(array.size, kernels.name_of(array)):
+            return 0.0
+        x = np.abs(array.reshape(-1).astype(np.float64))
+        s = min(float(x.max()), self.clip * float(np.sqrt(np.mean(np.square(x)))) * (1 + 1e-6))
+        kept = np.minimum(x, s)
+        return float(np.sum(kept * (s - kept) + np.square(x - kept))) * (1 + 1e-5)
+
+    def on(self, shapes: Sequence[Shape]) -> Codec:
+        """Every tensor with a scale of its own."""
+        return Parts((self,) * len(shapes), tuple(math.prod(shape) for shape in shapes))

@@ -1,0 +1,82 @@
+"""The collective that should be fastest, by size and number of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.base import Collective
+from flockstep.collectives.binomial_tree import BinomialTree
+from flockstep.collectives.costs import Link
+from flockstep.collectives.double_tree import DoubleTree
+from flockstep.collectives.pipelined import Pipelined
+from flockstep.collectives.rabenseifner import Rabenseifner
+from flockstep.collectives.recursive_doubling import RecursiveDoubling
+from flockstep.collectives.ring import Ring
+from flockstep.collectives.table import nearest, read_table
+from flockstep.errors import ConfigurationError
+from flockstep.messages import HEADER_BYTES
+from flockstep.nodes import Worker
+
+CANDIDATES: tuple[Collective, ...] = (
+    RecursiveDoubling(),
+    Rabenseifner(),
+    Ring(),
+    BinomialTree(),
+    *map(DoubleTree, (2, 8, 32, 128)),
+    *map(Pipelined, (4, 16, 64, 256)),
+)
+"""What `auto` chooses from; among equals the first."""
+
+
+@dataclass(frozen=True)
+class Auto(Collective):
+    """For every array the collective of least cost (selection as in Thakur, Rabenseifner & Gropp 2005).
+
+    The cost is that of the model of `collectives/costs.py` for `latency` in seconds and `bandwidth` in bytes per
+    second; or, with `table`, what was measured nearest in size among the nearest number of workers: a TOML file, of
+    which every host needs the same copy. The choice depends on nothing but P and the array's bytes, so it is the same
+    on all ranks, and so is the order of the sum; arrays of different size may be summed in different orders.
+    """
+
+    latency: float = 5e-5
+    bandwidth: float = 1.25e9
+    table: str = ""
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and 0 < self.bandwidth < float("inf")):
+            raise ConfigurationError(
+                f"auto needs a latency >= 0 s and a bandwidth > 0 bytes per second, got {self.latency} and "
+                f"{self.bandwidth}; 5e-5 and 1.25e9 are those of 10 Gbit Ethernet"
+            )
+        if self.table:
+            for row in read_table(self.table):
+                Collective.parse(row.collective)
+
+    def choose(self, workers: int, nbytes: int) -> Collective:
+        """The collective for an array of so many bytes."""
+        if self.table:
+            rows = nearest(read_table(self.table), workers, nbytes)
+            return Collective.parse(min(rows, key=lambda row: row.seconds).collective)
+        link = Link(self.latency, 1 / self.bandwidth, HEADER_BYTES)
+        return min(CANDIDATES, key=lambda candidate: candidate.cost(workers, nbytes, link))
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers, by the collective of its size."""
+        await self.choose(me.workers, array.nbytes).all_reduce(me, array)
+
+    async def average(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the mean over all workers, by the collective of its size."""
+        await self.choose(me.workers, array.nbytes).average(me, array)
+
+    def cost(self, workers: int, nbytes: float, link: Link) -> float:
+        """Of the one that is chosen."""
+        return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """Of the one that is chosen for elements of four bytes."""
+        return self.choose(workers, 4 * size).sent_elements(workers, size, rank)
+
+    def rounds(self, workers: int) -> int:
+        """Of the one for arrays too small for their size to matter."""
+        return self.choose(workers, 0).rounds(workers)

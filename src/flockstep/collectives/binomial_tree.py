@@ -1,0 +1,37 @@
+"""All-reduce along a binomial tree: reduce to rank 0, then broadcast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives import costs
+from flockstep.collectives.base import Collective
+from flockstep.collectives.exchange import children
+from flockstep.nodes import Worker
+
+
+@dataclass(frozen=True)
+class BinomialTree(Collective):
+    """Reduce to rank 0 and broadcast from it, along a binomial tree (Ben-Nun & Hoefler 2019: "Tree").
+
+    2 ⌈log2 n⌉ rounds of whole arrays, 2(n-1)K elements over all workers. Rank r adds to its own array those of the
+    subtrees of r+1, r+2, r+4, … in that order, as far as r is a multiple of twice the distance.
+    """
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers."""
+        await self.reduce(me, array)
+        await self.broadcast(me, array)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """2 ⌈log2 P⌉ whole arrays."""
+        return costs.tree(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """K to the parent, K to each child."""
+        return (len(children(rank, workers)) + (rank > 0)) * size
+
+    def rounds(self, workers: int) -> int:
+        """2 ⌈log2 P⌉."""
+        return 2 * costs.halvings(workers)

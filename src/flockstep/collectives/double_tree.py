@@ -1,0 +1,110 @@
+"""All-reduce along two trees at once, half of the array along each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives import costs
+from flockstep.collectives.base import Collective, received
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+
+
+@dataclass(frozen=True)
+class Node:
+    """A rank's place in a tree: None is nobody."""
+
+    parent: int | None
+    left: int | None
+    right: int | None
+
+    @property
+    def children(self) -> list[int]:
+        """Those that there are."""
+        return [child for child in (self.left, self.right) if child is not None]
+
+
+def trees(workers: int, rank: int) -> tuple[Node, Node]:
+    """The rank's places in both trees.
+
+    The first is the binary tree over ranks in order in which even ranks are leaves; the second is the same with all
+    ranks moved on by one, so that there odd ones are leaves, and rank 0 where their number is odd.
+    """
+    return _place(workers, rank, 0), _place(workers, rank, 1)
+
+
+@dataclass(frozen=True)
+class DoubleTree(Collective):
+    """Double binary tree (Sanders, Speck & Träff 2009; NCCL 2.4: Jeaugey 2019).
+
+    Each half of the array is reduced to the root of a tree of its own and broadcast from there, `chunks` chunks of it
+    following one another. A rank that passes on in one tree is a leaf of the other, so that no card carries more than
+    K elements up and K down in all. About 2 log2 n rounds. A parent adds the sum of its left subtree to its own array,
+    then that of the right. (NCCL's second tree has an inner rank in common with the first where n is odd.)
+    """
+
+    chunks: int = 8
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 8 is usual")
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers."""
+        places = trees(me.workers, me.rank)
+        halves = slices(len(array), 2)
+        cut = [[array[half][part] for part in slices(half.stop - half.start, self.chunks)] for half in halves]
+        work = sorted(zip(places, cut, strict=True), key=lambda tree: len(tree[0].children))
+        for place, chunks in work:  # as a leaf first, for then there is nothing to wait for
+            for chunk in chunks:
+                for child in place.children:
+                    chunk += await received(me, "up", child)
+                if place.parent is not None:
+                    me.send(place.parent, "up", chunk)
+        for place, chunks in reversed(work):
+            for chunk in chunks:
+                if place.parent is not None:
+                    chunk[:] = await received(me, "down", place.parent)
+                me.send_all(place.children, "down", chunk)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """2 (d L + (c + d - 1) m G / c) for c chunks a half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
+
+        A full pipeline: each card passes two chunks of m / 2c a turn, and a level adds a turn. In virtual time it takes
+        from 3/4 to 5/4 of that, as chunks happen to meet.
+        """
+        if workers == 1:
+            return 0.0
+        depth, piece = costs.doublings(workers), link.occupied(nbytes / (2 * self.chunks))
+        return 2 * (depth * link.latency + min(2, workers - 1) * (self.chunks + depth - 1) * piece)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """Half of K to the parent and to each child, in both trees."""
+        halves = [part.stop - part.start for part in slices(size, 2)]
+        links = [len(place.children) + (place.parent is not None) for place in trees(workers, rank)]
+        return sum(half * count for half, count in zip(halves, links, strict=True))
+
+    def rounds(self, workers: int) -> int:
+        """2 ⌊log2 P⌋, the way up and down."""
+        return 2 * costs.doublings(workers)
+
+
+def _place(workers: int, rank: int, shift: int) -> Node:
+    """The place of a rank in the in-order tree over ranks shift, shift+1, …, shift-1."""
+    wanted = (rank - shift) % workers
+    first, size, parent = 0, workers, None
+    while True:
+        half = 1 << costs.doublings(size)  # the left subtree is complete: half - 1 ranks
+        root = first + half - 1
+        if root == wanted:
+            left = _root(first, half - 1)
+            right = _root(root + 1, size - half)
+            return Node(*(None if at is None else (at + shift) % workers for at in (parent, left, right)))
+        parent = root
+        first, size = (first, half - 1) if wanted < root else (root + 1, size - half)
+
+
+def _root(first: int, size: int) -> int | None:
+    """The root of the in-order tree over that many ranks from `first` on; None over none."""
+    return first + (1 << costs.doublings(size)) - 1 if size else None

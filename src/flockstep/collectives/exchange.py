@@ -1,0 +1,59 @@
+"""What collectives are made of: one message that must be there, a tree, a round of signals."""
+
+from __future__ import annotations
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.nodes import Worker
+
+
+async def received(me: Worker, tag: str, source: int) -> FlatArray:
+    """The array of the next message with that tag from that worker, none of whose messages may be missing.
+
+    Raises:
+        PeerLost: the worker has left or was lost.
+        ProtocolError: one of its messages got lost.
+    """
+    message = await me.receive(tag, source)
+    me.mailbox.require_all(source)
+    return message.payload
+
+
+def children(rank: int, workers: int, root: int = 0) -> list[int]:
+    """A rank's children in the binomial tree on `root`: r+1, r+2, r+4, … counted from the root, nearest first."""
+    place, found, distance = (rank - root) % workers, [], 1
+    while place % (2 * distance) == 0 and place + distance < workers:
+        found.append((root + place + distance) % workers)
+        distance *= 2
+    return found
+
+
+def parent(rank: int, workers: int, root: int = 0) -> int:
+    """The parent in the binomial tree of a rank other than its root: the same place without its last binary one."""
+    place = (rank - root) % workers
+    return (root + (place & (place - 1))) % workers
+
+
+async def reduce_on_tree(me: Worker, array: FlatArray, root: int) -> None:
+    """Add up the arrays along a binomial tree: `array` becomes that of the subtree, on the root the sum of all."""
+    for child in children(me.rank, me.workers, root):
+        array += await received(me, "reduce", child)
+    if me.rank != root:
+        me.send(parent(me.rank, me.workers, root), "reduce", array)
+
+
+async def broadcast_on_tree(me: Worker, array: FlatArray, root: int) -> None:
+    """Replace `array` by the root's, down a binomial tree; the largest subtree is served first."""
+    if me.rank != root:
+        array[:] = await received(me, "broadcast", parent(me.rank, me.workers, root))
+    me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
+
+
+async def signal_all(me: Worker) -> None:
+    """Return once every worker has got here (dissemination barrier: Hensgen, Finkel & Manber 1988): ⌈log2 n⌉ rounds."""
+    distance = 1
+    while distance < me.workers:
+        me.send((me.rank + distance) % me.workers, "barrier")
+        source = (me.rank - distance) % me.workers
+        await me.receive("barrier", source)
+        me.mailbox.require_all(source)
+        distance *= 2

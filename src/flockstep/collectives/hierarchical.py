@@ -1,0 +1,80 @@
+"""All-reduce in two levels: inside groups, and between the groups in as many lanes as a group has workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives import costs
+from flockstep.collectives.base import Collective, received
+from flockstep.collectives.ring import Ring
+from flockstep.collectives.subgroup import among
+from flockstep.errors import ConfigurationError
+from flockstep.expression import SHOWN
+from flockstep.nodes import Worker
+
+INNER = Ring()
+
+
+@dataclass(frozen=True)
+class HierarchicalCollective(Collective):
+    """Two-level all-reduce (Jia et al. 2018; NCCL and Horovod name it hierarchical).
+
+    Groups are `group` consecutive ranks, r of them in what follows. Each reduce-scatters around a ring; the workers
+    that hold the same share, one of each group, sum it with `outer`; the shares are gathered around the ring again.
+    Between groups 2(n/r-1)/(n/r) K elements a group travel, in r lanes. Shares are summed in the ring's order within
+    groups and then in the outer order over groups. If r does not divide n, each worker of the last, smaller group folds
+    its array into that of rank - r first and gets the result at the end. With r ≥ n there is one group.
+    """
+
+    group: int = field(default=4, metadata=SHOWN)
+    outer: Collective = field(default_factory=Ring)
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; take those of one host")
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers."""
+        r, full = self._grid(me.workers)
+        if me.rank >= full:
+            me.send(me.rank - r, "fold", array)
+            array[:] = await received(me, "unfold", me.rank - r)
+            return
+        folded = me.rank + r >= full and me.rank + r < me.workers
+        if folded:
+            array += await received(me, "fold", me.rank + r)
+        first = me.rank - me.rank % r
+        here = among(me, range(first, first + r))
+        part, view = await INNER.reduce_scatter(here, array)
+        await self.outer.all_reduce(among(me, range(me.rank % r, full, r)), view)
+        for rank, piece in enumerate(await INNER.all_gather(here, array[part])):
+            array[INNER.share(r, len(array), rank)] = piece
+        if folded:
+            me.send(me.rank + r, "unfold", array)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """A ring of r, all-reduce of m/r over n/r; for folding 2 L + (2 + 1/r) m G more."""
+        r, full = self._grid(workers)
+        folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0
+        return INNER.cost(r, nbytes, link) + self.outer.cost(full // r, nbytes / r, link) + folds
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """In the group, in the lane, and for folding."""
+        r, full = self._grid(workers)
+        if rank >= full:
+            return size
+        lane = INNER.share(r, size, rank % r)
+        outer = self.outer.sent_elements(full // r, lane.stop - lane.start, rank // r)
+        folded = full <= rank + r < workers
+        return INNER.sent_elements(r, size, rank % r) + outer + folded * size
+
+    def rounds(self, workers: int) -> int:
+        """Of the two levels together, and two for folding."""
+        r, full = self._grid(workers)
+        return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)
+
+    def _grid(self, workers: int) -> tuple[int, int]:
+        """Workers in a group, and workers in all full groups together."""
+        r = min(self.group, workers)
+        return r, workers - workers % r

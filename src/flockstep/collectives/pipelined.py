@@ -1,0 +1,54 @@
+"""All-reduce along a chain, in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives import costs
+from flockstep.collectives.base import Collective, received
+from flockstep.errors import ConfigurationError
+from flockstep.nodes import Worker
+
+
+@dataclass(frozen=True)
+class Pipelined(Collective):
+    """Reduce along the chain 0, 1, …, n-1 and broadcast back, in `chunks` chunks that follow one another.
+
+    The sum is taken in order of rank, as a loop over the workers would. 2(n-1)K elements over all workers, at most 2K
+    each. The last rank sends back when it has all: earlier chunks would meet those on their way up at every card.
+    """
+
+    chunks: int = 16
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 16 is usual")
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers."""
+        last, chunks = me.workers - 1, [array[part] for part in slices(len(array), self.chunks)]
+        for chunk in chunks:
+            if me.rank > 0:
+                chunk += await received(me, "up", me.rank - 1)
+            if me.rank < last:
+                me.send(me.rank + 1, "up", chunk)
+        for chunk in chunks:
+            if me.rank < last:
+                chunk[:] = await received(me, "down", me.rank + 1)
+            if me.rank > 0:
+                me.send(me.rank - 1, "down", chunk)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 alone."""
+        if workers == 1:
+            return 0.0
+        return 2 * ((workers - 1) * link.latency + (workers - 2 + self.chunks) * link.occupied(nbytes / self.chunks))
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """K up but for the last, K down but for the first."""
+        return size * ((rank < workers - 1) + (rank > 0))
+
+    def rounds(self, workers: int) -> int:
+        """2 (P-1)."""
+        return 2 * (workers - 1)

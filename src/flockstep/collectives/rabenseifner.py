@@ -1,0 +1,80 @@
+"""All-reduce by recursive halving and doubling, for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives import costs
+from flockstep.collectives.base import Collective, received
+from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
+from flockstep.collectives.recursive_doubling import gathered_by_doubling
+from flockstep.nodes import Worker
+
+
+@dataclass(frozen=True)
+class Rabenseifner(Collective):
+    """Reduce-scatter by recursive halving, all-gather by recursive doubling (Rabenseifner 2004).
+
+    In each of log2 n rounds partners, at first neighbours, give each other half of what they still hold; then they go
+    back the same way. 2(n-1)/n K elements and 2 log2 n messages a worker. Sums are the same as those of recursive
+    doubling, in every bit. Where n is no power of two, workers fold as there (the paper saves some of that).
+    """
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers."""
+        await self.reduce_scatter(me, array)
+        for partner, kept, given in reversed(list(_halvings(me.workers, len(array), me.rank))):
+            me.send(partner, "double", array[kept])
+            array[given] = await received(me, "double", partner)
+        await unfold(me, array)
+
+    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+        """Leave each of 2^k workers with a chunk of the sum; those that had to fold with none."""
+        await fold(me, array)
+        for partner, kept, given in _halvings(me.workers, len(array), me.rank):
+            me.send(partner, "halve", array[given])
+            array[kept] += await received(me, "halve", partner)
+        part = self.share(me.workers, len(array), me.rank)
+        return part, array[part]
+
+    def share(self, workers: int, size: int, rank: int) -> slice:
+        """The chunk whose number is the rank with its binary digits reversed; nothing for those that had to fold."""
+        whole = slice(0, size if rank < 1 << costs.doublings(workers) else 0)
+        return [whole, *(kept for _, kept, _ in _halvings(workers, size, rank))][-1]
+
+    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+        """The arrays of all workers: for n = 2^k in k messages each; otherwise around a ring."""
+        return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
+
+    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+        """2 log2 P messages, each phase of (P-1)/P of the array."""
+        return costs.halving_doubling(workers, nbytes, link)
+
+    def sent_elements(self, workers: int, size: int, rank: int) -> int:
+        """Every half given away, and once every half kept; the folds."""
+        halves = _halvings(workers, size, rank)
+        inner = sum(int(given.stop - given.start + kept.stop - kept.start) for _, kept, given in halves)
+        return inner + sent_in_folds(workers, size, rank)
+
+    def rounds(self, workers: int) -> int:
+        """2 log2 P, and two where P is no power of two."""
+        return rounds_with_folds(workers, 2)
+
+
+def _halvings(workers: int, size: int, rank: int) -> Iterator[tuple[int, slice, slice]]:
+    """For each round: the partner, the half that the rank keeps and the half that it gives away. None if it folds."""
+    power = 1 << costs.doublings(workers)
+    bounds = [part.start for part in slices(size, power)] + [size]
+    first, last, distance = 0, power, 1  # chunks first..last-1 are still held
+    while distance < power and rank < power:
+        middle = (first + last) // 2
+        lower, upper = slice(bounds[first], bounds[middle]), slice(bounds[middle], bounds[last])
+        if rank & distance:
+            yield rank ^ distance, upper, lower
+            first = middle
+        else:
+            yield rank ^ distance, lower, upper
+            last = middle
+        distance *= 2

@@ -1,0 +1,72 @@
+"""The steps of sparse all-reduces."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Codec
+from flockstep.collectives.costs import doublings
+from flockstep.collectives.exchange import received
+from flockstep.collectives.streams import Stream
+from flockstep.nodes import Worker
+
+
+async def summed_by_doubling(me: Worker, stream: Stream, dtype: str) -> Stream:
+    """The sum of all streams by recursive doubling; workers beyond 2^k fold first, as in the dense one."""
+    power, size = 1 << doublings(me.workers), stream.size
+    if me.rank >= power:
+        me.send(me.rank - power, "fold", stream.wire)
+        arrived = await received(me, "unfold", me.rank - power)
+        return Stream.arrived(arrived.copy(), size, dtype)  # whoever asked for the sum may change it
+    folded = me.rank + power < me.workers
+    if folded:
+        stream = stream.plus(Stream.arrived(await received(me, "fold", me.rank + power), size, dtype))
+    distance = 1
+    while distance < power:
+        partner = me.rank ^ distance
+        me.send(partner, "double", stream.wire)
+        stream = stream.plus(Stream.arrived(await received(me, "double", partner), size, dtype))
+        distance *= 2
+    if folded:
+        me.send(me.rank + power, "unfold", stream.wire)
+    return stream
+
+
+async def summed_parts(me: Worker, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
+    """The sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's elements."""
+    n, rank, parts = me.workers, me.rank, slices(size, me.workers)
+    whole = Stream(size, values + values.dtype.type(0), indices)
+    for hop in range(1, n):  # everyone begins with another receiver
+        to = (rank + hop) % n
+        me.send(to, "part", whole.cut(parts[to]).wire)
+    length = parts[rank].stop - parts[rank].start
+    total = Stream.of(length, np.zeros(0, numpy_dtype(dtype)), np.zeros(0, np.uint32))
+    for source in range(n):
+        here = source == rank
+        piece = whole.cut(parts[rank]) if here else Stream.arrived(await received(me, "part", source), length, dtype)
+        total = total.plus(piece)
+    return total
+
+
+async def gathered_parts(me: Worker, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
+    """All parts, each from the worker that summed it: as they are, or `dense`, with `codec` if there is one."""
+    parts = slices(size, me.workers)
+    total: FlatArray = np.zeros(size, numpy_dtype(dtype))
+    message = own.dense() if dense else own.wire
+    if dense and codec is not None:
+        message = codec.encode(message, me.random)
+    for hop in range(me.workers):  # around the ring, what came last goes on
+        source = (me.rank - hop) % me.workers
+        if hop:
+            message = await received(me, "sum", (me.rank - 1) % me.workers)
+        if hop < me.workers - 1:
+            me.send((me.rank + 1) % me.workers, "sum", message)
+        part = parts[source]
+        length = part.stop - part.start
+        if dense and codec is not None:
+            total[part] = codec.decode(message, length, dtype)
+        else:
+            total[part] = Stream.arrived(message, length, dtype).dense()
+    return total

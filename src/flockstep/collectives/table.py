@@ -1,0 +1,96 @@
+"""Measured times of collectives in a TOML file, as `flockstep bench collectives --save FILE` writes it.
+
+One table a measurement, in any order:
+
+    [[measured]]
+    collective = "double_tree(chunks=8)"    # an expression
+    workers = 4
+    bytes = 1048576                         # of the array, >= 0
+    seconds = 0.0021                        # of one all-reduce, > 0
+
+Every host of a run needs the same file.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+
+KEYS = {"collective": str, "workers": int, "bytes": int, "seconds": float}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one all-reduce of `bytes` among `workers` took."""
+
+    collective: str
+    workers: int
+    bytes: int
+    seconds: float
+
+
+def write_table(path: Path, rows: Iterable[Measured]) -> None:
+    """Write the file."""
+    pieces = []
+    for row in rows:
+        text = row.collective.replace("\\", "\\\\").replace('"', '\\"')
+        numbers = f"workers = {row.workers}\nbytes = {row.bytes}\nseconds = {float(row.seconds)!r}\n"
+        pieces.append(f'[[measured]]\ncollective = "{text}"\n{numbers}')
+    path.write_text("\n".join(pieces), encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=16)
+def read_table(path: str) -> tuple[Measured, ...]:
+    """The rows of a file.
+
+    Raises:
+        ConfigurationError: it cannot be read, is not of this format, or has no rows.
+    """
+    way_out = "write it with: flockstep bench collectives --save FILE"
+    try:
+        data: Any = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read the table of collectives {path}: {error}; {way_out}") from None
+    rows = data.get("measured")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigurationError(f"{path} has no [[measured]] tables; {way_out}")
+    return tuple(_row(row, path, way_out) for row in rows)
+
+
+def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
+    """For the number of workers nearest to `workers`, of each collective the row nearest in size, in log scale.
+
+    Ties go to the smaller number and the smaller size; collectives are in order of their text, so that all agree.
+    """
+    rows = list(rows)
+    known = min(sorted({row.workers for row in rows}), key=lambda n: _distance(n, workers))
+    best: dict[str, Measured] = {}
+    for row in sorted((r for r in rows if r.workers == known), key=lambda r: (r.collective, r.bytes, r.seconds)):
+        kept = best.get(row.collective)
+        if kept is None or _distance(row.bytes, nbytes) < _distance(kept.bytes, nbytes):
+            best[row.collective] = row
+    return list(best.values())
+
+
+def _distance(a: int, b: int) -> float:
+    """Between two sizes, in log scale; an empty array counts as one byte."""
+    return abs(math.log(max(a, 1)) - math.log(max(b, 1)))
+
+
+def _row(row: Any, path: str, way_out: str) -> Measured:
+    if not isinstance(row, dict) or set(row) != set(KEYS):
+        raise ConfigurationError(f"a row of {path} must have {', '.join(KEYS)}, got {row!r}; {way_out}")
+    legal = all(
+        isinstance(row[key], (int, float) if kind is float else kind) and not isinstance(row[key], bool)
+        for key, kind in KEYS.items()
+    )
+    if not legal or row["workers"] < 1 or row["bytes"] < 0 or not 0 < row["seconds"] < math.inf:
+        raise ConfigurationError(f"a row of {path} has a value of the wrong kind: {row!r}; {way_out}")
+    return Measured(row["collective"], row["workers"], row["bytes"], float(row["seconds"]))

@@ -1,0 +1,125 @@
+"""Collectives of torch.distributed: gloo, NCCL or MPI instead of our own messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.collectives.base import Collective
+from flockstep.errors import CompositionError, ConfigurationError, MissingDependency
+from flockstep.nodes import Worker
+from flockstep.programs import completed
+
+if TYPE_CHECKING:
+    from flockstep.transports.process_groups import Group
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+
+@dataclass(frozen=True)
+class TorchDistributed(Collective):
+    """Every operation is one of torch.distributed's (Li et al. 2020), on its own sockets and in its own threads.
+
+    Only for workers in processes of their own. All get the same bits, but the order of addition is the backend's: the
+    result may differ from `ring`'s by rounding. In a background task the operation goes on while gradients are
+    computed. Bytes on the record are those of the formulas below, since the sockets are not ours; the figure
+    `bytes_by_formula` says how many. All workers have to start the same operations in the same order, those of
+    background tasks included.
+    """
+
+    backend: str = "gloo"
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; try gloo")
+
+    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+        """Replace `array` by the sum over all workers: 2(n-1)/n K elements each."""
+        if me.workers == 1:
+            return
+        work = self._group(me).sum_up(array)
+        _book(me, 2 * (me.workers - 1) * array.nbytes // me.workers, 2 * (me.workers - 1))
+        await completed(work)
+
+    async def reduce(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+        """Replace `array` on `root` by the sum: (n-1)/n K elements each on average."""
+        if me.workers == 1:
+            return
+        work = self._group(me).reduce(array, root)
+        _book(me, (me.workers - 1) * array.nbytes // me.workers, 1)
+        await completed(work)
+
+    async def broadcast(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+        """Replace `array` on every worker by that of `root`: (n-1)/n K elements each on average."""
+        if me.workers == 1:
+            return
+        work = self._group(me).broadcast(array, root)
+        _book(me, (me.workers - 1) * array.nbytes // me.workers, 1)
+        await completed(work)
+
+    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+        """Leave each worker with its share of the sum: (n-1)/n K elements each, shares filled up to one size."""
+        n, parts = me.workers, slices(len(array), me.workers)
+        view = array[parts[me.rank]]
+        if n > 1:
+            longest = parts[0].stop - parts[0].start
+            filled = np.zeros((n, longest), array.dtype)
+            for row, part in zip(filled, parts, strict=True):
+                row[: part.stop - part.start] = array[part]
+            own = np.empty(longest, array.dtype)
+            work = self._group(me).scatter_sum(own, list(filled))
+            _book(me, (n - 1) * own.nbytes, n - 1)
+            await completed(work)
+            view[:] = own[: len(view)]
+        return parts[me.rank], view
+
+    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+        """The arrays of all workers, in order of rank: n-1 times the largest array each, and the sizes before."""
+        n = me.workers
+        if n == 1:
+            return [array]
+        group, sizes = self._group(me), np.empty((n, 1), np.int64)
+        asked = group.gather(np.array([len(array)], np.int64), list(sizes))
+        assert me.rendezvous is not None
+        me.rendezvous.attend(asked)  # at once, so that all workers start the next operation in the same order
+        filled = np.zeros(int(sizes.max()), array.dtype)
+        filled[: len(array)] = array
+        gathered = np.empty((n, len(filled)), array.dtype)
+        work = group.gather(filled, list(gathered))
+        _book(me, (n - 1) * (8 + filled.nbytes), 2 * (n - 1))
+        await completed(work)
+        return [row[: int(size[0])] for row, size in zip(gathered, sizes, strict=True)]
+
+    async def barrier(self, me: Worker) -> None:
+        """Return once every worker has got here."""
+        if me.workers > 1:
+            await completed(self._group(me).meet())
+
+    def _group(self, me: Worker) -> Group:
+        """The workers as a group, made when it is first needed.
+
+        Raises:
+            CompositionError: the workers are not in processes of their own.
+        """
+        meeting = me.rendezvous
+        if meeting is None:
+            raise CompositionError(
+                f"{self} needs workers in processes of their own, as flockstep train and launch start them; in virtual "
+                f"time use ring, which costs the same"
+            )
+        if self.backend not in meeting.held:
+            try:
+                from flockstep.transports.process_groups import Group
+            except ModuleNotFoundError:
+                raise MissingDependency.of("PyTorch", "torch", str(self)) from None
+            meeting.held[self.backend] = Group(self.backend, meeting)
+        group = meeting.held[self.backend]
+        return group  # type: ignore[return-value]
+
+
+def _book(me: Worker, nbytes: int, messages: int) -> None:
+    assert me.rendezvous is not None
+    me.rendezvous.moved(nbytes, nbytes, messages)

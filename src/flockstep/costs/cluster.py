@@ -1,0 +1,365 @@
+"""The machines that a job may run on: how many, how fast, how they are joined, and how often they fail.
+
+A description is read from a TOML file (`flockstep.costs.cluster_reading`), one that you wrote, one that
+`flockstep calibrate` measured, or one of those built in. Quantities here have plain units: bytes, seconds, per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from flockstep.collectives import costs
+from flockstep.costs.machines import Group, Rates, Reach, Wire, WrongValue, listed
+from flockstep.errors import ConfigurationError
+from flockstep.simulation.compute import ComputeModel, Constant, SharedCores, Speeds
+from flockstep.simulation.law import mean_of
+from flockstep.simulation.network import Link, Network, TwoTier
+from flockstep.simulation.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """A cluster: groups of machines in order of rank, and the links that join every two workers.
+
+    Groups that one `inside` link names are a tier; every two tiers are joined by a link of their own.
+    """
+
+    name: str
+    groups: tuple[Group, ...]
+    wires: tuple[Wire, ...] = ()
+    law: ComputeModel = field(default_factory=lambda: Constant(0.01))
+    """Seconds that a gradient takes on a machine of speed 1."""
+    operations: float | None = None
+    """Floating-point operations per second of one worker on such a machine; None: not known."""
+    about: str = ""
+    job: str | None = None
+    """The job whose gradients `law` is of; None: of none in particular."""
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise WrongValue("a cluster needs at least one group of nodes, got none; add [nodes.machines]", "nodes")
+        if self.operations is not None and not 0 < self.operations < math.inf:
+            raise WrongValue(f"operations must be > 0 per second, got {self.operations:g}; leave it out", "operations")
+        if self.law.sharing is not None:
+            raise WrongValue(
+                f"compute must be the law of a worker on a core of its own, got {self.law}; say cores = "
+                f"{self.law.sharing} in [nodes.…] instead",
+                "compute",
+            )
+        _check_names(self)
+        _check_joined(self)
+
+    @property
+    def workers(self) -> int:
+        """Workers on all machines."""
+        return sum(group.size for group in self.groups)
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def tiers(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the groups in each tier, in order of the groups."""
+        together = {name: wire.groups for wire in self.wires if wire.reach == "inside" for name in wire.groups}
+        names = [group.name for group in self.groups]
+        tiers = [tuple(one for one in names if one in together.get(name, (name,))) for name in names]
+        return tuple(dict.fromkeys(tiers))
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether any workers may join and leave at any time."""
+        return any(group.comes_and_goes for group in self.groups)
+
+    @property
+    def failures(self) -> float:
+        """Failures per second, of all machines together."""
+        return sum(group.failures * group.count for group in self.groups)
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes that the worker with the least has to itself; None: not known."""
+        known = [group.memory / group.workers for group in self.groups if group.memory is not None]
+        return min(known, default=None)
+
+    def placed(self, workers: int | None = None) -> tuple[tuple[Group, int], ...]:
+        """The machines in order of rank, each with the number of its workers; on another number, in proportion.
+
+        Raises:
+            ConfigurationError: less than one worker.
+        """
+        if workers is not None and workers < 1:
+            raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for plain training")
+        sizes = _shares([group.size for group in self.groups], self.workers if workers is None else workers)
+        return tuple(
+            machine for group, size in zip(self.groups, sizes, strict=True) for machine in self._in(group, size)
+        )
+
+    def _in(self, group: Group, size: int) -> list[tuple[Group, int]]:
+        """`size` workers on machines of a group; on its only one, where nothing joins it to others like it."""
+        room = group.workers
+        if size > room and group.count == 1 and self._of("inside", group.name) is None:
+            if self._of("node", group.name) is None:
+                raise ConfigurationError(
+                    f"{group.name} is one machine with one worker, and no link says how {size} would be joined; add "
+                    f'[[links]] node = "{group.name}" or inside = "{group.name}"'
+                )
+            room = size
+        return [(group, min(room, size - first)) for first in range(0, size, room)]
+
+    def groups_by_rank(self, workers: int | None = None) -> tuple[Group, ...]:
+        """The group of every worker."""
+        return tuple(group for group, size in self.placed(workers) for _ in range(size))
+
+    def factors(self, workers: int | None = None) -> tuple[float, ...]:
+        """For every worker, how many times as long as `law` says its gradients take on an unshared core."""
+        return tuple(1 / group.speed for group in self.groups_by_rank(workers))
+
+    def seconds_for(self, work: float) -> float:
+        """Mean seconds of a gradient of that many floating-point operations, on a machine of speed 1.
+
+        Raises:
+            ConfigurationError: nobody said how many operations a worker gets through.
+        """
+        if self.operations is None:
+            raise ConfigurationError(
+                f"{self.name} does not say how many operations its workers get through; add operations = '10G/s', or "
+                "measure the job there with flockstep calibrate"
+            )
+        return work / self.operations
+
+    def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
+        """How long gradients take, for virtual time. `seconds`: their mean at speed 1, if not that of `law`.
+
+        Where only some machines have fewer cores than workers, those workers count as slower in proportion instead.
+        """
+        machines = self.placed(workers)
+        scale = 1.0 if seconds is None else _scale(self.law, seconds)
+        crowded = [_cores(group, size) < size for group, size in machines]
+        stretch = [1.0 if all(crowded) else size / _cores(group, size) for group, size in machines]
+        factors = tuple(
+            scale * times / group.speed
+            for (group, size), times in zip(machines, stretch, strict=True)
+            for _ in range(size)
+        )
+        if scale == 0:
+            return Constant(0.0)
+        law = _times(self.law, factors)
+        return SharedCores(law, sum(_cores(*machine) for machine in machines)) if all(crowded) else law
+
+    def network(self, workers: int | None = None) -> Network:
+        """What joins the workers, for virtual time, in the simplest form that says it.
+
+        Servers have a card of their own: in a tier where machines have one worker each, else on a machine with workers.
+        """
+        machines = self.placed(workers)
+        tiers = self.tiers
+        places = [next(i for i, tier in enumerate(tiers) if group.name in tier) for group, _ in machines]
+        inside = [self._of("node", group.name) if size > 1 else None for group, size in machines]
+        among = [self._of("inside", tier[0]) for tier in tiers]
+        if len(machines) == 1:
+            wire = inside[0] or among[0] or next(iter(self.wires), None)
+            return Link(math.inf) if wire is None else wire.network
+        sizes = [size for _, size in machines]
+        if len(set(places)) == 1 and _alike(sizes) and len(set(inside)) == 1:
+            outer = among[places[0]]
+            assert outer is not None
+            if sizes[0] == 1:
+                return outer.network
+            inner = inside[0]
+            assert inner is not None
+            return TwoTier(sizes[0], inner.bandwidth, inner.latency, outer.bandwidth, outer.latency)
+        return self._tiers(sizes, places, inside, among)
+
+    def _tiers(
+        self, sizes: list[int], places: list[int], inside: list[Wire | None], among: list[Wire | None]
+    ) -> Network:
+        """The general form."""
+        used = sorted(set(places))
+        tiers = self.tiers
+        between = {pair: self._joining(tiers[pair[0]], tiers[pair[1]]) for pair in combinations(used, 2)}
+        fastest = Link(max(wire.bandwidth for wire in self.wires))
+        return Tiers(
+            machines=tuple(sizes),
+            tiers=tuple(used.index(place) for place in places),
+            inside=_shortened(tuple(fastest if wire is None else wire.network for wire in inside)),
+            among=tuple(_or_that_beside(among[tier], tier, between) for tier in used),
+            between=tuple(wire.network for wire in between.values()),
+        )
+
+    def wire_between(self, one: int, other: int, workers: int | None = None) -> Wire:
+        """The slowest link that messages between two workers pass, with the latency of their whole way.
+
+        Raises:
+            ConfigurationError: it is the same worker.
+        """
+        if one == other:
+            raise ConfigurationError(f"worker {one} sends itself nothing over a link; name two workers")
+        ranks = [i for i, (_, size) in enumerate(self.placed(workers)) for _ in range(size)]
+        groups = self.groups_by_rank(workers)
+        here, there = groups[one].name, groups[other].name
+        if ranks[one] == ranks[other]:
+            wire = self._of("node", here)
+            assert wire is not None
+            return wire
+        tiers = [next(tier for tier in self.tiers if name in tier) for name in (here, there)]
+        if tiers[0] == tiers[1]:
+            path = [self._of("inside", here)]
+        else:
+            path = [self._joining(*tiers)]
+            halves = [self._of("inside", name) for name in (here, there)]
+            path += [Wire("inside", w.groups, w.bandwidth, w.latency / 2) for w in halves if w is not None]
+        known = [wire for wire in path if wire is not None]
+        slowest = min(known, key=lambda wire: wire.bandwidth)
+        return Wire(slowest.reach, slowest.groups, slowest.bandwidth, sum(wire.latency for wire in known))
+
+    @property
+    def slowest(self) -> Wire:
+        """The slowest link that a message between any two workers may have to pass; see `wire_between`.
+
+        Raises:
+            ConfigurationError: there is only one worker.
+        """
+        firsts = list(self._representatives())
+        if len(firsts) < 2:
+            raise ConfigurationError(f"{self.name} has one worker, so that nothing passes a link; add a node")
+        found = [self.wire_between(*pair) for pair in combinations(firsts, 2)]
+        return max(found, key=lambda wire: (1 / wire.bandwidth, wire.latency))
+
+    @property
+    def link(self) -> costs.Link:
+        """That of `slowest` for the closed forms."""
+        return self.slowest.cost
+
+    def _representatives(self) -> Iterator[int]:
+        """Workers among whom every kind of pair occurs: two of a group's first machine, one of its second."""
+        first = 0
+        for group in self.groups:
+            wanted = {0, min(1, group.workers - 1), group.workers if group.count > 1 else 0}
+            yield from (first + one for one in sorted(wanted))
+            first += group.size
+
+    def _of(self, reach: Reach, group: str) -> Wire | None:
+        return next((wire for wire in self.wires if wire.reach == reach and group in wire.groups), None)
+
+    def _joining(self, here: tuple[str, ...], there: tuple[str, ...]) -> Wire:
+        for wire in self.wires:
+            if wire.reach == "between":
+                a, b = wire.groups
+                if (a in here and b in there) or (a in there and b in here):
+                    return wire
+        raise WrongValue(
+            f"{here[0]} and {there[0]} must be joined by a link, got none; add [[links]] between = "
+            f'["{here[0]}", "{there[0]}"]',
+            "links",
+        )
+
+
+def _check_names(cluster: ClusterShape) -> None:
+    """Every group has a name of its own, and links name groups that are there, each kind once."""
+    names = [group.name for group in cluster.groups]
+    if len(set(names)) != len(names):
+        raise WrongValue(f"groups of nodes must have different names, got {listed(names)}", "nodes")
+    seen: set[tuple[str, ...]] = set()
+    for number, wire in enumerate(cluster.wires):
+        for name in wire.groups:
+            if name not in names:
+                raise WrongValue(
+                    f"{wire.reach} must name groups of nodes that are there ({', '.join(names)}), got {name!r}; add "
+                    f"[nodes.{name}] or name one of those",
+                    "links",
+                    number,
+                    wire.reach,
+                )
+        ends = {next(tier for tier in cluster.tiers if name in tier) for name in wire.groups}
+        if wire.reach == "between" and len(ends) < 2:
+            raise WrongValue(
+                f"between must join two tiers, got {listed(wire.groups)}, which one inside link joins; leave one out",
+                "links",
+                number,
+                "between",
+            )
+        keys = (
+            {(wire.reach, *sorted(map(str, ends)))}
+            if wire.reach == "between"
+            else {(wire.reach, name) for name in wire.groups}
+        )
+        if keys & seen:
+            raise WrongValue(
+                f"{listed(wire.groups)} must have one link of a kind ({wire.reach}), got another; leave one out",
+                "links",
+                number,
+                wire.reach,
+            )
+        seen |= keys
+
+
+def _check_joined(cluster: ClusterShape) -> None:
+    """Every two workers can reach each other."""
+    for group in cluster.groups:
+        for reach, many, what in (("node", group.workers, "workers on a machine"), ("inside", group.count, "machines")):
+            if many > 1 and cluster._of(reach, group.name) is None:  # type: ignore[arg-type]
+                raise WrongValue(
+                    f"the {many} {what} of {group.name} must be joined by a link, got none; add [[links]] {reach} = "
+                    f'"{group.name}"',
+                    "nodes",
+                    group.name,
+                )
+    for here, there in combinations(cluster.tiers, 2):
+        cluster._joining(here, there)
+
+
+def _or_that_beside(wire: Wire | None, tier: int, between: Mapping[tuple[int, int], Wire]) -> Link:
+    """The link of a tier; for a single machine without one, something that never holds up what passes."""
+    if wire is not None:
+        return wire.network
+    return Link(max(one.bandwidth for pair, one in between.items() if tier in pair))
+
+
+def _shortened(links: tuple[Link, ...]) -> tuple[Link, ...]:
+    """One for all, where they are alike."""
+    return links[:1] if len(set(links)) == 1 else links
+
+
+def _alike(sizes: list[int]) -> bool:
+    """Whether all machines have as many workers, but for the last, which may have fewer."""
+    return len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+
+
+def _shares(sizes: list[int], total: int) -> list[int]:
+    """`total` in proportion to `sizes`, in whole numbers that differ from the exact ones by less than one."""
+    if total == sum(sizes):
+        return sizes
+    exact = [size * total / sum(sizes) for size in sizes]
+    shares = [math.floor(one) for one in exact]
+    rest = sorted(range(len(sizes)), key=lambda i: (shares[i] - exact[i], i))
+    for i in rest[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def _cores(group: Group, workers: int) -> int:
+    """Cores that so many workers on a machine of the group use."""
+    return workers if group.cores is None else min(group.cores, workers)
+
+
+def _scale(law: ComputeModel, seconds: float) -> float:
+    """How many times as long as `law` says gradients of `seconds` take in the mean."""
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"seconds of a gradient must be >= 0 and finite, got {seconds:g}; use 0.01 for 10 ms")
+    mean = mean_of(law)
+    if mean == 0 and seconds > 0:
+        raise ConfigurationError(f"{law} takes no time, so that it cannot be scaled to {seconds:g} s; give it a mean")
+    return seconds / mean if mean else 1.0
+
+
+def _times(law: ComputeModel, factors: tuple[float, ...]) -> ComputeModel:
+    """`law`, each worker's durations times a factor."""
+    if len(set(factors)) == 1:
+        factors = factors[:1]
+    return law if factors == (1.0,) else Speeds(law, factors)

@@ -1,0 +1,267 @@
+"""Cluster descriptions from TOML: every rule that is broken is told with file, line, value and way out."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, get_args
+
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.machines import DAY, Group, Path, Rates, Reach, Wire, WrongValue
+from flockstep.costs.toml_lines import Lines
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.simulation import units
+from flockstep.simulation.compute import ComputeModel
+
+FOLDER = pathlib.Path(__file__).parent / "clusters"
+"""The descriptions that are built in."""
+
+_QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
+_MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+_RATE = {"/s": 1.0, "k/s": 1e3, "M/s": 1e6, "G/s": 1e9, "T/s": 1e12, "P/s": 1e15}
+_OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/year": 365 * DAY}
+
+
+def names() -> list[str]:
+    """The clusters that are built in."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def load_cluster(name: str | pathlib.Path) -> ClusterShape:
+    """The cluster that is built in under that name, or described by the TOML file of that path.
+
+    Raises:
+        ConfigurationError: there is none, or the file breaks a rule; says file, line, value and way out.
+    """
+    path = pathlib.Path(name)
+    if path.suffix != ".toml":
+        if str(name) not in names():
+            raise UnknownName(f"{UnknownName.among('cluster', str(name), names())}; or give the path of a .toml file")
+        path = FOLDER / f"{name}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no file {path}; give that of a cluster, or one of {_or(names())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read {path} as text: {error}; give the TOML file of a cluster") from None
+    return read_cluster(text, str(name) if path.parent == FOLDER else str(path), path.stem)
+
+
+def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") -> ClusterShape:
+    """The cluster that a TOML document describes; `where` names the document in errors.
+
+    Raises:
+        ConfigurationError: the document breaks a rule.
+    """
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r"line (\d+)", str(error))
+        line = found[1] if found else text.count("\n") + 1
+        raise ConfigurationError(f"{where}, line {line}: no TOML document: {error}; correct that place") from None
+    document = _Document(where, Lines(text))
+    top = _Table(document, (), data)
+    with document.telling():
+        return _cluster(top, name)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """The file, for errors."""
+
+    where: str
+    lines: Lines
+
+    def wrong(self, message: str, path: Path) -> ConfigurationError:
+        """The error about what stands at `path`."""
+        return ConfigurationError(f"{self.where}, line {self.lines.of(path)}: {message}")
+
+    @contextmanager
+    def telling(self, path: Path = ()) -> Iterator[None]:
+        """Say the line of values that the description refuses; their paths begin at `path`."""
+        try:
+            yield
+        except WrongValue as error:
+            raise self.wrong(str(error), path + error.path) from None
+
+
+class _Table:
+    """A table of the document, whose keys are taken one by one; what is left over in the end is unknown."""
+
+    def __init__(self, document: _Document, path: Path, data: Any):
+        self.document, self.path = document, path
+        if not isinstance(data, dict):
+            raise document.wrong(
+                f"{path[-1]} must be a table, got {data!r}; write [{'.'.join(map(str, path))}] and its keys below", path
+            )
+        self._data: dict[str, Any] = data
+        self._known: list[str] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._data
+
+    def wrong(self, key: str, message: str) -> ConfigurationError:
+        """The error about a key."""
+        return self.document.wrong(message, (*self.path, key))
+
+    def take(self, key: str, kind: type, words: str) -> Any:
+        """The value of a key; None where it is not there."""
+        self._known.append(key)
+        value = self._data.get(key)
+        if value is None or (kind is float and type(value) is int):
+            return None if value is None else float(value)
+        if type(value) is not kind:
+            raise self.wrong(key, f"{key} must be {words}, got {value!r}")
+        return value
+
+    def quantity(self, key: str, parse: Callable[[str], float], example: str) -> Any:
+        """The value of a key that is text with a unit; None where it is not there."""
+        self._known.append(key)
+        value = self._data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.wrong(key, f"{key} must be text with a unit, got {value!r}; write {key} = {example!r}")
+        if re.fullmatch(r"\s*[-+]?[0-9.]+(?:[eE][+-]?[0-9]+)?\s*", value):
+            raise self.wrong(key, f"{key} must have a unit, got {value!r}; write it like {example!r}")
+        try:
+            return float(f"{parse(value):.12g}")  # 50us are 0.00005 s, not 0.000049999999999999996
+        except ConfigurationError as error:
+            raise self.wrong(key, str(error)) from None
+
+    def words(self, key: str) -> tuple[str, ...]:
+        """The value of a key that is a word, or a list of words."""
+        self._known.append(key)
+        value = self._data[key]
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.wrong(key, f"{key} must be the name of a group of nodes, or a list of such, got {value!r}")
+        return tuple(value)
+
+    def tables(self, key: str) -> list[tuple[str, _Table]]:
+        """The tables that a key holds, by name; none where it is not there."""
+        self._known.append(key)
+        if key not in self._data:
+            return []
+        inner = _Table(self.document, (*self.path, key), self._data[key])
+        return [(name, _Table(self.document, (*inner.path, name), one)) for name, one in inner._data.items()]
+
+    def array(self, key: str) -> list[_Table]:
+        """The array of tables that a key holds; empty where it is not there."""
+        self._known.append(key)
+        value = self._data.get(key, [])
+        if not isinstance(value, list):
+            raise self.wrong(key, f"{key} must be an array of tables, got {value!r}; write [[{key}]] above each")
+        return [_Table(self.document, (*self.path, key, i), one) for i, one in enumerate(value)]
+
+    def free(self, parse: Callable[[str], float], example: str) -> dict[str, float]:
+        """All keys of a table whose keys are free, each with a quantity."""
+        return {key: self.quantity(key, parse, example) for key in self._data}
+
+    def knows(self, keys: Iterable[str]) -> None:
+        """Accept keys that are looked at elsewhere."""
+        self._known.extend(keys)
+
+    def finish(self) -> None:
+        """Refuse what nothing has asked for."""
+        for key in self._data:
+            if key not in self._known:
+                raise self.wrong(key, str(UnknownName.among("key of " + self._title, key, self._known)))
+
+    @property
+    def _title(self) -> str:
+        return f"[{'.'.join(str(part) for part in self.path if isinstance(part, str))}]" if self.path else "a cluster"
+
+
+def _cluster(top: _Table, name: str) -> ClusterShape:
+    about = top.take("about", str, "text")
+    job = top.take("job", str, "text")
+    operations = top.quantity("operations", _rate, "10G/s")
+    text = top.take("compute", str, "a law as text, such as 'lognormal(0.05, sigma=0.3)'")
+    groups = tuple(_group(*one) for one in top.tables("nodes"))
+    wires = tuple(map(_wire, top.array("links")))
+    rates = {one: _rates(one, table) for one, table in top.tables("rates")}
+    top.finish()
+    if text is None:
+        raise top.wrong("compute", "compute is missing; say how long a gradient takes: compute = 'constant(0.01)'")
+    try:
+        law = ComputeModel.parse(text)
+    except ConfigurationError as error:
+        raise top.wrong("compute", str(error)) from None
+    return ClusterShape(name, groups, wires, law, operations, about or "", job, Rates(**rates))
+
+
+def _group(name: str, table: _Table) -> Group:
+    values = {
+        "count": table.take("count", int, "a whole number of machines"),
+        "workers": table.take("workers", int, "a whole number of workers per machine"),
+        "speed": table.take("speed", float, "a number, 2 for twice as fast"),
+        "cores": table.take("cores", int, "a whole number of cores per machine"),
+        "memory": table.quantity("memory", _memory, "16GB"),
+        "failures": table.quantity("failures", _often, "0.01/day"),
+        "restart": table.quantity("restart", lambda text: units.duration(text, "restart"), "90s"),
+        "comes_and_goes": table.take("comes_and_goes", bool, "true or false"),
+    }
+    table.finish()
+    with table.document.telling(table.path):
+        return Group(name, **{key: value for key, value in values.items() if value is not None})
+
+
+def _wire(table: _Table) -> Wire:
+    kinds = [kind for kind in get_args(Reach) if kind in table]
+    bandwidth = table.quantity("bandwidth", units.bandwidth, "1gbit")
+    latency = table.quantity("latency", lambda text: units.duration(text, "latency"), "50us")
+    groups = [table.words(kind) for kind in kinds]
+    table.knows(get_args(Reach))
+    table.finish()
+    if len(kinds) != 1:
+        raise table.document.wrong(
+            f"a link must say one of node, inside and between, got {_or(kinds)}; write inside = 'machines'", table.path
+        )
+    if bandwidth is None:
+        raise table.document.wrong("bandwidth of a link is missing; write bandwidth = '1gbit'", table.path)
+    with table.document.telling(table.path):
+        return Wire(kinds[0], groups[0], bandwidth, latency or 0.0)
+
+
+def _rates(name: str, table: _Table) -> dict[str, float]:
+    known = [one.name for one in fields(Rates)]
+    if name not in known:
+        raise table.document.wrong(str(UnknownName.among("table of [rates]", name, known)), table.path)
+    return table.free(_rate, "500M/s")
+
+
+def _rate(text: str) -> float:
+    return _in(text, _RATE, "a rate must be > 0 per second", "500M/s")
+
+
+def _memory(text: str) -> float:
+    return _in(text, _MEMORY, "memory must be > 0 bytes", "16GB")
+
+
+def _often(text: str) -> float:
+    number, scale = _split(text, _OFTEN)
+    if scale is None or not 0 <= number < math.inf:
+        raise ConfigurationError(f"failures must be >= 0 per time, got {text!r}; write it like '0.01/day'")
+    return number / scale
+
+
+def _in(text: str, scales: Mapping[str, float], rule: str, example: str) -> float:
+    number, scale = _split(text, scales)
+    if scale is None or not 0 < number * scale < math.inf:
+        raise ConfigurationError(f"{rule}, with a unit ({', '.join(scales)}), got {text!r}; write it like {example!r}")
+    return number * scale
+
+
+def _split(text: str, scales: Mapping[str, float]) -> tuple[float, float | None]:
+    found = _QUANTITY.fullmatch(text)
+    return (float(found[1]), scales.get(found[2])) if found else (0.0, None)
+
+
+def _or(words: list[str]) -> str:
+    return ", ".join(words) or "none"

@@ -1,0 +1,60 @@
+"""A cluster's description as a TOML document that `flockstep.costs.cluster_reading` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tomli_w
+
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.machines import DAY, Group, Wire
+
+
+def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
+    """The document; `notes` become comments at its head. What has the usual value is left out."""
+    data: dict[str, Any] = {"about": shape.about} if shape.about else {}
+    data["compute"] = str(shape.law)
+    if shape.operations is not None:
+        data["operations"] = _scaled(shape.operations, "/s")
+    if shape.job is not None:
+        data["job"] = shape.job
+    data["nodes"] = {group.name: _group(group) for group in shape.groups}
+    rates = dataclasses.asdict(shape.rates)
+    told = {name: {key: _scaled(one, "/s") for key, one in table.items()} for name, table in rates.items() if table}
+    if told:
+        data["rates"] = told
+    head = "".join(f"# {line}\n" for note in notes for line in note.splitlines())
+    links = "".join(f"\n[[links]]\n{tomli_w.dumps(_wire(wire))}" for wire in shape.wires)
+    return head + ("\n" if head else "") + tomli_w.dumps(data) + links
+
+
+def _group(group: Group) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for field in dataclasses.fields(Group):
+        value = getattr(group, field.name)
+        if field.name != "name" and value != field.default:
+            told[field.name] = value
+    if "memory" in told:
+        told["memory"] = f"{group.memory / 1e9:.12g}GB" if group.memory else ""
+    if "failures" in told:
+        told["failures"] = f"{group.failures * DAY:.12g}/day"
+    if "restart" in told:
+        told["restart"] = f"{group.restart:.12g}s"
+    return told
+
+
+def _wire(wire: Wire) -> dict[str, Any]:
+    groups = list(wire.groups) if len(wire.groups) > 1 else wire.groups[0]
+    told: dict[str, Any] = {wire.reach: groups, "bandwidth": _scaled(wire.bandwidth * 8, "bit")}
+    if wire.latency:
+        told["latency"] = f"{wire.latency * 1e6:.12g}us"
+    return told
+
+
+def _scaled(value: float, unit: str) -> str:
+    """`value` with as many digits as it has, in thousands, millions or billions of a unit."""
+    for prefix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.12g}{prefix}{unit}"
+    return f"{value:.12g}{unit}"

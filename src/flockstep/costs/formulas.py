@@ -1,0 +1,205 @@
+"""Layers from their shapes: work and depth of each kind, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
+
+Their table gives the order of W and D; the constants here count operations one by one. `data` says that a layer's
+inputs are the data themselves, which need no gradient. Sums over the batch make the depth of weights' gradients.
+A convolution that is lowered to a matrix product (im2col) has the same W and D as the direct one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
+
+NORMALISE, NORMALISE_WEIGHTS, NORMALISE_INPUTS = 7, 3, 8
+"""Operations per element: mean 1, centre 1, variance 2, divide 1, scale and shift 2; ∇γ 2, ∇β 1; ∇inputs 8."""
+SOFTMAX, SOFTMAX_BACK = 4, 3
+"""Operations per element: maximum, exponential of the difference, sum, quotient; backward product, sum, difference."""
+
+
+def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
+    """Fully connected: W = N C_out C_in, D = ⌈log2 C_in⌉ forward; `rows` per sample, such as the tokens of a text."""
+    products = rows * c_in * c_out
+    return Layer(
+        name,
+        "linear",
+        parameters=c_in * c_out + (c_out if bias else 0),
+        forward=Pass(products, depth=log2_ceil(c_in)),
+        by_weight=Pass(products, sums=1, summed=rows),
+        by_input=NOTHING if data else Pass(products, depth=log2_ceil(c_out)),
+        reads=rows * c_in,
+        writes=rows * c_out,
+    )
+
+
+def convolution(
+    name: str,
+    c_in: int,
+    c_out: int,
+    kernel: Sequence[int],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    groups: int = 1,
+    bias: bool = True,
+    data: bool = False,
+    transposed: bool = False,
+) -> Layer:
+    """Direct or im2col: W = N C_out H' W' C_in K_y K_x, D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ forward.
+
+    `kernel`, `inputs` (H, W) and `outputs` (H', W') in any number of dimensions. A transposed convolution spreads each
+    input over a window, so that the inputs count instead of the outputs.
+    """
+    weights = c_in * c_out // groups * math.prod(kernel)
+    products = weights * math.prod(inputs if transposed else outputs)
+    window = sum(log2_ceil(width) for width in kernel)
+    return Layer(
+        name,
+        "convolution",
+        parameters=weights + (c_out if bias else 0),
+        forward=Pass(products, depth=log2_ceil(c_in // groups) + window),
+        by_weight=Pass(products, sums=1, summed=math.prod(inputs if transposed else outputs)),
+        by_input=NOTHING if data else Pass(products, depth=log2_ceil(c_out // groups) + window),
+        reads=c_in * math.prod(inputs),
+        writes=c_out * math.prod(outputs),
+    )
+
+
+def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], data: bool = False) -> Layer:
+    """Maximum or mean: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉; backward one operation an output."""
+    return Layer(
+        name,
+        "pooling",
+        forward=Pass(other=writes * math.prod(window), depth=sum(log2_ceil(width) for width in window)),
+        by_input=NOTHING if data else Pass(other=writes, depth=1),
+        reads=reads,
+        writes=writes,
+    )
+
+
+def activation(name: str, elements: Number, data: bool = False, kind: str = "activation") -> Layer:
+    """Element by element: W = N C H W, D = 1, and the same backward."""
+    return Layer(
+        name,
+        kind,
+        forward=Pass(other=elements, depth=1),
+        by_input=NOTHING if data else Pass(other=elements, depth=1),
+        reads=elements,
+        writes=elements,
+    )
+
+
+def total(name: str, elements: Number, terms: int = 2) -> Layer:
+    """The sum of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; its gradient is handed on as it is."""
+    return Layer(
+        name,
+        "sum",
+        forward=Pass(other=elements * (terms - 1), depth=log2_ceil(terms)),
+        reads=terms * elements,
+        writes=elements,
+    )
+
+
+def softmax(name: str, elements: Number, classes: int, data: bool = False) -> Layer:
+    """Over `classes`: a maximum and a sum, each ⌈log2 classes⌉ deep."""
+    depth = log2_ceil(classes)
+    return Layer(
+        name,
+        "softmax",
+        forward=Pass(other=SOFTMAX * elements, depth=2 * depth + 3),
+        by_input=NOTHING if data else Pass(other=SOFTMAX_BACK * elements, depth=depth + 2),
+        reads=elements,
+        writes=elements,
+    )
+
+
+def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
+    """W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance; `places` H·W per sample."""
+    elements = channels * places
+    return Layer(
+        name,
+        "norm",
+        parameters=2 * channels if affine else 0,
+        forward=Pass(other=NORMALISE * elements, depth=5, sums=2, summed=places),
+        by_weight=Pass(other=NORMALISE_WEIGHTS * elements, depth=1, sums=1, summed=places) if affine else NOTHING,
+        by_input=NOTHING if data else Pass(other=NORMALISE_INPUTS * elements, depth=5, sums=1, summed=places),
+        reads=elements,
+        writes=elements,
+    )
+
+
+def group_norm(name: str, elements: Number, over: int, weights: int, biases: int = 0, data: bool = False) -> Layer:
+    """Normalisation over `over` elements of one sample (layer, group and instance norm): D = 2 ⌈log2 over⌉ forward."""
+    depth = log2_ceil(over)
+    each = elements / weights if weights else elements
+    return Layer(
+        name,
+        "norm",
+        parameters=weights + biases,
+        forward=Pass(other=NORMALISE * elements, depth=5 + 2 * depth),
+        by_weight=Pass(other=NORMALISE_WEIGHTS * elements, depth=1, sums=1, summed=each) if weights else NOTHING,
+        by_input=NOTHING if data else Pass(other=NORMALISE_INPUTS * elements, depth=5 + depth),
+        reads=elements,
+        writes=elements,
+    )
+
+
+def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
+    """A look-up, without arithmetic; backward the gradients of equal symbols are summed."""
+    return Layer(
+        name,
+        "embedding",
+        parameters=symbols * width,
+        by_weight=Pass(other=tokens * width, sums=1, summed=tokens),
+        reads=tokens,
+        writes=tokens * width,
+    )
+
+
+def attention(name: str, heads: int, queries: int, keys: int, head: int, values: int | None = None) -> Layer:
+    """Softmax(q kᵀ) v without weights (Vaswani et al. 2017); `head` is the width of a head, `values` of its v."""
+    wide = head if values is None else values
+    scores = heads * queries * keys
+    over_keys = log2_ceil(keys)
+    # backward: ∇v and ∇scores from the outputs, the softmax, then ∇q and ∇k side by side
+    back = max(log2_ceil(queries), log2_ceil(wide) + over_keys + 2 + max(over_keys, log2_ceil(queries)))
+    return Layer(
+        name,
+        "attention",
+        forward=Pass(scores * (head + wide), (SOFTMAX + 1) * scores, log2_ceil(head) + 4 + 3 * over_keys),
+        by_input=Pass(2 * scores * (head + wide), (SOFTMAX_BACK + 1) * scores, back),
+        reads=heads * (queries * head + keys * (head + wide)),
+        writes=heads * queries * wide,
+    )
+
+
+def recurrent(
+    name: str,
+    c_in: int,
+    hidden: int,
+    steps: Number,
+    gates: int = 1,
+    biases: int = 2,
+    data: bool = False,
+) -> Layer:
+    """A cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence: D grows with `steps`, for each waits for one.
+
+    Each step is a product with the inputs, which need not wait, one with the hidden state, and some three further
+    operations per gate and unit.
+    """
+    products = steps * gates * hidden * (c_in + hidden)
+    other, cell = 3 * steps * gates * hidden, 3
+    forward = log2_ceil(c_in) + math.ceil(steps) * (log2_ceil(hidden) + cell)
+    backward = math.ceil(steps) * (log2_ceil(gates * hidden) + cell)
+    # the state before the first step needs no gradient
+    inputs = max(steps - 1, 0) * gates * hidden * hidden + (0 if data else steps * gates * hidden * c_in)
+    return Layer(
+        name,
+        "recurrent",
+        parameters=gates * hidden * (c_in + hidden + biases),
+        forward=Pass(products, other, forward),
+        by_weight=Pass(products, sums=1, summed=steps),
+        by_input=Pass(inputs, other, backward),
+        reads=steps * c_in,
+        writes=steps * hidden,
+    )

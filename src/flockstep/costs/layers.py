@@ -1,0 +1,304 @@
+"""Work, depth and bytes of a network's layers, and where data parallelism costs less than splitting a layer.
+
+Work W and depth D are those of Ben-Nun & Hoefler, "Demystifying Parallel and Distributed Deep Learning" (2019, sections
+on the primer of parallelism and on layer types): W counts operations, D the longest chain of operations that wait for
+one another, and W/D, the average parallelism, bounds how many processing elements a layer can keep busy. They count a
+multiply-add as one operation of W; here it is two floating-point operations. Their D counts the ⌈log2 n⌉ rounds of a
+sum of n numbers; here a chain has at least one operation. Biases are left out of both, as they leave them out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flockstep.errors import ConfigurationError
+
+Number = int | float
+Counted = Literal["formula", "torch", "unknown"]
+Way = Literal["data", "split"]
+
+
+def log2_ceil(count: Number) -> int:
+    """⌈log2 count⌉: rounds in which `count` numbers are summed in pairs; 0 for one number or none."""
+    return max(math.ceil(count) - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One computation of a layer: its values, the gradient of its weights, or that of its inputs.
+
+    `products` are multiply-adds and `other` further operations, both per sample. The chain is `depth` operations, and
+    `sums` sums one after the other, each over `summed` numbers of every sample of the batch.
+    """
+
+    products: Number = 0
+    other: Number = 0
+    depth: int = 0
+    sums: int = 0
+    summed: Number = 1
+
+    def __post_init__(self) -> None:
+        for name in ("products", "other", "depth", "sums", "summed"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigurationError(f"{name} of a pass must be >= 0 and finite, got {value}; count again")
+
+    def work(self, batch: int) -> Number:
+        """W: floating-point operations for `batch` samples, two for a multiply-add."""
+        return batch * (2 * self.products + self.other)
+
+    def chain(self, batch: int) -> int:
+        """D: the longest chain of dependent operations; 0 where there is nothing to do."""
+        if not self.products and not self.other:
+            return 0
+        return max(1, self.depth + self.sums * log2_ceil(batch * self.summed))
+
+
+NOTHING = Pass()
+"""What a layer does not compute: the gradient of weights that it has not, or of the data."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer by its shape; counts are elements, those of activations per sample.
+
+    A layer whose weights belong to another one (`tied`), or that runs again, counts no parameters.
+    """
+
+    name: str
+    kind: str
+    parameters: int = 0
+    """Parameters that no layer before it has counted."""
+    forward: Pass = NOTHING
+    by_weight: Pass = NOTHING
+    """The gradient of the weights."""
+    by_input: Pass = NOTHING
+    """The gradient of the inputs; nothing where these are data."""
+    reads: Number = 0
+    """Elements of the inputs."""
+    writes: Number = 0
+    """Elements of the outputs."""
+    trained: int | None = None
+    """Those of the parameters that have a gradient; None: all."""
+    after: tuple[str, ...] | None = None
+    """Layers whose outputs it reads; None: the one before it."""
+    tied: str | None = None
+    """The layer that counts the weights it shares."""
+    counted: Counted = "formula"
+    """How its work was found: by the formulas of this package, by torch, or not at all."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigurationError("a layer needs a name, got ''; call it by what it does, such as conv1")
+        for name in ("parameters", "reads", "writes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(
+                    f"{name} of layer {self.name!r} must be >= 0, got {getattr(self, name)}; check its shape"
+                )
+        if self.trained is not None and not 0 <= self.trained <= self.parameters:
+            raise ConfigurationError(
+                f"layer {self.name!r} cannot train {self.trained} of {self.parameters} parameters; give at most all"
+            )
+
+    @property
+    def gradients(self) -> int:
+        """Elements of its gradient."""
+        return self.parameters if self.trained is None else self.trained
+
+    @property
+    def multiply_adds(self) -> Number:
+        """Of the forward pass of one sample: the number that papers about networks state."""
+        return self.forward.products
+
+    def work_forward(self, batch: int) -> Number:
+        """Floating-point operations of the forward pass of `batch` samples."""
+        return self.forward.work(batch)
+
+    def work_backward(self, batch: int) -> Number:
+        """Floating-point operations of both gradients."""
+        return self.by_weight.work(batch) + self.by_input.work(batch)
+
+    def work(self, batch: int) -> Number:
+        """W: floating-point operations, forward and backward."""
+        return self.work_forward(batch) + self.work_backward(batch)
+
+    def depth_backward(self, batch: int) -> int:
+        """The longer chain of the two gradients, which do not wait for each other."""
+        return max(self.by_weight.chain(batch), self.by_input.chain(batch))
+
+    def depth(self, batch: int) -> int:
+        """D: the longest chain, forward and backward."""
+        return self.forward.chain(batch) + self.depth_backward(batch)
+
+    def parallelism(self, batch: int) -> float:
+        """W/D: how many operations can go on at once on average; 0 where there is no work."""
+        depth = self.depth(batch)
+        return self.work(batch) / depth if depth else 0.0
+
+    def activation_bytes(self, batch: int, itemsize: int = 4) -> Number:
+        """Bytes of its outputs for `batch` samples."""
+        return batch * self.writes * itemsize
+
+    def gradient_bytes(self, itemsize: int = 4) -> int:
+        """Bytes of the gradient of its parameters."""
+        return self.gradients * itemsize
+
+    def storage_bytes(self, batch: int, itemsize: int = 4) -> Number:
+        """|w| + |f(o)| + |∇w| + |∇o|: parameters, outputs and both gradients (Ben-Nun & Hoefler 2019)."""
+        back = batch * self.reads if self.by_input.work(1) else 0
+        return (self.parameters + self.gradients + batch * self.writes + back) * itemsize
+
+    def data_bytes(self, workers: int, itemsize: int = 4) -> float:
+        """Bytes that a worker sends in a step to average the gradient: 2 (P-1)/P |∇w|, the least for an all-reduce."""
+        return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)
+
+    def split_bytes(self, batch: int, workers: int, itemsize: int = 4) -> float:
+        """Bytes that a worker sends in a step where the layer is split over P workers, the cheaper of two ways.
+
+        Before and after the layer each worker holds the activations of its own `batch` samples. Split by outputs, all
+        workers gather the inputs of all P·batch samples, and each sends the outputs it computed back to the samples'
+        workers; split by inputs it is the other way round. Gradients go the same way back; the data need none.
+        """
+        ways = 2 if self.by_input.work(1) else 1
+        whole = (workers - 1) * batch * itemsize  # to gather, or to sum and scatter, one element a sample
+        share = whole / workers  # to hand round one element a sample, each to one worker
+        by_outputs = ways * whole * self.reads + 2 * share * self.writes
+        by_inputs = ways * share * self.reads + 2 * whole * self.writes
+        return min(by_outputs, by_inputs)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A network as its layers in the order they run; `itemsize` is the bytes of an element."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    itemsize: int = 4
+    note: str = ""
+    """Which variant it is, or how the layers were found."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigurationError(f"the model {self.name!r} needs at least one layer, got none; add its layers")
+        if self.itemsize < 1:
+            raise ConfigurationError(f"itemsize must be >= 1 byte, got {self.itemsize}; float32 has 4")
+        known: set[str] = set()
+        for layer in self.layers:
+            if layer.name in known:
+                raise ConfigurationError(f"two layers of {self.name!r} are called {layer.name!r}; rename one")
+            missing = [name for name in layer.after or () if name not in known]
+            if missing:
+                raise ConfigurationError(
+                    f"layer {layer.name!r} comes after {missing[0]!r}, which is not among the layers before it; "
+                    "list the layers in the order they run"
+                )
+            known.add(layer.name)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, each counted once."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def gradients(self) -> int:
+        """Elements of the gradient: the parameters that are trained."""
+        return sum(layer.gradients for layer in self.layers)
+
+    @property
+    def multiply_adds(self) -> Number:
+        """Of the forward pass of one sample."""
+        return sum(layer.multiply_adds for layer in self.layers)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Layers whose work nobody could count."""
+        return tuple(layer.name for layer in self.layers if layer.counted == "unknown")
+
+    def work_forward(self, batch: int) -> Number:
+        """Floating-point operations of the forward pass of `batch` samples."""
+        return sum(layer.work_forward(batch) for layer in self.layers)
+
+    def work_backward(self, batch: int) -> Number:
+        """Floating-point operations of the gradients."""
+        return sum(layer.work_backward(batch) for layer in self.layers)
+
+    def work(self, batch: int) -> Number:
+        """W: floating-point operations of a gradient of `batch` samples, forward and backward."""
+        return self.work_forward(batch) + self.work_backward(batch)
+
+    def depth(self, batch: int) -> int:
+        """D: the longest chain through the layers, forward and back; branches run side by side."""
+        forward = self._longest([layer.forward.chain(batch) for layer in self.layers])
+        return forward + self._longest([layer.depth_backward(batch) for layer in self.layers])
+
+    def _longest(self, depths: Sequence[int]) -> int:
+        """The longest path with a depth at each layer."""
+        reached: dict[str, int] = {}
+        before: tuple[str, ...] = ()
+        for layer, depth in zip(self.layers, depths, strict=True):
+            start = max((reached[name] for name in (before if layer.after is None else layer.after)), default=0)
+            reached[layer.name] = start + depth
+            before = (layer.name,)
+        return max(reached.values())
+
+    def parallelism(self, batch: int) -> float:
+        """W/D of the whole."""
+        depth = self.depth(batch)
+        return self.work(batch) / depth if depth else 0.0
+
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.parameters * self.itemsize
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.gradients * self.itemsize
+
+    def activation_bytes(self, batch: int) -> Number:
+        """Bytes of the outputs of all layers: what backpropagation keeps, if each layer keeps its output."""
+        return sum(layer.activation_bytes(batch, self.itemsize) for layer in self.layers)
+
+    def data_bytes(self, workers: int) -> float:
+        """Bytes that a worker sends in a step of data parallelism."""
+        return sum(layer.data_bytes(workers, self.itemsize) for layer in self.layers)
+
+    def split_bytes(self, layer: Layer, batch: int, workers: int) -> float:
+        """Bytes that a worker sends where `layer` is split, and with it all that use its weights."""
+        users = [one for one in self.layers if one is layer or one.tied == layer.name]
+        return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
+
+    def cheaper(self, layer: Layer, batch: int, workers: int) -> Way:
+        """What moves fewer bytes with `batch` samples per worker: the gradient (data), or activations (split)."""
+        sent = layer.data_bytes(workers, self.itemsize)
+        return "split" if sent and self.split_bytes(layer, batch, workers) < sent else "data"
+
+    def break_even_batch(self, layer: Layer, workers: int) -> float:
+        """Samples per worker above which data parallelism moves fewer bytes for `layer`; 0 where it always does."""
+        sent, each = layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, 1, workers)
+        return sent / each if each else 0.0
+
+    def cheapest_bytes(self, batch: int, workers: int) -> float:
+        """The same where each layer goes the way that moves fewer bytes."""
+        return sum(
+            min(layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, batch, workers))
+            for layer in self.layers
+            if layer.gradients
+        )
+
+    def split_layers(self, batch: int, workers: int) -> tuple[str, ...]:
+        """Layers that would move fewer bytes if they were split over the workers."""
+        return tuple(layer.name for layer in self.layers if self.cheaper(layer, batch, workers) == "split")
+
+
+def require_scale(batch: int, workers: int) -> None:
+    """Refuse a batch or a number of workers below 1.
+
+    Raises:
+        ConfigurationError: one of them is.
+    """
+    for name, value in (("batch", batch), ("workers", workers)):
+        if value < 1:
+            raise ConfigurationError(f"{name} must be >= 1, got {value}; give 1 or more")

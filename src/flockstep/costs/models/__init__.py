@@ -1,0 +1,1 @@
+"""Well-known networks by shape only; none has weights."""

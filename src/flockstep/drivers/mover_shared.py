@@ -1,0 +1,187 @@
+"""Arrays of a mover that all ranks of a host can reach in memory: sums in place, windows without messages."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any
+
+import numpy as np
+
+from flockstep.codecs.base import Codec
+from flockstep.drivers.mover_calls import Calls
+from flockstep.drivers.mover_packets import at_hand, codec_of
+from flockstep.drivers.mover_window import Window
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut
+from flockstep.messages import Array
+from flockstep.transports.shared_group import SUMMED, SharedGroup, needed
+from flockstep.transports.shared_memory import SharedMemory
+
+
+class SharedArray:
+    """One array for each rank, all in one segment; `local` is this rank's."""
+
+    def __init__(self, memory: SharedMemory, calls: Calls, shape: Sequence[int], dtype: str):
+        """The segment must hold as many bytes as `segment_bytes` says.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+        size = math.prod(shape)
+        self.group = SharedGroup(memory, calls.rank, calls.workers, size * np.dtype(dtype).itemsize)
+        self.flat = self.group.allocate(size, dtype)
+        self.local: Array = self.flat.reshape(shape)
+        self.lock = Lock()
+        """Held by the thread of this process that is in anybody's array, or keeps others out of its own."""
+        self._calls = calls
+        self._gone: set[int] = set()
+        self._turn = Lock()
+        self._given_up = ""
+
+    def all_reduce(self, divisor: int, timeout: float | None) -> None:
+        """Replace every rank's array by the sum, divided.
+
+        Raises:
+            PeerLost: a rank has left, or is dead.
+            ProtocolError: the ranks do not do the same.
+            TimedOut: the others did not come within `timeout` seconds, or not for an earlier sum.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def look() -> None:
+            self._look()
+            if until is not None and time.monotonic() >= until:
+                raise TimedOut(
+                    f"worker {self._calls.rank} waited {timeout:g} s for the others in an all-reduce; they may be late "
+                    "or stopped"
+                )
+
+        with self._turn:
+            if self._given_up:
+                raise TimedOut(
+                    f"a sum of this shared array was given up before ({self._given_up}), and the ranks are out of step "
+                    "with it; make a new one on all ranks"
+                )
+            self._gone = set()
+            try:
+                self.group.all_reduce(self.flat, look, divisor)
+            except BaseException as error:  # whatever ends it, the others may have come half way
+                self._given_up = str(error) or type(error).__name__
+                raise
+        self._calls.book(*self.group.moved(self.flat))
+
+    def _look(self) -> None:
+        """Whether everyone is still there; who has just left may have taken part in this sum."""
+        self._calls.require_alive()
+        gone = self._calls.gone()
+        for rank in sorted(gone & self._gone):
+            raise PeerLost(f"{self._calls.end_of(rank)}; worker {self._calls.rank} waited for it in an all-reduce")
+        self._gone = gone
+
+
+def segment_bytes(workers: int, shape: Sequence[int], dtype: str) -> int:
+    """Bytes of the segment of a shared array."""
+    return needed(workers, array_bytes(shape, dtype))
+
+
+def array_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of one rank's array.
+
+    Raises:
+        ConfigurationError: it cannot be shared.
+    """
+    if dtype not in SUMMED:
+        raise ConfigurationError(f"a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it")
+    if min(shape, default=0) < 0:
+        raise ConfigurationError(f"a shared array has no negative axes, got shape {tuple(shape)}; use 0 for none")
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def attached(address: str, size: int) -> SharedMemory:
+    """The segment of `size` bytes that rank 0 has made.
+
+    Raises:
+        CompositionError: this rank is on another host.
+    """
+    try:
+        return SharedMemory.attach(address, size)
+    except CompositionError as error:
+        raise CompositionError(f"{error}; use arrays of your own, which travel in messages") from None
+
+
+class SharedWindow(Window):
+    """A window on a shared array: the caller does it in the owner's memory, and it is done when the call returns."""
+
+    def __init__(self, mover: Calls, name: str, shared: SharedArray):
+        """For `Mover.window`."""
+        super().__init__(mover, name, shared.local)
+        self._lock = shared.lock  # the system keeps processes out of each other's arrays, not a process's own threads
+        self._shared = shared
+
+    def put(self, rank: int, array: Any, offset: int = 0, codec: str | Codec | None = None) -> None:
+        """Write `array` into the window of `rank`, from element `offset` of the flat array on."""
+        given = self._given(rank, array, offset, codec)
+        with self._alone(rank):
+            self._shared.group.at(rank, self._flat)[offset : offset + given.size] = given
+
+    def accumulate(
+        self, rank: int, array: Any, offset: int = 0, scale: float = 1.0, codec: str | Codec | None = None
+    ) -> None:
+        """Add `scale` × `array` to the window of `rank`, from element `offset` on, in one piece."""
+        given = self._given(rank, array, offset, codec)
+        if scale != 1:
+            given = given * given.dtype.type(scale)
+        with self._alone(rank):
+            part = self._shared.group.at(rank, self._flat)[offset : offset + given.size]
+            np.add(part, given, out=part)
+
+    def get(
+        self,
+        rank: int,
+        offset: int = 0,
+        size: int | None = None,
+        codec: str | Codec | None = None,
+        timeout: float | None = None,
+    ) -> Array:
+        """A copy of `size` elements (None: all) of the window of `rank`; in its shape if that is all of it."""
+        self._mover.require_alive()
+        count = len(self._flat) - offset if size is None else size
+        self._check(rank, offset, count)
+        with self._alone(rank):
+            array: Array = self._shared.group.at(rank, self._flat)[offset : offset + count].copy()
+        if codec is not None:
+            array = self._through(codec, array)
+        return array.reshape(self.array.shape) if count == len(self._flat) else array
+
+    @contextmanager
+    def local(self) -> Iterator[Array]:
+        """This rank's own array, while nobody else reaches it: be brief, and call nothing of the mover inside."""
+        with self._alone(self._mover.rank):
+            self._holder = get_ident()
+            try:
+                yield self.array
+            finally:
+                self._holder = 0
+
+    @contextmanager
+    def _alone(self, rank: int) -> Iterator[None]:
+        self._mover.require_here(rank)
+        with self._lock, self._shared.group.alone_on(rank):
+            yield
+
+    def _given(self, rank: int, array: Any, offset: int, codec: str | Codec | None) -> Array:
+        self._mover.require_alive()
+        given: Array = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
+        self._check(rank, offset, given.size)
+        return given if codec is None else self._through(codec, given)
+
+    def _through(self, codec: str | Codec, array: Array) -> Array:
+        """What a receiver would see of `array`."""
+        chosen = codec_of(codec)
+        assert chosen is not None
+        packet = self._mover.packet(array, chosen, f"window {self.name}")
+        fit = at_hand(chosen, array, int(packet.note["at"]))
+        return fit.decode(packet.data, array.size, array.dtype.name)

@@ -1,0 +1,89 @@
+"""Overlap of communication with backward: a strategy gets parts of the gradient as torch completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from flockstep.drivers.loop import Loop
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_flat import FlatModule
+
+
+class Backward:
+    """Watches the backward pass for a strategy that asks for the gradient in parts, from the end of the flat array.
+
+    As soon as every parameter of the part that it waits for has its gradient, the part is handed over, from within
+    backward and without waiting for anybody; whatever has arrived meanwhile goes on. The last part, and what a
+    parameter without a gradient holds up, is left to `optimizer.step()`. For other strategies no hook is registered.
+    """
+
+    def __init__(self, flat: FlatModule, loop: Loop):
+        self._flat = flat
+        self._loop = loop
+        self._hooks: list[RemovableHandle] = []
+        self._offsets = [entry.offset for entry in flat.schema.entries]
+        self._complete = [False] * len(self._offsets)
+        self._next = len(self._offsets) - 1
+        self._handed = flat.schema.size
+        self._version = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another gradient is to be computed."""
+        if self._loop.awaited and not self._hooks:
+            for index, parameter in enumerate(self._flat.parameters):
+                hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+        if self._hooks:
+            self._complete = [False] * len(self._offsets)
+            self._next = len(self._offsets) - 1
+            self._handed = self._flat.schema.size
+
+    def check(self) -> None:
+        """The gradient is complete: what has been handed over must still be what it was.
+
+        Raises:
+            ConfigurationError: the script has changed it after backward.
+        """
+        if self._handed == self._flat.schema.size:
+            return
+        gone = range(self._next + 1, len(self._offsets))
+        if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
+            raise ConfigurationError(
+                "gradients were changed between backward() and step(), when bucketed had sent a part of them; change "
+                "them with strategy all_reduce, which reads them in step(), or clip in the loss"
+            )
+
+    def end(self) -> None:
+        """No strategy listens any more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def completed(_: torch.Tensor) -> None:
+            self._completed(index)
+
+        return completed
+
+    def _completed(self, index: int) -> None:
+        """A parameter has its gradient."""
+        loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
+        if stop > self._handed:
+            raise ConfigurationError(
+                f"{self._flat.schema.entries[index].name} got a gradient for the second time before step(), when "
+                f"bucketed had sent the first one; call step() after every backward(), with bucketed(accumulate=k) for "
+                f"one update per k of them, or use strategy all_reduce"
+            )
+        self._flat.gather_gradient(index)
+        self._complete[index] = True
+        while self._next >= 0 and self._complete[self._next]:
+            self._next -= 1
+        reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self._handed
+        while 0 < loop.awaited < self._handed and reached <= loop.awaited:
+            self._handed = loop.awaited
+            loop.hand_over()
+        loop.listen()
+        self._version = self._flat.gradient_version

@@ -1,0 +1,93 @@
+"""The layers of a job's model, whichever framework it is written for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flockstep.costs import formulas
+from flockstep.costs.layers import Layer, ModelShape
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.job import build_model, failure, imported, load_job_file
+from flockstep.frameworks.numpy import Model, SoftmaxRegression
+
+SAMPLES = 4
+"""How many of the job's training samples a torch module is run on."""
+
+
+def job_shape(job: Job) -> ModelShape:
+    """The layers of the job's model, found on a few samples of its training data.
+
+    Raises:
+        ConfigurationError: the model cannot be built or run, or is of a kind that is not known.
+    """
+    model = build_model(job)
+    if isinstance(model, Model):
+        return _of_numpy(job.name, model)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(
+            f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got "
+            f"{type(model).__name__}; let model() return one of these"
+        )
+    from flockstep.frameworks.torch_layers import shape_of
+
+    return shape_of(model.train(), _samples(job, model), name=job.name)
+
+
+def file_shape(path: str | Path) -> ModelShape:
+    """The layers of what a Python file declares: a `job()`, or a `model()` and the `inputs()` to call it with.
+
+    `inputs()` returns a tensor, or a tuple of them, with the samples along the first axis.
+
+    Raises:
+        ConfigurationError: there is no such file, it declares neither, or a function fails.
+    """
+    file = Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        raise ConfigurationError(f"there is no Python file {str(path)!r}; check the path")
+    where = f"file {str(path)!r}"
+    module = imported(file.resolve(), where)
+    if callable(getattr(module, "job", None)):
+        return job_shape(load_job_file(path))
+    if not callable(getattr(module, "model", None)) or not callable(getattr(module, "inputs", None)):
+        raise ConfigurationError(f"{where} has no job(), and not both model() and inputs(); add them")
+    try:
+        model, inputs = module.model(), module.inputs()
+    except Exception as error:
+        raise failure(error, where, file, "model() or inputs()") from error
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,)
+    from flockstep.frameworks.torch_layers import shape_of
+
+    return shape_of(model, *inputs, name=file.stem)
+
+
+def _samples(job: Job, model: Any) -> Any:
+    """A few training samples, as the engine would hand them to the model."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        x = torch.as_tensor(np.array(job.data().train_x[:SAMPLES]))
+    first = next(model.parameters(), None)
+    if x.is_floating_point():
+        return x if first is None else x.to(first.dtype)
+    return x if x.dtype == torch.bool else x.to(torch.int64)
+
+
+def _of_numpy(name: str, model: Model) -> ModelShape:
+    """One layer for a softmax regression; of other models the parameters are all that is known."""
+    itemsize = np.dtype(model.dtype).itemsize
+    if isinstance(model, SoftmaxRegression):
+        layers = [
+            formulas.linear("weight", model.features, model.classes, data=True),
+            formulas.softmax("softmax", model.classes, model.classes),
+        ]
+        return ModelShape(name, tuple(layers), itemsize, "softmax regression in numpy")
+    sizes = {key: int(np.prod(shape, dtype=np.int64)) for key, shape in model.shapes.items()}
+    unknown = [Layer(key, "other", parameters=size, counted="unknown") for key, size in sizes.items()]
+    return ModelShape(name, tuple(unknown), itemsize, f"{type(model).__name__} in numpy, whose work is not known")

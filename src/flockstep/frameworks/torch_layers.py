@@ -1,0 +1,192 @@
+"""The layers of a torch module, found by running it once on a few samples: parameters, work, depth and bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass
+from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.frameworks.torch_kinds import Call, is_known, layer_of, unknown
+
+NOTE = "found by running the module; layers are taken one after the other"
+WHOLE = "(model)"
+"""Name of what a model computes itself, beside its children."""
+
+
+def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:
+    """The layers of `module`, called with `inputs`, in the mode that it is in.
+
+    Leaf modules that torch brings along are counted by formulas. For all others, and for what a module computes
+    itself beside its children, torch's flop counter counts the products; where it finds none in a leaf, the layer is
+    marked as unknown. A module that runs again is a layer without parameters, weights used twice belong to the layer
+    that used them first, and parameters that no layer uses are the last layer. What a single element costs outside of
+    modules (sums of branches, masks) is not seen.
+
+    `batch` is the number of samples in `inputs` (default: the length of the first tensor). Mode, buffers, attributes
+    and random numbers are afterwards as they were, also after an error.
+
+    Raises:
+        ConfigurationError: it is no module, has no parameters yet or no inputs, or fails on these inputs.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"layers are found in a torch.nn.Module, got {type(module).__name__}; pass the model")
+    title = type(module).__name__ if name is None else name
+    lazy = next((key for key, one in module.named_parameters() if isinstance(one, UninitializedParameter)), None)
+    if lazy is not None:
+        raise ConfigurationError(
+            f"parameter {lazy!r} of {title} has no shape yet; call the module once before its layers are counted"
+        )
+    tensors = [one for one in tree_leaves(inputs) if isinstance(one, torch.Tensor)]
+    if batch is None:
+        if not tensors or not tensors[0].dim():
+            raise ConfigurationError(
+                f"{title} needs a tensor with a batch axis to find the number of samples, got none; pass batch="
+            )
+        batch = len(tensors[0])
+    if batch < 1:
+        raise ConfigurationError(f"batch must be >= 1, got {batch}; pass at least one sample")
+    found = _Finder(module, title, batch)
+    with _kept(module, tensors):
+        try:
+            found.run(inputs)
+        except FlockstepError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise ConfigurationError(
+                f"{title} failed on the sample batch: {type(error).__name__}: {lines[0]}; give inputs it can be "
+                "called with"
+            ) from error
+    itemsize = next((one.element_size() for one in module.parameters()), 4)
+    return ModelShape(title, found.finished(), itemsize, NOTE)
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A call that is under way."""
+
+    before: int
+    inside: int = 0
+
+
+class _Finder:
+    """Hooks that turn the calls of modules into layers."""
+
+    def __init__(self, module: nn.Module, title: str, batch: int):
+        self.module, self.title, self.batch = module, title, batch
+        self.layers: list[Layer] = []
+        self._names: dict[nn.Module, str] = {}
+        self._leaves: set[nn.Module] = set()
+        self._visit("", module)
+        if module not in self._leaves:
+            self._names[module] = WHOLE
+        self._calls: Counter[str] = Counter()
+        self._owners: dict[int, str] = {}
+        self._frames: list[_Frame] = []
+        self._counter = FlopCounterMode(display=False)
+
+    def _visit(self, path: str, module: nn.Module) -> None:
+        """Name the modules to watch; what is inside a leaf is part of it."""
+        if module in self._names:
+            return
+        self._names[module] = path or self.title
+        if is_known(module) or next(module.children(), None) is None:
+            self._leaves.add(module)
+            return
+        for name, child in module.named_children():
+            self._visit(f"{path}.{name}" if path else name, child)
+
+    def run(self, inputs: tuple[Any, ...]) -> None:
+        """Call the module, watched."""
+        with contextlib.ExitStack() as stack:
+            for module in self._names:
+                stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            stack.enter_context(torch.enable_grad())
+            # the other kernels of attention are not all known to the counter
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(self._counter)
+            self.module(*inputs)
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        self._frames.append(_Frame(self._counter.get_total_flops()))
+
+    def _leave(self, module: nn.Module, inputs: Any, keywords: Any, outputs: Any) -> None:
+        frame = self._frames.pop()
+        spent = self._counter.get_total_flops() - frame.before
+        if self._frames:
+            self._frames[-1].inside += spent
+        leaf = module in self._leaves
+        own = list(module.parameters(recurse=leaf))
+        if leaf or own or spent > frame.inside:
+            self._add(module, (inputs, keywords), outputs, spent - frame.inside, own)
+
+    def _add(self, module: nn.Module, inputs: Any, outputs: Any, flops: int, own: list[nn.Parameter]) -> None:
+        base = self._names[module]
+        self._calls[base] += 1
+        name = base if self._calls[base] == 1 else f"{base} (call {self._calls[base]})"
+        reads, writes = _tensors(inputs), _tensors(outputs)
+        # what a module with children computes itself works on what these made, whatever it was given
+        data = module in self._leaves and not any(one.requires_grad for one in reads)
+        call = Call(name, module, reads, writes, self.batch, data)
+        layer = layer_of(call) if module in self._leaves else None
+        layer = unknown(call, flops, bool(own)) if layer is None else layer
+        new = {id(one): one for one in own if id(one) not in self._owners}
+        tied = next((self._owners[id(one)] for one in own if id(one) in self._owners), None)
+        self._owners.update(dict.fromkeys(new, name))
+        self.layers.append(
+            dataclasses.replace(
+                layer,
+                by_weight=layer.by_weight if any(one.requires_grad for one in own) else NOTHING,
+                parameters=sum(one.numel() for one in new.values()),
+                trained=sum(one.numel() for one in new.values() if one.requires_grad),
+                tied=tied,
+            )
+        )
+
+    def finished(self) -> tuple[Layer, ...]:
+        """The layers, and what no call used."""
+        rest = [one for one in self.module.parameters() if id(one) not in self._owners]
+        if rest:
+            count, trained = sum(one.numel() for one in rest), sum(one.numel() for one in rest if one.requires_grad)
+            self.layers.append(Layer("(not used)", "unused", parameters=count, trained=trained, forward=Pass()))
+        if not self.layers:
+            raise ConfigurationError(f"no module of {self.title} was called and it has no parameters; count another")
+        return tuple(self.layers)
+
+
+def _tensors(tree: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one for one in tree_leaves(tree) if isinstance(one, torch.Tensor))
+
+
+@contextlib.contextmanager
+def _kept(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
+    """Attributes, modes, buffers and random numbers as they were, whatever happens inside."""
+    attributes = {one: dict(vars(one)) for one in module.modules()}
+    buffers = {one: dict(one._buffers) for one in module.modules()}
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    tensors = [*inputs, *module.parameters()]
+    devices = sorted({one.device.index for one in tensors if one.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for one, saved in attributes.items():
+                vars(one).clear()
+                vars(one).update(saved)
+                one._buffers.clear()
+                one._buffers.update(buffers[one])
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)

@@ -1,0 +1,69 @@
+"""The movers of a run: sockets of scripts beside their place in it, brought together once all are there."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from flockstep.drivers.mover_place import MOVER, NOTHING
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.link import Link
+from flockstep.messages import Address, Note, node_name
+from flockstep.records.events import Lost
+
+
+@dataclass
+class Movers:
+    """Who has a mover, and who has met all others."""
+
+    workers: int
+    lost: Mapping[Address, Lost]
+    done: set[Address]
+    met: set[Address] = field(default_factory=set)
+
+    def hear(
+        self, link: Link, links: Mapping[Address, Link], note: Note, context: zmq.Context[zmq.Socket[bytes]], at: Path
+    ) -> None:
+        """A process says that its mover is there, or that it has met all others; `at` is where the sockets lie.
+
+        Raises:
+            ConfigurationError: movers that do not take arrays of the same size.
+        """
+        if "met" in note:
+            self.met.add(link.address)
+        else:
+            self._add(link, links, note, context)
+        there = {address: one for address, one in links.items() if one.beside is not None}
+        if len(self.met) == self.workers:
+            shutil.rmtree(at, ignore_errors=True)  # all are connected
+            self._tell(there, "go", {})
+        elif len(there) == self.workers and not self.met:
+            peers = {address: one.beside.hello.endpoint for address, one in there.items() if one.beside is not None}
+            self._tell(there, MOVER, {"peers": msgspec.json.encode(peers).decode()})
+
+    def _add(
+        self, link: Link, links: Mapping[Address, Link], note: Note, context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
+        hello, largest = link.hello, int(note["largest"])
+        for other in links.values():
+            if other.beside is not None and other.beside.hello.largest != largest:
+                raise ConfigurationError(
+                    f"{node_name(link.address)} joins with max_bytes={largest} where others have "
+                    f"{other.beside.hello.largest}; give every worker the same"
+                )
+        own = msgspec.structs.replace(hello, endpoint=str(note["endpoint"]), schema=NOTHING, largest=largest)
+        link.beside = Link(context, own, link.heartbeat)
+        for lost in self.lost.values():
+            link.beside.tell("lost", {"address": lost.node, "reason": lost.reason})
+        for address in self.done:
+            link.beside.tell("left", {"address": address, "step": 0})
+
+    def _tell(self, links: Mapping[Address, Link], tag: str, note: Note) -> None:
+        for link in links.values():
+            if link.beside is not None:
+                link.beside.tell(tag, note)

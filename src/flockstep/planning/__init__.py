@@ -1,0 +1,1 @@
+"""Before a run: what it will cost, measured machines, advice; and afterwards, whether that was right."""

@@ -1,0 +1,162 @@
+"""Measures the machine at hand, as the description of a cluster."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.machines import Group, Rates, Wire
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.train import train
+from flockstep.planning.laws import fit_law
+from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_rates
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Event, Figure, Step
+from flockstep.records.folder import RunFolder
+
+GRADIENTS = 30
+"""Of each worker alone, and again with all at once."""
+SMALL = 1 << 16
+"""Bytes below which a message says little about bandwidth."""
+ROUNDS = 20
+NEAR = 0.15
+"""How far the slow-down by sharing cores may be from that of a whole number of cores."""
+UNEQUAL = 2.0
+"""Ratio from which on pairs are said to differ."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A cluster, and what there is to say about how it was found."""
+
+    shape: ClusterShape
+    notes: tuple[str, ...]
+
+    def to_toml(self) -> str:
+        """The cluster's file, the notes at its head."""
+        return to_toml(self.shape, self.notes)
+
+
+def calibrate(
+    job: str = "digits",
+    workers: int = 4,
+    *,
+    transport: str = "shared_memory",
+    threads: int = 1,
+    gradients: int = GRADIENTS,
+    rounds: int = ROUNDS,
+    codecs: Sequence[str] = CODECS,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    say: Callable[[str], None] = lambda what: None,
+) -> Calibration:
+    """Run the job's gradients on one process and on `workers` at once, messages between each two, codecs, optimisers.
+
+    Raises:
+        ConfigurationError: a job, transport or codec that is not there, or too little to measure.
+    """
+    if gradients < 3 or rounds < 1:
+        raise ConfigurationError(
+            f"a calibration needs >= 3 gradients and >= 1 round, got {gradients} and {rounds}; {GRADIENTS} and "
+            f"{ROUNDS} are usual"
+        )
+    probe = Path(__file__).with_name("probe.py")
+    config = RunConfig(
+        kind="train",
+        job=job,
+        strategy=f"flockstep_probe(rounds={rounds})",
+        workers=workers,
+        transport=transport,
+        threads=threads,
+        steps=2 * gradients,
+        evaluate_every=float(2 * gradients),
+        imports=(str(probe),),
+    )
+    say(f"gradients of {job} and messages on {workers} processes")
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder) / "run")
+        events = RunFolder(Path(folder) / "run").read_events()
+    say("codecs and optimisers")
+    rates = measure_rates(codecs, optimizers)
+    return _described(events, job, workers, transport, gradients, rates)
+
+
+def _described(
+    events: Sequence[Event], job: str, workers: int, transport: str, gradients: int, rates: Rates
+) -> Calibration:
+    alone = _computed(events, 2, gradients)
+    together = _computed(events, gradients + 2, 2 * gradients)
+    notes = [f"measured by flockstep calibrate: {workers} processes of {job} over {transport} on one machine"]
+    cores, times = _sharing(alone, together, workers, notes)
+    fit = fit_law(times)
+    notes.append(f"compute is {fit.why}")
+    wires = []
+    if workers > 1:
+        wires.append(_wire(_figures(events), notes))
+        notes.append(
+            "links were measured one pair at a time: what many messages at once cost each other is not in them"
+        )
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    group = Group("here", 1, workers, cores=cores, memory=memory)
+    notes.append("operations per second and failures are not measured")
+    shape = ClusterShape("here", (group,), tuple(wires), fit.law, None, f"{job} on this machine", job, rates)
+    return Calibration(shape, tuple(notes))
+
+
+def _computed(events: Sequence[Event], first: int, last: int) -> list[float]:
+    """Seconds of the gradients numbered first to last, of all workers."""
+    return [one.compute for one in events if isinstance(one, Step) and first <= one.step <= last and one.compute > 0]
+
+
+def _sharing(alone: list[float], together: list[float], workers: int, notes: list[str]) -> tuple[int, list[float]]:
+    """How many cores the workers have, and the durations that go with that.
+
+    n workers on c cores take n/c times as long as one alone. Where the measured slow-down is that of no c that divides
+    n, something else slows them, such as memory: then durations are those with all at once, and cores count as enough.
+    """
+    slowdown = statistics.fmean(together) / statistics.fmean(alone)  # a few gradients wait for a core, most do not
+    notes.append(f"a gradient takes {slowdown:.2f} times as long in the mean with all {workers} at once as alone")
+    for cores in (c for c in range(workers, 0, -1) if workers % c == 0):
+        if abs(slowdown / (workers / cores) - 1) <= NEAR:
+            return cores, alone if cores < workers else together
+    notes.append("that is the slow-down of no whole number of cores: durations are those with all at once")
+    return workers, together
+
+
+def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]:
+    """Pair → bytes → seconds one way."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for event in events:
+        if isinstance(event, Figure) and event.name.startswith("one way "):
+            first, second, nbytes = event.name.split()[2:]
+            found.setdefault((first, second), {})[int(nbytes)] = event.value
+    return found
+
+
+def _wire(found: dict[tuple[str, str], dict[int, float]], notes: list[str]) -> Wire:
+    """The median pair's link: t = L + b / B through a small and a large message."""
+    latencies, bandwidths, large = [], [], 0
+    for times in found.values():
+        (small, short), (large, long) = sorted(times.items())
+        per_byte = max((long - short) / (large - small), 1e-15)
+        latencies.append(max(short - small * per_byte, 0.0))
+        bandwidths.append(1 / per_byte)
+    for name, values, unit in (
+        ("latency", [1e6 * one for one in latencies], "µs"),
+        ("bandwidth", [8e-9 * one for one in bandwidths], "Gbit/s"),
+    ):
+        low, high = min(values), max(values)
+        notes.append(f"{name} of {len(values)} pairs: {low:.3g} to {high:.3g} {unit}, the median is taken")
+        if high > UNEQUAL * low:
+            notes.append(
+                f"pairs differ in {name} by a factor of {high / max(low, 1e-12):.2g}: one link says that badly"
+            )
+    if large < SMALL:
+        notes.append(f"messages had {large} bytes at the most: the bandwidth is a rough guess, take a larger model")
+    latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
+    return Wire("node", ("here",), float(f"{bandwidth:.4g}"), float(f"{latency:.4g}"))

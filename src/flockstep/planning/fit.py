@@ -1,0 +1,326 @@
+"""A cluster's description from the records of runs: the law of computing, latency and bandwidth.
+
+Steps tell the durations of gradients. What a step takes beyond them is messages and waiting for others, and how much of
+either the strategy itself knows: it is rehearsed in virtual time with gradients that take what they took, and latency
+and bandwidth are those with which the rehearsals take as long as the runs did.
+
+A step of one strategy at one model size takes t = f(L, 1/B), one equation for two unknowns: both can be told apart only
+by records in which bytes and messages weigh differently. With one record one of the two has to be given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.machines import Group, Wire
+from flockstep.drivers.setup import prepare
+from flockstep.errors import ConfigurationError
+from flockstep.planning.calibrate import Calibration
+from flockstep.planning.laws import fit_law
+from flockstep.planning.rehearsal import LEFT_OUT, rehearse
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Event, Step
+from flockstep.records.folder import RunFolder
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Ideal, Link
+from flockstep.strategies.base import Strategy
+
+ALIKE = 1.1
+"""Workers whose median gradients differ by less are equally fast."""
+LONGEST = 400
+"""Steps of a record that are looked at, and rehearsed, at the most."""
+SPANS = 5
+"""Into which steps are divided."""
+POOR = 0.2
+"""Error of a step's time from which on a fit is called poor."""
+SHORT, LONG = 1e-7, 1e2
+"""Seconds between which a latency is looked for."""
+SLOW, FAST = 1e2, 1e12
+"""Bytes per second between which a bandwidth is looked for."""
+TELLING = 0.05
+"""Least share of a step's time that has to change, from one record to another, for both unknowns to be told apart."""
+ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
+"""Of least squares: iterations, the step of a slope and when to stop, on a logarithmic scale."""
+SEARCH = 40
+"""Rounds of a search for one unknown, at the most."""
+NOTHING = 0.01
+"""Share of a step's time below which the network counts as no part of it."""
+
+
+@dataclass(frozen=True)
+class _Again(ComputeModel):
+    """Gradients that take as long as they did in a record: a row for each worker."""
+
+    rows: tuple[tuple[float, ...], ...]
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of one worker, again and again."""
+        return itertools.cycle(self.rows[rank])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What of a record the fit looks at."""
+
+    config: RunConfig
+    strategy: Strategy
+    model_bytes: float
+    tensors: tuple[int, ...]
+    itemsize: int
+    compute: tuple[tuple[float, ...], ...]
+    """Of each worker, seconds of its gradients, from the first on."""
+    seconds: float
+    """Usual seconds of a step, see `_usual`."""
+
+    @property
+    def steps(self) -> int:
+        """Of each worker."""
+        return len(self.compute[0])
+
+    def counted(self, rank: int) -> tuple[float, ...]:
+        """Seconds of a worker's gradients, those at the beginning left out."""
+        return self.compute[rank][_first(self.steps) :]
+
+    def takes(self, latency: float, bandwidth: float) -> float:
+        """What a step would take over such links, in seconds."""
+        network = Ideal() if math.isinf(bandwidth) and not latency else Link(bandwidth, latency)
+        events: list[Event] = []
+        rehearse(
+            self.strategy,
+            self.config.workers,
+            self.model_bytes,
+            _Again(self.compute),
+            network,
+            tensors=self.tensors,
+            dtype_bytes=self.itemsize,
+            steps=self.steps,
+            seed=self.config.seed,
+            listen=events.append,
+        )
+        return _usual(_by_worker(events, self.config.workers), self.steps)
+
+
+def fit_records(
+    folders: Sequence[Path | str], latency: float | None = None, bandwidth: float | None = None
+) -> Calibration:
+    """The cluster that runs with these records were on. Seconds and bytes per second that are given are taken as known.
+
+    Raises:
+        ConfigurationError: no record, one without steps, or records of different jobs or numbers of workers.
+    """
+    if not folders:
+        raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
+    runs = [_read(Path(folder)) for folder in folders]
+    first = runs[0]
+    for run in runs[1:]:
+        for name in ("job", "workers", "batch"):
+            one, other = getattr(first.config, name), getattr(run.config, name)
+            if one != other:
+                raise ConfigurationError(
+                    f"records must be of one {name}, got {one} and {other}; fit each of them by itself"
+                )
+    notes = [f"fitted by flockstep calibrate to {len(runs)} record(s) of {first.config.job}"]
+    notes += [f"{one.config.strategy}: {one.seconds:.4g} s a step" for one in runs]
+    groups, law, why = _machines(runs)
+    notes.append(f"compute is {why}")
+    wires: tuple[Wire, ...] = ()
+    if first.config.workers > 1:
+        found = _link(runs, latency, bandwidth, notes)
+        wires = (Wire("inside", tuple(group.name for group in groups), found[1], found[0]),)
+        errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
+        notes.append(
+            f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"
+        )
+        if max(map(abs, errors)) > POOR:
+            notes.append("that is a poor fit: something else than latency and bandwidth tells between these strategies")
+    notes.append("cores, memory, failures and the rates of codecs are in no record; computing is as slow as it was")
+    shape = ClusterShape(
+        "fitted", groups, wires, law, None, f"as in the record of {first.config.job}", first.config.job
+    )
+    return Calibration(shape, tuple(notes))
+
+
+def _read(folder: Path) -> _Run:
+    record = RunFolder(folder)
+    config = record.read_config()
+    steps = _by_worker(record.read_events(), config.workers)
+    length = min(LONGEST, *map(len, steps))
+    if length < 3:
+        raise ConfigurationError(f"{folder} must hold three steps or more of every worker; run longer")
+    if config.kind == "launch":
+        raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; fit a run of a job")
+    schema = prepare(config)[0].schema
+    return _Run(
+        config,
+        Strategy.parse(config.strategy),
+        schema.nbytes,
+        tuple(entry.size for entry in schema.entries),
+        np.dtype(schema.dtype).itemsize,
+        tuple(tuple(one.compute for one in mine[:length]) for mine in steps),
+        _usual(steps, length),
+    )
+
+
+def _by_worker(events: Sequence[Event], workers: int) -> list[list[Step]]:
+    """The steps of every worker, in order."""
+    steps: list[list[Step]] = [[] for _ in range(workers)]
+    for event in events:
+        if isinstance(event, Step):
+            steps[event.rank].append(event)
+    return steps
+
+
+def _usual(steps: Sequence[Sequence[Step]], length: int) -> float:
+    """Seconds of a step, of all workers: the median over spans of steps of the mean, so that hiccups do not count.
+
+    The steps at the beginning are left out, while processes warm up.
+    """
+    spans = np.array_split(np.arange(_first(length), length), min(SPANS, length - _first(length)))
+    means = [
+        statistics.fmean(mine[i].compute + mine[i].wait + mine[i].comm for mine in steps for i in span if i < len(mine))
+        for span in spans
+    ]
+    return statistics.median(means)
+
+
+def _first(steps: int) -> int:
+    """How many steps at the beginning do not count; as many as in a rehearsal."""
+    return max(1, int(LEFT_OUT * steps))
+
+
+def _machines(runs: Sequence[_Run]) -> tuple[tuple[Group, ...], ComputeModel, str]:
+    """Groups of workers by speed, and the law of the durations at speed 1; also why that one."""
+    workers = len(runs[0].compute)
+    times = [[one for run in runs for one in run.counted(rank) if one > 0] for rank in range(workers)]
+    if min(map(len, times)) < 2:
+        raise ConfigurationError(
+            "records must hold the seconds of gradients, got none; give runs with a compute law > 0"
+        )
+    medians = [statistics.median(mine) for mine in times]
+    if max(medians) < ALIKE * min(medians):
+        fit = fit_law([one for mine in times for one in mine])
+        return (Group("machines", workers),), fit.law, fit.why
+    usual = statistics.median(medians)
+    speeds = [float(f"{usual / one:.4g}") for one in medians]
+    fit = fit_law([one * speed for mine, speed in zip(times, speeds, strict=True) for one in mine])
+    groups = tuple(Group(f"worker-{rank}", speed=speed) for rank, speed in enumerate(speeds))
+    return groups, fit.law, fit.why
+
+
+def _link(
+    runs: Sequence[_Run], latency: float | None, bandwidth: float | None, notes: list[str]
+) -> tuple[float, float]:
+    """Latency and bandwidth."""
+    free = [one.takes(0.0, math.inf) for one in runs]
+    shares = [1 - base / one.seconds for one, base in zip(runs, free, strict=True)]
+    notes.append(f"share of a step that is messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
+    if max(shares) < NOTHING:
+        notes.append("that is too little to tell latency or bandwidth from: the link stands for one that costs nothing")
+        return latency or 0.0, bandwidth or FAST
+    if latency is None and bandwidth is None:
+        found = _both(runs, free)
+        if found is not None:
+            notes.append("latency and bandwidth were told apart by how bytes and messages differ between the records")
+            return found
+        latency = 0.0
+        notes.append(
+            "latency cannot be told from bandwidth in these records: it counts as 0, and the bandwidth is an effective "
+            "one, right for messages of these sizes; add the record of a strategy with others, or give --latency"
+        )
+    if bandwidth is None:
+        assert latency is not None
+        known = latency
+        value = _solve(lambda x: _misfit(runs, known, x), FAST, SLOW, notes, "bandwidth")
+        notes.append("bandwidth is effective: what copies and protocols take is in it")
+        return known, value
+    if latency is None:
+        value = _solve(lambda x: _misfit(runs, x, bandwidth), SHORT, LONG, notes, "latency")
+        notes.append("latency is effective: what processes take to look after a message is in it")
+        return value, bandwidth
+    return latency, bandwidth
+
+
+def _misfit(runs: Sequence[_Run], latency: float, bandwidth: float) -> float:
+    """How much longer rehearsals take than runs did, in the mean, as a logarithm."""
+    return statistics.fmean(math.log(one.takes(latency, bandwidth) / one.seconds) for one in runs)
+
+
+def _both(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
+    """Latency and bandwidth by least squares over the logarithms of what steps take; None where many fit alike."""
+    start = _linear(runs, free)
+    if start is None:
+        return None
+    point = np.log(start)
+    damping = 1e-3
+    errors = _errors(runs, point)
+    for _ in range(ROUNDS):
+        slopes = np.stack([(_errors(runs, point + move) - errors) / STEP for move in np.eye(2) * STEP], axis=1)
+        normal = slopes.T @ slopes
+        move = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), slopes.T @ errors)
+        tried = point + np.clip(move, -1, 1)
+        further = _errors(runs, tried)
+        if further @ further < errors @ errors:
+            point, errors, damping = tried, further, damping / 10
+        else:
+            damping *= 10
+        if np.abs(move).max() < CLOSE:
+            break
+    latency, per_byte = np.exp(point).tolist()
+    return float(f"{latency:.4g}"), float(f"{1 / per_byte:.4g}")
+
+
+def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
+    """Latency and seconds per byte if t were linear in both; None where messages and bytes weigh alike everywhere."""
+    beyond = np.array([max(run.seconds - base, NOTHING * run.seconds) for run, base in zip(runs, free, strict=True)])
+    guess = np.array([beyond.mean() / 10, beyond.mean() / max(run.model_bytes for run in runs)])
+    columns = [
+        np.array([run.takes(*at) - base for run, base in zip(runs, free, strict=True)])
+        for at in ((guess[0], math.inf), (0.0, 1 / guess[1]))
+    ]
+    weighed = np.stack([column / beyond for column in columns], axis=1)
+    sizes = np.linalg.norm(weighed, axis=0)
+    if not sizes.min() > 0 or np.linalg.svd(weighed / sizes, compute_uv=False)[-1:] < TELLING or len(runs) < 2:
+        return None
+    times = np.linalg.lstsq(weighed, np.ones(len(runs)), rcond=None)[0]
+    latency, per_byte = np.maximum(times, 1e-3 * np.abs(times).max()) * guess
+    return float(latency), float(per_byte)
+
+
+def _errors(runs: Sequence[_Run], point: FlatArray) -> FlatArray:
+    """How much longer each rehearsal takes than its run, as logarithms, at log L and log 1/B."""
+    latency, per_byte = np.exp(point).tolist()
+    return np.array([math.log(run.takes(latency, 1 / per_byte) / run.seconds) for run in runs])
+
+
+def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: list[str], what: str) -> float:
+    """Where `misfit`, which grows from `quick` to `slow`, is 0: false position (Illinois), on a logarithmic scale."""
+    low, high = math.log(quick), math.log(slow)
+    below, above = misfit(quick), misfit(slow)
+    if abs(below) < NOTHING:
+        notes.append(f"steps hardly depend on the {what}: the best there is is taken")
+        return quick
+    if below >= 0 or above <= 0:
+        least, most = ("shorter", "best") if below >= 0 else ("longer", "worst")
+        notes.append(f"steps are {least} than rehearsals with the {most} {what}: it is taken, and fits badly")
+        return quick if below >= 0 else slow
+    side = 0
+    for _ in range(SEARCH):
+        middle = (low * above - high * below) / (above - below)
+        value = misfit(math.exp(middle))
+        if abs(value) < CLOSE**2:
+            break
+        if value < 0:
+            low, below, above = middle, value, above / 2 if side < 0 else above
+        else:
+            high, above, below = middle, value, below / 2 if side > 0 else below
+        side = -1 if value < 0 else 1
+    return float(f"{math.exp(middle):.4g}")

@@ -1,0 +1,78 @@
+"""Which law of computing times measured seconds follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
+
+STEADY = 1e-3
+"""Below this share of the mean, a standard deviation counts as none."""
+NEAR = 1.63
+"""Largest distance from a lognormal law, times √n: Kolmogorov's at 1 %, widened by `SLACK` for what never fits."""
+SLACK = 0.05
+QUANTILES = 21
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law, and in words why it is that one."""
+
+    law: ComputeModel
+    why: str
+
+
+def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
+    """Constant, lognormal with the measured mean, or where that is too far off, the measured quantiles.
+
+    Raises:
+        ConfigurationError: fewer than two measurements, or one that is not above zero.
+    """
+    times = np.sort(np.asarray(seconds, dtype=np.float64))
+    if len(times) < 2 or not times[0] > 0 or not math.isfinite(times[-1]):
+        raise ConfigurationError(
+            f"a law needs two or more durations > 0, got {len(times)} from {times[:1]} on; measure more steps"
+        )
+    mean = _short(float(times.mean()))
+    if times.std() < STEADY * times.mean():
+        return Fit(Constant(mean), f"constant: {len(times)} durations differ by less than {STEADY:.1%}")
+    logs = np.log(times)
+    law = Lognormal(mean, _short(float(logs.std())))
+    distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
+    limit = NEAR / math.sqrt(len(times)) + SLACK
+    said = f"its distribution is at most {distance:.3f} away from that of {len(times)} durations"
+    if distance <= limit:
+        return Fit(law, f"lognormal: {said}, which is within {limit:.3f}")
+    return Fit(
+        Empirical(_quantiles(times)),
+        f"measured quantiles: of a lognormal law {said}, which is beyond {limit:.3f}",
+    )
+
+
+def _quantiles(times: FlatArray) -> tuple[float, ...]:
+    """Equally probable ones; the last is where the mean comes out right, for of a long tail it says little itself."""
+    at = np.quantile(times, np.linspace(0, 1, QUANTILES))
+    last = 2 * ((QUANTILES - 1) * times.mean() - at[1:-1].sum()) - at[0]
+    if last >= at[-2]:
+        at[-1] = last
+    else:
+        at *= times.mean() / Empirical(tuple(at.tolist())).mean
+    return tuple(_short(one) for one in at.tolist())
+
+
+def _distance(logs: FlatArray, mean: float, sigma: float) -> float:
+    """Kolmogorov and Smirnov's distance of sorted logarithms from a normal law."""
+    share = np.array([0.5 * math.erfc((mean - one) / (sigma * math.sqrt(2))) for one in logs])
+    steps = np.arange(len(logs) + 1) / len(logs)
+    return float(max((share - steps[:-1]).max(), (steps[1:] - share).max()))
+
+
+def _short(value: float) -> float:
+    """Six digits: more are not known."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,76 @@
+"""A strategy that trains nothing: its record says how fast gradients and messages are. Imported by name in a run.
+
+`flockstep calibrate` runs it like any other, by a configuration that names this file among its imports.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.messages import Array
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Strategy, Traits
+
+
+@dataclass(frozen=True)
+class Probe(Strategy):
+    """Half of the steps each worker alone, in turns; half all at once; then messages to and fro between every pair.
+
+    Figures: "one way a b N" is the median of half a round trip of N bytes between workers a and b, in seconds:
+    of one element, and of as many as the model has, for no message may be larger.
+    """
+
+    rounds: int = 20
+
+    @property
+    def traits(self) -> Traits:
+        """Everyone waits for everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    async def worker(self, me: Worker) -> None:
+        """Compute alone, compute together, talk in pairs."""
+        assert me.steps is not None
+        alone = me.steps // 2
+        for rank in range(me.workers):
+            await self._together(me)
+            if rank == me.rank:
+                for _ in range(alone):
+                    await me.gradient()
+        await self._together(me)
+        while me.training:
+            await me.gradient()
+        for pair in combinations(range(me.workers), 2):
+            await self._together(me)
+            if me.rank in pair:
+                for size in (1, len(me.params)):
+                    await self._talk(me, pair, np.zeros(size, me.params.dtype))
+
+    async def _together(self, me: Worker) -> None:
+        """Go on when all are here."""
+        me.send_all(me.peers, "here")
+        for peer in me.peers:
+            await me.receive("here", peer)
+
+    async def _talk(self, me: Worker, pair: tuple[int, int], array: Array) -> None:
+        first, second = pair
+        spent = []
+        for _ in range(self.rounds + 1):
+            if me.rank == second:
+                await me.receive("ping", first)
+                me.send(first, "pong", array)
+                continue
+            start = time.perf_counter()
+            me.send(second, "ping", array)
+            await me.receive("pong", second)
+            spent.append((time.perf_counter() - start) / 2)
+        if spent:
+            me.record_figure(f"one way {first} {second} {array.nbytes}", statistics.median(spent[1:]))
+
+
+registry.register("strategy", "flockstep_probe", Probe)

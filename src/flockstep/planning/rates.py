@@ -1,0 +1,73 @@
+"""How many elements per second codecs and optimisers get through in one process here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from flockstep.codecs.base import Codec
+from flockstep.costs.machines import Rates
+from flockstep.errors import ConfigurationError
+from flockstep.optimizers.base import Optimizer
+
+ELEMENTS = 1 << 20
+"""As large as a model of 4 MB."""
+ROUNDS = 5
+CODECS = ("half",)
+OPTIMIZERS = ("sgd(lr=0.1)", "adam(lr=0.001)")
+
+
+def measure_rates(
+    codecs: Sequence[str] = CODECS,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    elements: int = ELEMENTS,
+    rounds: int = ROUNDS,
+) -> Rates:
+    """Medians over rounds on float32, after a warm-up that compiles what is compiled.
+
+    Raises:
+        ConfigurationError: there is no such codec or optimiser.
+    """
+    if elements < 1 or rounds < 1:
+        raise ConfigurationError(f"elements and rounds must be >= 1, got {elements} and {rounds}; 5 rounds are usual")
+    random = np.random.default_rng(0)
+    array, out = random.standard_normal(elements, np.float32), np.zeros(elements, np.float32)
+    encode: dict[str, float] = {}
+    decode: dict[str, float] = {}
+    steps: dict[str, float] = {}
+    for text in codecs:
+        codec = Codec.parse(text).on(((elements,),)).at(0)
+        data = codec.encode(array, random)
+        encode[text] = _rate(elements, _encoding(codec, array, random), rounds)
+        decode[text] = _rate(elements, _decoding(codec, data, out), rounds)
+    for text in optimizers:
+        steps[text] = _rate(elements, _stepping(Optimizer.parse(text), array, out), rounds)
+    return Rates(encode, decode, steps)
+
+
+def _encoding(codec: Codec, array: np.ndarray, random: np.random.Generator) -> Callable[[], object]:
+    return lambda: codec.encode(array, random)
+
+
+def _decoding(codec: Codec, data: np.ndarray, out: np.ndarray) -> Callable[[], object]:
+    return lambda: codec.add_decoded(data, out, 0.5)
+
+
+def _stepping(optimizer: Optimizer, params: np.ndarray, gradient: np.ndarray) -> Callable[[], object]:
+    state = optimizer.init(params)
+    state.tensors = (slice(0, len(params)),)
+    return lambda: optimizer.step(params, gradient, state, 1e-3)
+
+
+def _rate(elements: int, action: Callable[[], object], rounds: int) -> float:
+    """Elements per second, to four digits."""
+    spent = []
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        action()
+        if number:
+            spent.append(time.perf_counter() - start)
+    return float(f"{elements / statistics.median(spent):.4g}")

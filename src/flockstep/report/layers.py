@@ -1,0 +1,269 @@
+"""A model layer by layer: the rows of a table, what they come to in words, and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.costs.layers import Layer, ModelShape, require_scale
+from flockstep.report import words
+from flockstep.report.style import COLOURS, Figure, axis, key, layout, ref, safe
+
+DATA, SPLIT = COLOURS[0], COLOURS[1]
+MANY = 60
+"""Layers above which the picture shows only those with parameters."""
+HEADINGS = (
+    "layer",
+    "kind",
+    "param.",
+    "mult.-add",
+    "work W",
+    "depth D",
+    "W/D",
+    "activ.",
+    "gradient",
+    "data par.",
+    "split",
+    "cheaper",
+)
+PANELS = {"parameters": (0.73, 1.0), "average parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
+"""Title of each plot of the picture → its range from bottom to top."""
+CAPTION = (
+    "Multiply-adds are those of the forward pass of one sample. "
+    "Work counts floating-point operations forward and backward, depth the longest chain of them that wait for one "
+    "another. Bytes are what one worker sends in a step: to average the gradient (2 (P-1)/P of it), or to gather and "
+    "hand back the activations of a layer that is split, in the cheaper of its two directions."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer at a batch and a number of workers; sizes in bytes, work in floating-point operations."""
+
+    layer: str
+    kind: str
+    counted: str
+    tied: str | None
+    parameters: int
+    multiply_adds: float
+    """Of the forward pass of one sample."""
+    work_forward: float
+    work_backward: float
+    depth: int
+    parallelism: float
+    activation_bytes: float
+    gradient_bytes: int
+    data_bytes: float
+    split_bytes: float | None
+    """None where the layer has no gradient to save."""
+    cheaper: str | None
+    break_even_batch: float | None
+    """Samples per worker above which data parallelism moves fewer bytes."""
+
+
+def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
+    """Each layer of `model` with `batch` samples per worker.
+
+    Raises:
+        ConfigurationError: batch or workers are below 1.
+    """
+    require_scale(batch, workers)
+    return [_row(model, layer, batch, workers) for layer in model.layers]
+
+
+def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> Row:
+    choice = bool(layer.gradients) and workers > 1
+    return Row(
+        layer.name,
+        layer.kind,
+        layer.counted,
+        layer.tied,
+        layer.parameters,
+        layer.multiply_adds,
+        layer.work_forward(batch),
+        layer.work_backward(batch),
+        layer.depth(batch),
+        layer.parallelism(batch),
+        layer.activation_bytes(batch, model.itemsize),
+        layer.gradient_bytes(model.itemsize),
+        layer.data_bytes(workers, model.itemsize),
+        model.split_bytes(layer, batch, workers) if choice else None,
+        model.cheaper(layer, batch, workers) if choice else None,
+        model.break_even_batch(layer, workers) if choice else None,
+    )
+
+
+def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
+    """All of it as plain data."""
+    listed = [dataclasses.asdict(row) for row in rows(model, batch, workers)]
+    return {
+        "model": model.name,
+        "note": model.note,
+        "batch": batch,
+        "workers": workers,
+        "itemsize": model.itemsize,
+        "parameters": model.parameters,
+        "multiply_adds": model.multiply_adds,
+        "work_forward": model.work_forward(batch),
+        "work_backward": model.work_backward(batch),
+        "depth": model.depth(batch),
+        "parallelism": model.parallelism(batch),
+        "activation_bytes": model.activation_bytes(batch),
+        "gradient_bytes": model.gradient_bytes(),
+        "data_bytes": model.data_bytes(workers),
+        "cheapest_bytes": model.cheapest_bytes(batch, workers),
+        "split_layers": list(model.split_layers(batch, workers)),
+        "unknown": list(model.unknown),
+        "layers": listed,
+    }
+
+
+def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
+    """What the table comes to."""
+    require_scale(batch, workers)
+    first = (
+        f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds a sample forward; "
+        f"a gradient of {batch} samples takes {amount(model.work(batch))} floating-point operations, "
+        f"{model.depth(batch):,} deep: on average {amount(model.parallelism(batch))} can go on at once."
+    )
+    said = [first]
+    if workers > 1 and model.gradients:
+        said.append(_advice(model, batch, workers))
+    if model.unknown:
+        names = [f"{layer.name} ({layer.kind})" for layer in model.layers if layer.name in model.unknown]
+        said.append(f"Nobody could count the work of {_listed(names)}; it is taken as 0.")
+    return said
+
+
+def _advice(model: ModelShape, batch: int, workers: int) -> str:
+    sent, split = model.data_bytes(workers), model.split_layers(batch, workers)
+    start = f"Data parallelism on {workers} workers sends {words.size(sent)} per worker and step"
+    if not split:
+        return f"{start}; at {batch} samples per worker no layer would move less if it were split."
+    least = model.cheapest_bytes(batch, workers)
+    named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
+    largest = max(named, key=lambda name: named[name])
+    return (
+        f"{start}; with {_listed(split)} split over the workers it would be {words.size(least)}. For {largest} this "
+        f"holds below {words.number(named[largest])} samples per worker."
+    )
+
+
+def amount(value: float) -> str:
+    """A count with three digits and k, M, G, T, P or E."""
+    for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{words.number(value / scale)} {prefix}"
+    return words.number(value)
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The texts of a row, one for each of `HEADINGS`."""
+    marks = {"formula": "", "torch": " (counted by torch)", "unknown": " (unknown)"}
+    missing = row.counted == "unknown"
+    return (
+        row.layer,
+        row.kind + marks[row.counted] + (f", weights of {row.tied}" if row.tied else ""),
+        amount(row.parameters) if row.parameters else "",
+        amount(row.multiply_adds) if row.multiply_adds else "",
+        words.NONE if missing else amount(row.work_forward + row.work_backward),
+        words.NONE if missing else f"{row.depth:,}",
+        words.NONE if missing else amount(row.parallelism),
+        words.size(row.activation_bytes),
+        words.size(row.gradient_bytes) if row.gradient_bytes else "",
+        words.size(row.data_bytes) if row.gradient_bytes else "",
+        "" if row.split_bytes is None else words.size(row.split_bytes),
+        row.cheaper or "",
+    )
+
+
+def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
+    """The texts of the last row; the last of them is the bytes where each layer goes the cheaper way."""
+    return (
+        "total",
+        "",
+        amount(model.parameters),
+        amount(model.multiply_adds),
+        amount(model.work(batch)),
+        f"{model.depth(batch):,}",
+        amount(model.parallelism(batch)),
+        words.size(model.activation_bytes(batch)),
+        words.size(model.gradient_bytes()),
+        words.size(model.data_bytes(workers)),
+        "",
+        words.size(model.cheapest_bytes(batch, workers)),
+    )
+
+
+def picture(model: ModelShape, batch: int, workers: int) -> Figure:
+    """Three plots above one another, a column for each layer: parameters, W/D, and bytes in either way."""
+    shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
+    if len(shown) > MANY:
+        shown = [row for row in shown if row.parameters]
+    names = [safe(row.layer) for row in shown]
+    told = [[safe(row.kind), row.depth, amount(row.work_forward + row.work_backward)] for row in shown]
+    data: list[dict[str, Any]] = [
+        _bars(0, names, [row.parameters or None for row in shown], told, "%{y:,} parameters<br>%{customdata[0]}"),
+        _bars(
+            1,
+            names,
+            [row.parallelism or None for row in shown],
+            told,
+            "W/D %{y:.3s}<br>W %{customdata[2]}, D %{customdata[1]:,}",
+        ),
+        _points("gradients (data parallelism)", names, [row.data_bytes or None for row in shown], DATA, "circle"),
+        _points("activations (layer split)", names, [row.split_bytes for row in shown], SPLIT, "diamond"),
+    ]
+    made: dict[str, Any] = {}
+    for place, (title, domain) in enumerate(PANELS.items()):
+        last = place == len(PANELS) - 1
+        made[key("y", place)] = axis(
+            title, domain=list(domain), anchor=ref("x", place), type="log", exponentformat="power", dtick=1
+        )
+        made[key("x", place)] = axis(
+            anchor=ref("y", place),
+            type="category",
+            categoryorder="array",
+            categoryarray=names,
+            range=[-0.7, len(names) - 0.3],
+            showticklabels=last and len(names) <= MANY,
+            tickangle=-60,
+            **({} if last else {"matches": ref("x", len(PANELS) - 1)}),
+        )
+    legend = {"orientation": "h", "x": 0, "y": PANELS["bytes sent per worker"][1] + 0.005, "yanchor": "bottom"}
+    return {"data": data, "layout": layout(760, legend=legend, hovermode="closest", bargap=0.25, **made)}
+
+
+def _bars(place: int, names: Sequence[str], values: Sequence[Any], told: Sequence[Any], hover: str) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "x": names,
+        "y": values,
+        "customdata": told,
+        "marker": {"color": COLOURS[11] if place else "#3d4f66"},
+        "showlegend": False,
+        "hovertemplate": f"%{{x}}<br>{hover}<extra></extra>",
+        "xaxis": ref("x", place),
+        "yaxis": ref("y", place),
+    }
+
+
+def _points(name: str, layers: Sequence[str], values: Sequence[Any], colour: str, symbol: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": layers,
+        "y": values,
+        "marker": {"color": colour, "symbol": symbol, "size": 8},
+        "hovertemplate": f"%{{x}}<br>%{{y:.3s}}B: {name}<extra></extra>",
+        "xaxis": ref("x", 2),
+        "yaxis": ref("y", 2),
+    }

@@ -1,0 +1,49 @@
+"""The mean of a compute model, without running anything."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+from flockstep.simulation.compute import (
+    ComputeModel,
+    Constant,
+    Empirical,
+    Exponential,
+    Lognormal,
+    Normal,
+    Pareto,
+    SharedCores,
+    SlowSpells,
+    Speeds,
+)
+
+DRAWS = 4096
+"""Of a model that is not known here."""
+
+
+def mean_of(law: ComputeModel) -> float:
+    """Mean seconds of a gradient, of all workers alike if their speeds differ; waiting for a core not counted."""
+    if isinstance(law, SharedCores):
+        return mean_of(law.base)
+    if isinstance(law, Speeds):
+        return mean_of(law.base) * statistics.fmean(law.factors)
+    if isinstance(law, SlowSpells):
+        often = law.probability * law.length
+        slow = often / (often + 1 - law.probability)
+        return mean_of(law.base) * (1 - slow + slow * law.factor)
+    if isinstance(law, Normal):
+        return _truncated(law.mean, law.deviation)
+    if isinstance(law, (Constant, Exponential, Lognormal, Pareto, Empirical)):
+        return law.mean
+    return statistics.fmean(itertools.islice(law.stream(0, 0), DRAWS))
+
+
+def _truncated(mean: float, deviation: float) -> float:
+    """Mean of a normal variable that is above zero: m + σ φ(m/σ) / Φ(m/σ)."""
+    if deviation == 0:
+        return mean
+    ratio = mean / deviation
+    density = math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
+    return mean + deviation * density / (0.5 * math.erfc(-ratio / math.sqrt(2)))

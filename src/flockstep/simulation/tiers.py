@@ -1,0 +1,134 @@
+"""A network of machines in tiers, for clusters whose parts differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from flockstep.errors import ConfigurationError
+from flockstep.messages import Address, server
+from flockstep.nodes import Cluster
+from flockstep.simulation import units
+from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, gaps
+
+
+@dataclass(frozen=True)
+class Tiers(Network):
+    """Machine m has `machines`[m] consecutive workers and stands in tier `tiers`[m].
+
+    A message inside a machine takes the link `inside` of the machine: every worker has a card of its own there. One to
+    another machine of the tier also passes the cards of both machines, which are of the tier's link `among`; one to
+    another tier passes, beside those, the link `between` the two, whose latency comes on top. `between` holds the pairs
+    of tiers in order: (0, 1), (0, 2), (1, 2). A tuple of one link counts for all. Server i stands on machine i mod m if
+    that has several workers, else on a machine of its own in the same tier.
+    """
+
+    machines: tuple[int, ...]
+    tiers: tuple[int, ...]
+    inside: tuple[Link, ...]
+    among: tuple[Link, ...]
+    between: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.machines or min(self.machines) < 1:
+            raise ConfigurationError(
+                f"machines must hold >= 1 worker each, got {self.machines}; write (2, 2) for two machines of two"
+            )
+        if len(self.tiers) != len(self.machines) or set(self.tiers) != set(range(self._count)):
+            raise ConfigurationError(
+                f"tiers must number the tier of each of {len(self.machines)} machines from 0, got {self.tiers}; write "
+                "(0, 0, 1) for two machines in the first"
+            )
+        pairs = self._count * (self._count - 1) // 2
+        for name, wanted in (("inside", len(self.machines)), ("among", self._count), ("between", pairs)):
+            got = len(getattr(self, name))
+            if got not in (1, wanted) and wanted:
+                raise ConfigurationError(f"{name} must hold 1 or {wanted} links, got {got}; one counts for all")
+
+    @property
+    def _count(self) -> int:
+        return max(self.tiers, default=0) + 1
+
+    def start(self, cluster: Cluster) -> Fabric:
+        """Cards of workers where a machine has several, cards of machines, and both ends of the links between tiers.
+
+        Raises:
+            ConfigurationError: more workers than the machines hold.
+        """
+        if cluster.workers > sum(self.machines):
+            raise ConfigurationError(
+                f"the machines hold {sum(self.machines)} workers, got {cluster.workers}; add machines to tiers(…)"
+            )
+        floor = _Floor(self, cluster)
+        known: dict[tuple[Address, Address], Route] = {}
+
+        def route(source: Address, to: Address) -> Route:
+            found = known.get((source, to))
+            if found is None:
+                found = known[source, to] = floor.route(source, to)
+            return found
+
+        return Fabric(route)
+
+
+class _Floor:
+    """Where everything stands in one run, and its hops."""
+
+    def __init__(self, shape: Tiers, cluster: Cluster):
+        machines = [m for m, size in enumerate(shape.machines) for _ in range(size)]
+        self._machine: dict[Address, int] = dict(enumerate(machines[: cluster.workers]))
+        self._tier = list(shape.tiers)
+        self._inside = list(_filled(shape.inside, len(shape.machines)))
+        self._shared = [size > 1 for size in shape.machines]
+        for index in range(cluster.servers):
+            machine = index % len(shape.machines)
+            if not self._shared[machine]:
+                self._tier.append(shape.tiers[machine])
+                self._inside.append(self._inside[machine])
+                self._shared.append(False)
+                machine = len(self._tier) - 1
+            self._machine[server(index)] = machine
+        self._among = _filled(shape.among, max(shape.tiers) + 1)
+        pairs = list(combinations(range(max(shape.tiers) + 1), 2))
+        self._between = dict(zip(pairs, _filled(shape.between, len(pairs)), strict=True))
+        self._hops: dict[str, Hop] = {}
+
+    def route(self, source: Address, to: Address) -> Route:
+        """The hops from one node to another, and the latencies on the way."""
+        if source == to:
+            return (), ()
+        here, there = self._machine[source], self._machine[to]
+        hops: list[Hop] = []
+        latencies: list[float] = []
+        inner = [self._inside[here], self._inside[there]]
+        if here == there:
+            hops = [self._hop(f"egress of {source}", inner[0]), self._hop(f"ingress of {to}", inner[0])]
+            latencies = [units.duration(inner[0].latency)]
+        else:
+            tiers = self._tier[here], self._tier[there]
+            up = self._hop(f"egress of machine {here}", self._among[tiers[0]])
+            down = self._hop(f"ingress of machine {there}", self._among[tiers[1]])
+            halves = [units.duration(self._among[tier].latency) / 2 for tier in tiers]
+            if tiers[0] == tiers[1]:
+                hops, latencies = [up, down], [sum(halves)]
+            else:
+                link = self._between[min(tiers), max(tiers)]
+                way = f"from tier {tiers[0]} to {tiers[1]}"
+                hops = [up, self._hop(f"out {way}", link), self._hop(f"in {way}", link), down]
+                latencies = [halves[0], units.duration(link.latency), halves[1]]
+            if self._shared[here]:
+                hops.insert(0, self._hop(f"egress of {source}", inner[0]))
+                latencies.insert(0, units.duration(inner[0].latency) / 2)
+            if self._shared[there]:
+                hops.append(self._hop(f"ingress of {to}", inner[1]))
+                latencies.append(units.duration(inner[1].latency) / 2)
+        return tuple(hops), gaps([hop.bandwidth for hop in hops], latencies)
+
+    def _hop(self, name: str, link: Link) -> Hop:
+        if name not in self._hops:
+            self._hops[name] = Hop(name, units.bandwidth(link.bandwidth))
+        return self._hops[name]
+
+
+def _filled(links: tuple[Link, ...], count: int) -> tuple[Link, ...]:
+    return links * count if len(links) == 1 else links

@@ -1,0 +1,74 @@
+"""DeMo: momenta stay apart; what is exchanged are their largest components in the frequency domain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec
+from flockstep.codecs.dct import Dct
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import ConfigurationError
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.encoding import codec_for
+
+
+@dataclass
+class Momentum:
+    """What a worker remembers: delta (K,), the part of its momentum that was not sent."""
+
+    delta: FlatArray
+
+
+@dataclass(frozen=True)
+class Demo(Strategy):
+    """Decoupled momentum optimisation (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3).
+
+    delta ← beta delta + lr g; q, the `k` largest coefficients of the DCT of every chunk × chunk of delta, is taken off
+    delta and gathered from all workers; w ← w - lr sign(mean of what all q stand for), with the job's optimiser, which
+    should be plain SGD. The mean is over all workers, as in the paper; the authors' code divides every coefficient by
+    the number of workers that sent it. Where an element's mean is exactly zero it stays as it is.
+    """
+
+    beta: float = 0.999
+    k: int = 32
+    chunk: int = 64
+    collective: Collective = field(default_factory=Ring)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ConfigurationError(f"beta must be in [0, 1], got {self.beta}; 0.999 is usual")
+        Dct(self.k, self.chunk)
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """Parts of momenta are gathered by all; every worker holds the one model."""
+        return Cell("central", "sync", "all-reduce", "replicated PS")
+
+    def worker_state(self, me: Worker) -> Momentum:
+        """No momentum."""
+        return Momentum(np.zeros_like(me.params))
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, add to the momentum, send its largest components, step by the sign of everyone's."""
+        codec: Codec = Dct(self.k, self.chunk)
+        while me.training:
+            gradient = await me.gradient()
+            state: Momentum = me.state
+            kind = gradient.dtype.type
+            state.delta *= kind(self.beta)
+            bound = codec_for(me, codec, NoFeedback())
+            data = bound.encode_residual(kind(me.lr) * gradient, state.delta, me.random)
+            total = await self.collective.sum_encoded(me, data, bound, len(gradient), gradient.dtype.name)
+            me.record_round()
+            me.optimizer_step(np.sign(total))

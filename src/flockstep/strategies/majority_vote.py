@@ -1,0 +1,101 @@
+"""Majority vote: everyone's signs, counted by whoever owns a slice, and the outcome's signs back: a bit each way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Bytes
+from flockstep.collectives.base import received
+from flockstep.errors import ConfigurationError, Diverged, ProtocolError
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass
+class Momentum:
+    """What a worker remembers: the running mean (K,) of its gradients, None where it keeps none."""
+
+    mean: FlatArray | None
+
+
+@dataclass(frozen=True)
+class MajorityVote(Strategy):
+    """signSGD with majority vote (Bernstein et al. 2018, algorithm 2; with momentum 2019, algorithm 1).
+
+    m ← `momentum` m + (1 - momentum) g; worker i sends the signs of slice j of m_i to worker j, which counts them and
+    broadcasts which sign has most of them; w ← w - lr sign, with the job's optimiser, which should be plain SGD. What
+    is >= 0 counts as +1, and so does a draw. Each worker sends every element's sign once, and its slice's outcome
+    n - 1 times: a bit an element each way, packed, slice by slice in whole bytes. Without momentum m is g.
+    """
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 for none")
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """The workers count in place of servers; every worker holds the one model."""
+        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    def worker_state(self, me: Worker) -> Momentum:
+        """No momentum yet."""
+        return Momentum(np.zeros_like(me.params) if self.momentum else None)
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, send signs, count, send the outcome, step."""
+        parts = slices(len(me.params), me.workers)
+        while me.training:
+            mean = self._mean(me, await me.gradient())
+            signs = mean >= 0
+            for hop in range(1, me.workers):  # everyone begins with another receiver
+                rank = (me.rank + hop) % me.workers
+                me.send(rank, "vote", np.packbits(signs[parts[rank]]))
+            own = signs[parts[me.rank]]
+            ayes = own.astype(np.int32)
+            for rank in me.peers:
+                ayes += unpacked(await received(me, "vote", rank), len(own))
+            won = 2 * ayes >= me.workers
+            me.send_all(me.peers, "outcome", np.packbits(won))
+            signs[parts[me.rank]] = won
+            for rank in me.peers:
+                part = parts[rank]
+                signs[part] = unpacked(await received(me, "outcome", rank), part.stop - part.start)
+            me.record_round()
+            me.optimizer_step(np.where(signs, mean.dtype.type(1), mean.dtype.type(-1)))
+
+    def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
+        """What this worker votes with."""
+        state: Momentum = me.state
+        if state.mean is not None:
+            kind = gradient.dtype.type
+            state.mean *= kind(self.momentum)
+            state.mean += kind(1 - self.momentum) * gradient
+            gradient = state.mean
+        if not np.isfinite(gradient).all():
+            where = int(np.flatnonzero(~np.isfinite(gradient))[0])
+            raise Diverged(
+                f"cannot vote with {gradient[where]} at element {where}; lower the learning rate or clip the gradient"
+            )
+        return gradient
+
+
+def unpacked(data: Bytes, size: int) -> npt.NDArray[np.bool_]:
+    """The `size` signs in `data`, True for +1.
+
+    Raises:
+        ProtocolError: that many signs take another number of bytes.
+    """
+    if data.dtype != np.uint8 or data.size != (size + 7) // 8:
+        raise ProtocolError(f"{size} signs take {(size + 7) // 8} bytes, got {data.size} of {data.dtype}")
+    return np.unpackbits(data, count=size).view(np.bool_)

@@ -1,0 +1,126 @@
+"""PowerSGD: what is all-reduced are the factors of low-rank approximations of the gradient's matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.low_rank import LowRank
+from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.residual import Residual
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+START = 0x50574552
+"""Seed of the first Q, which all workers share."""
+
+
+@dataclass
+class Factors:
+    """What a worker remembers: all Q of the last step, equal on all workers, and what was left out of its gradient."""
+
+    right: FlatArray
+    error: FlatArray
+
+
+@dataclass(frozen=True)
+class PowerSgd(Strategy):
+    """PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithms 1 and 2).
+
+    Every tensor of more than one dimension is a matrix M (n, m), whose rows are its first dimension. Each worker adds
+    what it left out before to its gradient, P ← M Q is all-reduced and orthonormalised, Q ← Mᵀ P all-reduced to its
+    mean, and the job's optimiser steps with P Qᵀ; the error kept is M less the worker's own P (Mᵀ P)ᵀ, as in the
+    paper, where the authors' code takes the mean Q. One-dimensional tensors, and matrices no larger than their factors,
+    are averaged as they are. The `rank`(n + m) elements of a matrix travel as float32, of float64 gradients as
+    float64. `warm_start` begins with the last Q; without it with a new random one, the same for all. `feedback=none`
+    forgets what was left out.
+    """
+
+    rank: int = 2
+    warm_start: bool = True
+    feedback: Feedback = field(default_factory=Residual)
+    collective: Collective = field(default_factory=Ring)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
+        if self.feedback not in (Residual(), NoFeedback()):
+            raise CompositionError(
+                f"feedback of powersgd must be residual or none, since it is worked out between two exchanges, got "
+                f"{self.feedback}; leave it out for residual"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """Factors of gradients are all-reduced; every worker holds the one model."""
+        return Cell("central", "sync", "all-reduce", "replicated PS")
+
+    def worker_state(self, me: Worker) -> Factors:
+        """A random Q, the same everywhere; nothing left out."""
+        flat = kernels.of(me.params).as_floats(me.params)
+        return Factors(self._random(flat, LowRank(me.shapes(), self.rank), 0), np.zeros_like(flat))
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, exchange both factors, step."""
+        layout = LowRank(me.shapes(), self.rank)
+        while me.training:
+            gradient = await me.gradient()
+            k = kernels.of(gradient)
+            flat = k.as_floats(gradient)
+            await self._average(me, layout, flat)
+            me.record_round()
+            me.optimizer_step(k.cast(flat, kernels.name_of(gradient)))
+
+    async def _average(self, me: Worker, layout: LowRank, flat: FlatArray) -> None:
+        """Replace `flat` (K,) by what approximates the mean over all workers, the same bits everywhere."""
+        state: Factors = me.state
+        if self.feedback != NoFeedback():
+            flat += state.error
+        matrices = [flat[m.part].reshape(m.rows, m.columns) for m in layout.matrices]
+        start = state.right if self.warm_start else self._random(flat, layout, me.step)
+        starts = self._columns(start, layout.rights)
+        lefts = [m @ q for m, q in zip(matrices, starts, strict=True)]
+        first = np.concatenate([*map(np.ravel, lefts), *(flat[part] for part in layout.dense)])
+        await self.collective.average(me, first)
+        lefts = [kernels.of(flat).orthonormal(p) for p in self._columns(first, layout.lefts)]
+        state.right = np.concatenate([flat[:0], *((m.T @ p).ravel() for m, p in zip(matrices, lefts, strict=True))])
+        if self.feedback != NoFeedback():
+            state.error[:] = flat
+            self._decompress(layout, lefts, -state.right, state.error)
+            for part in layout.dense:
+                state.error[part] = 0
+        if matrices:
+            await self.collective.average(me, state.right)
+        flat[:] = 0
+        self._decompress(layout, lefts, state.right, flat)
+        taken = len(first) - layout.dense_size
+        for part in layout.dense:
+            flat[part] = first[taken : taken + part.stop - part.start]
+            taken += part.stop - part.start
+
+    def _columns(self, factors: FlatArray, parts: list[slice]) -> list[FlatArray]:
+        """Each of the factors that lie in a row, (n or m, rank)."""
+        return [factors[part].reshape(-1, self.rank) for part in parts]
+
+    def _decompress(self, layout: LowRank, lefts: list[FlatArray], rights: FlatArray, out: FlatArray) -> None:
+        """out (K,) += P Qᵀ, for every matrix."""
+        for m, p, q in zip(layout.matrices, lefts, self._columns(rights, layout.rights), strict=True):
+            kernels.of(out).add_product(p, q, out[m.part])
+
+    def _random(self, like: FlatArray, layout: LowRank, step: int) -> FlatArray:
+        """All Q in a row, of standard normal numbers, the same on every worker."""
+        columns = sum(m.columns for m in layout.matrices)
+        drawn: FlatArray = kernels.of(like).gaussian(like, columns, self.rank, (START, step)).reshape(-1)
+        return drawn

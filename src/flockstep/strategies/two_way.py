@@ -1,0 +1,102 @@
+"""Scatter-reduce with a codec on both ways: what comes back is encoded too, and what that drops comes later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.half import Half
+from flockstep.collectives.base import received
+from flockstep.errors import CompositionError
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.momentum import Momentum
+from flockstep.feedback.residual import Residual
+from flockstep.feedback.sender import check_composition
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.encoding import codec_for, encoded
+from flockstep.strategies.rules.base import mean_of
+
+
+@dataclass
+class Dropped:
+    """What a worker's feedback remembers: of the slices of its gradient, and of the mean of the slice that it owns."""
+
+    gradients: list[Any]
+    mean: Any = None
+
+
+@dataclass(frozen=True)
+class TwoWay(Strategy):
+    """Error compensation on both ways (1-bit SGD: Seide et al. 2014; DoubleSqueeze: Tang et al. 2019, algorithm 1).
+
+    Worker i sends slice j of its gradient to worker j, encoded with `codec` and `feedback`; worker j takes the mean,
+    encodes it with the same codec and a `feedback` of its own, and sends it to everyone. All workers, the owner too,
+    step with what arrives, each with the job's optimiser, so that replicas are equal in every bit. With n workers and
+    codes of K elements in C bytes each sends about 2(n-1)/n C bytes a step. Seide et al. keep AdaGrad with the owner,
+    before the second encoding; here the optimiser comes after it. One worker encodes twice, too.
+    """
+
+    codec: Codec = field(default_factory=Half)
+    feedback: Feedback = field(default_factory=Residual)
+
+    def __post_init__(self) -> None:
+        check_composition(self.codec, self.feedback)
+        if isinstance(self.feedback, Momentum):
+            raise CompositionError(
+                f"two_way would apply the momentum of its feedback twice, to gradients and to their mean, got "
+                f"{self.feedback}; use residual, and momentum in the optimiser"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """Synchronous; a dead worker stops everyone."""
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+
+    @property
+    def cell(self) -> Cell:
+        """The workers add up in place of servers; every worker holds the one model."""
+        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+
+    def worker_state(self, me: Worker) -> Dropped:
+        """Nothing dropped."""
+        return Dropped([None] * me.workers)
+
+    async def worker(self, me: Worker) -> None:
+        """Compute, scatter, take the mean of one's slice, gather the means, step."""
+        parts = slices(len(me.params), me.workers)
+        own = parts[me.rank]
+        while me.training:
+            gradient = await me.gradient()
+            state: Dropped = me.state
+            sent = self._scatter(me, gradient, parts)
+            codec = codec_for(me, self.codec, self.feedback, own)
+            size, dtype = own.stop - own.start, gradient.dtype.name
+            pieces = [sent if rank == me.rank else await received(me, "gradient", rank) for rank in range(me.workers)]
+            mean = mean_of([codec.decode(piece, size, dtype) for piece in pieces])
+            data, state.mean = encoded(me, self.codec, self.feedback, mean, state.mean, own)
+            me.send_all(me.peers, "mean", data)
+            total = np.empty_like(gradient)
+            for rank, part in enumerate(parts):
+                codec = codec_for(me, self.codec, self.feedback, part)
+                piece = data if rank == me.rank else await received(me, "mean", rank)
+                total[part] = codec.decode(piece, part.stop - part.start, dtype)
+            me.record_round()
+            me.optimizer_step(total)
+
+    def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
+        """Send every other worker its slice; return one's own, encoded as theirs are."""
+        state: Dropped = me.state
+        ready = []
+        for rank, part in enumerate(parts):
+            memory = state.gradients[rank]
+            data, state.gradients[rank] = encoded(me, self.codec, self.feedback, gradient[part], memory, part)
+            ready.append(data)
+        for hop in range(1, me.workers):  # everyone begins with another receiver
+            rank = (me.rank + hop) % me.workers
+            me.send(rank, "gradient", ready[rank])
+        return ready[me.rank]

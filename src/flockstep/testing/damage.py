@@ -1,0 +1,66 @@
+"""Decoding any bytes: a typed error or a valid array, in bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.codecs.base import Codec
+from flockstep.errors import ProtocolError
+
+FACTOR = 12
+"""Times the announced and the received bytes that decoding may take in memory, intermediate results included."""
+SLACK = 1 << 18
+"""Bytes that decoding may take besides, for what Python and numpy keep."""
+
+
+def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: bool = True) -> bool:
+    """Decode `data` as `size` elements, every way there is; whether it was taken.
+
+    Raises:
+        AssertionError: something else came out than a `ProtocolError` or an array of that size, or it took more memory
+            than `FACTOR` times what was announced and received.
+    """
+    received = np.frombuffer(data, np.uint8)
+    what = f"{codec} on {len(data)} bytes for {size} {dtype}"
+    if measured:
+        tracemalloc.start()
+    try:
+        taken = _decode(codec, received, size, dtype, what)
+        peak = tracemalloc.get_traced_memory()[1] if measured else 0
+    finally:
+        if measured:
+            tracemalloc.stop()
+    limit = FACTOR * (size * numpy_dtype(dtype).itemsize + len(data)) + SLACK
+    assert peak <= limit, f"{what}: takes {peak} bytes of memory, more than {limit}"
+    return taken
+
+
+def _decode(
+    codec: Codec, received: np.ndarray[tuple[int], np.dtype[np.uint8]], size: int, dtype: str, what: str
+) -> bool:
+    taken = []
+    out = np.zeros(size, numpy_dtype(dtype))
+    with np.errstate(all="ignore"):  # numbers from nowhere may be anything
+        for way in ("decode", "add_decoded", *(["stream"] if codec.sparse else [])):
+            try:
+                if way == "decode":
+                    decoded = codec.decode(received, size, dtype)
+                    assert decoded.shape == (size,), f"{what}: {way} gives shape {decoded.shape}"
+                    assert decoded.dtype == out.dtype, f"{what}: {way} gives {decoded.dtype}"
+                elif way == "add_decoded":
+                    codec.add_decoded(received, out)
+                else:
+                    indices, values = codec.stream(received, size, dtype)
+                    assert len(indices) == len(values), f"{what}: {len(indices)} indices, {len(values)} values"
+                    inside = not len(indices) or (
+                        int(indices.max()) < size and (np.diff(indices.astype(np.int64)) > 0).all()
+                    )
+                    assert inside, f"{what}: {way} names elements out of order or out of range"
+                taken.append(True)
+            except ProtocolError:
+                taken.append(False)
+    assert len(set(taken)) == 1, f"{what}: of decode, add_decoded and stream, some take it and some refuse it: {taken}"
+    return taken[0]

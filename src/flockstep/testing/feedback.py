@@ -1,0 +1,119 @@
+"""What a codec keeps back and what a feedback makes of it: nothing is lost, nothing is touched, state may be copied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.sender import check_composition, encode, fitted
+from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors
+
+STEPS = 5
+WORKERS = 3
+
+
+def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
+    """What is decoded and what is kept add up to error + array, up to the last place of the operands.
+
+    Where the decoded value is a copy, nothing is kept, and where nothing was sent, everything is: bit for bit.
+    """
+    for array in arrays:
+        dtype, what = array.dtype.name, f"{codec} on {array.size} {array.dtype.name}"
+        error = (np.random.default_rng(7).normal(size=array.size) * exact(array)).astype(array.dtype)
+        before, flat = error.copy(), array.reshape(-1)
+        total = before + flat
+        mine = array.copy()
+        data = codec.encode_residual(mine, error, np.random.default_rng(5))
+        assert same_bits(mine, array), f"{what}: encode_residual changes the array"
+        promised = codec.wire_bytes(array.size, dtype)
+        relation = data.size == promised if codec.exact_size else data.size <= promised
+        assert relation, f"{what}: wire_bytes says {promised}, encode_residual gives {data.size}"
+        decoded = codec.decode(data, array.size, dtype)
+        _require_conserved(what, total, decoded, error)
+        wanted, allowed = exact(before) + exact(flat), np.abs(exact(before)) + np.abs(exact(flat))
+        allowed += np.abs(exact(decoded)) + np.abs(exact(error))
+        off = np.abs(exact(decoded) + exact(error) - wanted)
+        assert (off <= 2 * ROUNDING[dtype] * allowed + SMALLEST[dtype]).all(), (
+            f"{what}: encode_residual loses something: decoded + error is "
+            f"{(exact(decoded) + exact(error))[np.argmax(off)]:.9g} for {wanted[np.argmax(off)]:.9g}"
+        )
+
+
+def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: FlatArray) -> None:
+    """Bit for bit where that is possible."""
+    copied = decoded == total
+    assert not error[copied].any(), (
+        f"{what}: keeps an error of {error[copied][np.argmax(error[copied] != 0)]} where it sends the value itself"
+    )
+    unsent = (decoded == 0) & ~copied
+    assert (error[unsent] == total[unsent]).all(), f"{what}: keeps something else than what it does not send"
+
+
+def check_feedback(feedback: Feedback, codec: Codec) -> None:
+    """Over a few steps: the array stays, the bytes are the codec's, and a copy of the memory goes on as the memory.
+
+    Raises:
+        AssertionError: a promise is broken; the message names it.
+        CompositionError: the two do not go together.
+    """
+    check_composition(codec, feedback)
+    for dtype in ROUNDING:
+        for array in samples(dtype):
+            check_sending(feedback.among(WORKERS), codec, ((array.size,),), array)
+        for array in tensors(dtype):
+            check_sending(feedback.among(WORKERS), codec, SHAPES, array)
+
+
+def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
+    """One array, sent again and again under one feedback."""
+    dtype, what = array.dtype.name, f"{codec} with {feedback} on {array.size} {array.dtype.name}"
+    memory: Any = None
+    flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()
+    for step in range(STEPS):
+        one = fitted(codec, feedback, shapes, step)
+        saved = copy.deepcopy(memory)
+        data, memory = encode(one, feedback, flat, memory, np.random.default_rng(step))
+        assert same_bits(flat, before), f"{what}: changes the array"
+        again, copied = encode(one, feedback, flat, saved, np.random.default_rng(step))
+        assert np.array_equal(data, again), f"{what}: a copy of the memory sends something else at step {step}"
+        assert _alike(memory, copied), f"{what}: a copy of the memory becomes another one at step {step}"
+        promised = one.wire_bytes(len(flat), dtype)
+        relation = data.size == promised if one.exact_size else data.size <= promised
+        assert relation, f"{what}: wire_bytes says {promised}, encode gives {data.size}"
+        decoded = one.decode(data, len(flat), dtype)
+        assert np.isfinite(exact(decoded)).all(), f"{what}: {decoded[~np.isfinite(exact(decoded))][0]} at step {step}"
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two memories hold the same, arrays compared by their bits."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return same_bits(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> None:
+    """For error feedback whose memory is the error: all that was sent, and the error, is all that was to be sent."""
+    random = np.random.default_rng(3)
+    memory: Any = None
+    sent, wanted = np.zeros(256), np.zeros(256)
+    for step in range(steps):
+        one = fitted(codec, feedback, ((256,),), step)
+        array = random.normal(size=256).astype(np.float32)
+        data, memory = encode(one, feedback, array, memory, random)
+        sent += one.decode(data, 256, "float32")
+        wanted += array
+    off = float(np.abs(sent + exact(memory) - wanted).max())
+    largest = float(np.abs(sent).max() + np.abs(exact(memory)).max() + np.abs(wanted).max())
+    assert off <= steps * 8 * ROUNDING["float32"] * largest, (
+        f"{codec} with {feedback} loses {off:.3g} of what was to be sent in {steps} steps"
+    )

@@ -1,0 +1,73 @@
+"""Arrays to try codecs on: every shape and layout that may come, every float, ordinary and awkward values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import reduce
+
+import numpy as np
+
+from flockstep.arrays.kernels import FLOATS, numpy_dtype
+from flockstep.arrays.schema import FlatArray
+
+SIZES = (0, 1, 2, 3, 7, 8, 33, 256, 1000)
+SHAPES = ((16, 12), (16,), (3, 4, 5), (), (1,), (40, 2), (7,))
+"""Tensors of a small model, for codecs that look at them."""
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Relative error of rounding to the nearest, by dtype."""
+SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
+"""The smallest magnitude above zero, by dtype."""
+_DECADES = {"float16": (-6, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-70, 70)}
+"""Powers of ten that the huge range spans, so far that squares leave a float32's range, though not a float64's."""
+
+assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
+
+
+def samples(dtype: str) -> Iterator[FlatArray]:
+    """Finite arrays of every size in `SIZES`, 0-d, strided, transposed, read-only; one-hot, constant, zero, heavy."""
+    random, kind = np.random.default_rng(0), numpy_dtype(dtype)
+    for size in SIZES:
+        yield random.normal(size=size).astype(kind)
+    yield np.array(-1.5, kind)  # 0-d
+    yield (random.standard_t(2, size=256) * 0.01).astype(kind)
+    yield np.eye(1, 64, 5).astype(kind)[0]
+    yield np.zeros(33, kind)
+    yield np.full(65, -0.3, kind)
+    yield random.normal(size=66).astype(kind)[::2]
+    yield random.normal(size=(9, 13)).astype(kind).T
+    yield random.normal(size=40).astype(kind)[::-1]
+    locked = random.normal(size=33).astype(kind)
+    locked.flags.writeable = False
+    yield locked
+
+
+def wide(dtype: str, size: int = 200) -> FlatArray:
+    """(size,) magnitudes over the whole range of the dtype, both signs, a tenth of them zero."""
+    random = np.random.default_rng(4)
+    low, high = _DECADES[dtype]
+    values = 10.0 ** random.uniform(low, high, size) * random.choice([-1, 1], size)
+    values[random.random(size) < 0.1] = 0
+    spread: FlatArray = values.astype(numpy_dtype(dtype))
+    return spread
+
+
+def tensors(dtype: str) -> Iterator[FlatArray]:
+    """Flat arrays that hold tensors of `SHAPES` in a row: normal, of rank one where they have two sides, and zero."""
+    random, kind = np.random.default_rng(1), numpy_dtype(dtype)
+    size = sum(map(math.prod, SHAPES))
+    yield random.normal(size=size).astype(kind)
+    outer = [reduce(np.multiply.outer, [random.normal(size=n) for n in shape], np.ones(())) for shape in SHAPES]
+    yield np.concatenate([product.reshape(-1) for product in outer]).astype(kind)
+    yield np.zeros(size, kind)
+    yield wide(dtype, size)
+
+
+def exact(array: FlatArray) -> FlatArray:
+    """The same numbers, flat, in float64."""
+    return array.reshape(-1).astype(np.float64)
+
+
+def same_bits(a: FlatArray, b: FlatArray) -> bool:
+    """Whether two arrays are of one dtype and hold the same bytes."""
+    return a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -1,0 +1,249 @@
+"""torch.distributed's process groups: who takes part, and work that goes on in its threads.
+
+A run has a group of its own for each backend, so that a script's is left alone; but where a script has called
+`torch.distributed.init_process_group` before, with that backend, its group is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.programs import Rendezvous
+
+FOREVER = timedelta(days=365)
+"""The supervisor says who is lost; a backend's own limit would end runs whose workers are slow."""
+GLANCE = 0.0002
+"""Seconds between two looks at work of a backend that cannot wait for a limited time."""
+
+
+class Work:
+    """An operation of a group under way; `after` is called once when it has succeeded."""
+
+    def __init__(self, what: str, work: Any, patient: bool, after: Callable[[], None] | None = None):
+        self._what = what
+        self._work = work
+        self._patient = patient
+        self._after = after
+
+    def __str__(self) -> str:
+        return self._what
+
+    def done(self) -> bool:
+        """Whether it has succeeded by now."""
+        if not self._work.is_completed():
+            return False
+        try:
+            self.wait(0.001)
+        except PeerLost:
+            return False  # whoever waits for it hears of it
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within that time.
+
+        Raises:
+            PeerLost: it failed, as it does when a peer dies.
+        """
+        try:
+            if self._patient:
+                self._work.wait(timedelta(seconds=seconds))
+            elif not self._completed(seconds):
+                return False
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            if not self._work.is_completed():
+                return False  # that was the time limit
+            raise PeerLost(f"{self._what} failed: {_first_line(error)}") from None
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+        return True
+
+    def _completed(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(GLANCE)
+        return True
+
+
+class Joining:
+    """Making a group, which waits for all others: in a thread, so that the supervisor is heard meanwhile."""
+
+    def __init__(self, backend: str, meeting: Rendezvous):
+        self.group: Any = None
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, args=(backend, meeting), name="flockstep-join", daemon=True)
+        self._thread.start()
+
+    def __str__(self) -> str:
+        return "the process group"
+
+    def done(self) -> bool:
+        """Whether everyone has joined by now."""
+        return not self._thread.is_alive() and self._error is None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether everyone has joined within that time.
+
+        Raises:
+            ConfigurationError: torch cannot make such a group.
+            PeerLost: a peer died meanwhile.
+        """
+        self._thread.join(seconds)
+        if isinstance(self._error, RuntimeError):
+            raise PeerLost(f"no process group came about: {_first_line(self._error)}")
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
+
+    def _run(self, backend: str, meeting: Rendezvous) -> None:
+        try:
+            self.group = _make(backend, meeting)
+        except Exception as error:  # noqa: BLE001 - raised again where somebody waits
+            self._error = error
+
+
+class Group:
+    """All workers of a run as one group of a backend."""
+
+    def __init__(self, backend: str, meeting: Rendezvous):
+        self.backend = backend
+        self._own = False
+        self._meeting = meeting
+        theirs = _of_script(backend, meeting)
+        if theirs is None:
+            joining = Joining(backend, meeting)
+            meeting.attend(joining)
+            self._own, theirs = True, joining.group
+        self._group: Any = theirs
+
+    def close(self, failed: bool) -> None:
+        """Leave a group of the run's own, giving up what is under way if the run failed; keep a script's."""
+        group, self._group = self._group, None
+        if self._own and group is not None:
+            if failed and hasattr(group, "abort"):
+                group.abort()
+            if hasattr(group, "shutdown"):
+                group.shutdown()
+            _file(self.backend, self._meeting).unlink(missing_ok=True)
+
+    def sum_up(self, array: Any) -> Work:
+        """Begin to replace `array` by the sum over all workers."""
+        tensor, back = self._taken(array)
+        return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
+
+    def reduce(self, array: Any, root: int) -> Work:
+        """The same on one worker only; on the others `array` is undefined afterwards."""
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        tensor, back = self._taken(array)
+        return self._work("reduce", self._group.reduce([tensor], options), back)
+
+    def broadcast(self, array: Any, root: int) -> Work:
+        """Begin to replace `array` by one worker's."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        tensor, back = self._taken(array)
+        return self._work("broadcast", self._group.broadcast([tensor], options), back)
+
+    def gather(self, array: Any, out: Sequence[Any]) -> Work:
+        """Begin to write everyone's `array`, all of one size, into the arrays of `out`."""
+        pairs = [self._taken(one) for one in out]
+        tensor, _ = self._taken(array)
+        work = self._group.allgather([[to for to, _ in pairs]], [tensor])
+        return self._work("all-gather", work, lambda: [back() for _, back in pairs if back is not None])
+
+    def scatter_sum(self, out: Any, parts: Sequence[Any]) -> Work:
+        """Begin to write this worker's part of the sum into `out`; `parts`, all of one size, are what it adds."""
+        tensor, back = self._taken(out)
+        given = [self._taken(part)[0] for part in parts]
+        work = self._group.reduce_scatter([tensor], [given], dist.ReduceScatterOptions())
+        return self._work("reduce-scatter", work, back)
+
+    def meet(self) -> Work:
+        """Begin to wait for all others."""
+        return self._work("barrier", self._group.barrier(dist.BarrierOptions()), None)
+
+    def _work(self, what: str, work: Any, after: Callable[[], Any] | None) -> Work:
+        return Work(f"a {self.backend} {what}", work, self.backend == "gloo", after)
+
+    def _taken(self, array: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:
+        """The array as a tensor that the backend takes, and what brings the result back if that is a copy."""
+        tensor = _tensor(array)
+        if self.backend != "nccl" or tensor.is_cuda:
+            return tensor, None
+        there = tensor.cuda()
+        return there, lambda: _copy(tensor, there)
+
+
+def _of_script(backend: str, meeting: Rendezvous) -> Any:
+    """The script's own group, if it has one of that backend."""
+    if not dist.is_initialized() or backend not in str(dist.get_backend_config(dist.group.WORLD)):
+        return None
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (meeting.rank, meeting.workers):
+        raise ConfigurationError(
+            f"the script's process group must have the run's ranks, got rank {rank} of {size} in worker {meeting.rank} "
+            f"of {meeting.workers}; pass the ticket's rank to init_process_group, or leave it to flockstep"
+        )
+    return dist.group.WORLD
+
+
+def _make(backend: str, meeting: Rendezvous) -> Any:
+    """A group of all workers, on this host alone."""
+    if backend == "mpi":
+        if not dist.is_mpi_available():
+            raise _not_built(backend)
+        return dist.ProcessGroupMPI.create(list(range(meeting.workers)))
+    classes: Any = dist  # not all of what it offers is declared
+    store = classes.FileStore(str(_file(backend, meeting)), -1)  # whose end waits for nobody
+    if backend == "nccl":
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise _not_built(backend)
+        torch.cuda.set_device(meeting.rank % torch.cuda.device_count())
+        return dist.ProcessGroupNCCL(store, meeting.rank, meeting.workers, dist.ProcessGroupNCCL.Options())
+    gloo = classes.ProcessGroupGloo
+    options = gloo._Options()  # the only way to say that nobody outside of this host may connect
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = FOREVER
+    options._threads = 2
+    return gloo(store, meeting.rank, meeting.workers, options)
+
+
+def _file(backend: str, meeting: Rendezvous) -> Path:
+    """Where the workers of a run leave word for each other."""
+    return meeting.folder / f".torch-{backend}-{meeting.run}"
+
+
+def _not_built(backend: str) -> ConfigurationError:
+    return ConfigurationError(f"this torch or this machine has no {backend}; use torch_distributed(backend=gloo)")
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """A tensor on the array's own memory; torch knows no bfloat16 of numpy's."""
+    if isinstance(array, torch.Tensor):
+        return array
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,171 @@
+"""Sums over arrays that lie in memory which all processes of a group can write; bits as of a ring all-reduce.
+
+A group's arrays lie in one segment, that of process p at element p * stride + offset. Part c of n of the array
+(`bounds` holds the n + 1 limits) is added up in the order c, c+1, …, c-1 of processes, and divided by `divisor`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flockstep.arrays.kernels.jit import jit
+from flockstep.transports.shared_signals import differs, raise_to, say, wait_for_all
+
+MISMATCH = -2
+"""What the sums return where another process's array is of another size or dtype, lies elsewhere, or is averaged."""
+BLOCK = 2048
+"""Elements that are added up at a time, so that they stay in the nearest cache."""
+
+
+@jit
+def _pair(a: Any, b: Any, divisor: Any) -> None:
+    """Both become (a + b) / divisor."""
+    if divisor == 1:
+        for i in range(len(a)):
+            total = a[i] + b[i]
+            a[i] = total
+            b[i] = total
+    else:
+        for i in range(len(a)):
+            total = (a[i] + b[i]) / divisor
+            a[i] = total
+            b[i] = total
+
+
+@jit
+def _copy(out: Any, given: Any) -> None:
+    for i in range(len(out)):
+        out[i] = given[i]
+
+
+@jit
+def _add(out: Any, more: Any) -> None:
+    for i in range(len(out)):
+        out[i] += more[i]
+
+
+@jit
+def _both(a: Any, b: Any, out: Any) -> None:
+    """out ← a + b."""
+    for i in range(len(out)):
+        out[i] = a[i] + b[i]
+
+
+@jit
+def _sum(
+    heap: Any, stride: int, offset: int, start: int, stop: int, first: int, n: int, divisor: Any, out: Any
+) -> None:
+    """out ← the sum of elements start..stop-1 over all processes, beginning with process `first`."""
+    for low in range(start, stop, BLOCK):
+        high = min(low + BLOCK, stop)
+        total = out[low - start : high - start]
+        base, other = first * stride + offset, (first + 1) % n * stride + offset
+        _both(heap[base + low : base + high], heap[other + low : other + high], total)
+        for hop in range(2, n):
+            base = (first + hop) % n * stride + offset
+            _add(total, heap[base + low : base + high])
+        if divisor != 1:
+            for i in range(len(total)):
+                total[i] /= divisor
+
+
+@jit
+def in_place(
+    heap: Any,
+    stride: int,
+    offset: int,
+    bounds: Any,
+    counters: Any,
+    me: int,
+    turn: int,
+    stage: int,
+    divisor: Any,
+    how: Any,
+) -> int:
+    """Replace everyone's array by the sum; returns 0 when done, the stage to go on at after a long wait, or
+    MISMATCH.
+
+    `turn` is the counter's value before; it is two more afterwards. `how` is what `shared_signals.manner` makes.
+    """
+    n = len(bounds) - 1
+    if stage == 0:
+        say(counters, me, turn + 1, bounds[n], offset, int(divisor) * 16 + heap.itemsize)
+        raise_to(counters, me, turn + 1)
+    if stage <= 1:
+        if wait_for_all(counters, me, n, turn + 1, how) >= 0:
+            return 1
+        if differs(counters, me, n, turn + 1) >= 0:
+            return MISMATCH
+        if n == 2:
+            low, high = offset + bounds[me], offset + bounds[me + 1]
+            _pair(
+                heap[me * stride + low : me * stride + high],
+                heap[(1 - me) * stride + low : (1 - me) * stride + high],
+                divisor,
+            )
+        else:
+            _reduce_part(heap, stride, offset, bounds, me, n, divisor)
+        raise_to(counters, me, turn + 2)
+    return 0 if wait_for_all(counters, me, n, turn + 2, how) < 0 else 2
+
+
+@jit
+def _reduce_part(heap: Any, stride: int, offset: int, bounds: Any, me: int, n: int, divisor: Any) -> None:
+    """Add up part `me` and write it to everyone."""
+    for low in range(bounds[me], bounds[me + 1], BLOCK):
+        high = min(low + BLOCK, bounds[me + 1])
+        base = me * stride + offset
+        total = heap[base + low : base + high]
+        for hop in range(1, n):
+            base = (me + hop) % n * stride + offset
+            _add(total, heap[base + low : base + high])
+        if divisor != 1:
+            for i in range(len(total)):
+                total[i] /= divisor
+        for hop in range(1, n):
+            base = (me + hop) % n * stride + offset
+            heap[base + low : base + high] = total
+
+
+@jit
+def through_slots(
+    heap: Any,
+    stride: int,
+    capacity: int,
+    array: Any,
+    bounds: Any,
+    counters: Any,
+    me: int,
+    turn: int,
+    at: int,
+    stage: int,
+    divisor: Any,
+    how: Any,
+) -> int:
+    """Replace `array`, which lies anywhere, by the sum, `capacity` elements at a time, from `at` on.
+
+    Everyone writes a piece into its slot, waits for the others', and adds all of them up. Two slots take turns: whoever
+    writes into one again knows from the counters that everybody has read it. Returns `at` of the first piece that is
+    not done, -1 when all are, or MISMATCH. `stage` 1: that piece lies in its slot already.
+    """
+    n, size = len(bounds) - 1, len(array)
+    while at < size:
+        stop = min(at + capacity, size)
+        turn += 1
+        slot = (turn & 1) * capacity
+        if stage == 0:
+            base = me * stride + slot
+            _copy(heap[base : base + stop - at], array[at:stop])
+            say(counters, me, turn, size, -1, int(divisor) * 16 + heap.itemsize)
+            raise_to(counters, me, turn)
+        if wait_for_all(counters, me, n, turn, how) >= 0:
+            return at
+        if differs(counters, me, n, turn) >= 0:
+            return MISMATCH
+        stage = 0
+        for c in range(n):
+            low, high = max(at, bounds[c]), min(stop, bounds[c + 1])
+            if low < high:
+                _sum(heap, stride, slot - at, low, high, c, n, divisor, array[low:high])
+        at = stop
+    return -1

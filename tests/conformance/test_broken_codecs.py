@@ -1,0 +1,343 @@
+"""Codecs with one promise broken, each of which the shipped checks have to notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from flockstep.codecs.half import Half
+from flockstep.codecs.identity import Identity
+from flockstep.errors import Diverged
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.residual import Residual
+from flockstep.testing.codec_tensors import check_tensors
+from flockstep.testing.codecs import check_codec
+from flockstep.testing.feedback import check_feedback
+
+
+@dataclass(frozen=True)
+class WrongSize(Identity):
+    def wire_bytes(self, size, dtype):
+        return super().wire_bytes(size, dtype) + 1
+
+    def decode(self, data, size, dtype):
+        return data.view(dtype)
+
+
+@dataclass(frozen=True)
+class AboveItsLimit(WrongSize):
+    exact_size: ClassVar[bool] = False
+
+    def wire_bytes(self, size, dtype):
+        return max(0, 2 * size - 1)
+
+
+@dataclass(frozen=True)
+class Grows(Identity):
+    def wire_bytes(self, size, dtype):
+        return super().wire_bytes(size, dtype) + 65
+
+    def encode(self, array, random):
+        return np.concatenate([super().encode(array, random), np.zeros(65, np.uint8)])
+
+
+@dataclass(frozen=True)
+class Words(Identity):
+    def encode(self, array, random):
+        return super().encode(array, random).astype(np.int16)
+
+
+@dataclass(frozen=True)
+class OtherType(Half):
+    def decode(self, data, size, dtype):
+        return super().decode(data, size, "float32" if dtype == "float64" else "float64")
+
+
+@dataclass(frozen=True)
+class Scribbles(Identity):
+    def encode(self, array, random):
+        if array.flags.writeable:
+            array *= array.dtype.type(2)
+        return super().encode(array, random)
+
+
+@dataclass(frozen=True)
+class Aliases(Identity):
+    def encode(self, array, random):
+        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class Unseeded(Half):
+    source: ClassVar[np.random.Generator] = np.random.default_rng(0)
+
+    def encode(self, array, random):
+        return super().encode(array.reshape(-1) * self.source.uniform(0.5, 1, array.size), random)
+
+
+@dataclass(frozen=True)
+class AsItLies(Half):
+    def encode(self, array, random):
+        return super().encode(array.T, random)
+
+
+@dataclass(frozen=True)
+class TakesAnything(Half):
+    def decode(self, data, size, dtype):
+        return np.zeros(size, dtype)
+
+
+@dataclass(frozen=True)
+class Crashes(Half):
+    def decode(self, data, size, dtype):
+        return super().decode(data.view("<f2").view(np.uint8), size, dtype)
+
+
+@dataclass(frozen=True)
+class AddsOnce(Half):
+    def add_decoded(self, data, out, scale=1.0):
+        super().add_decoded(data, out)
+
+
+@dataclass(frozen=True)
+class AddsAnything(Half):
+    def add_decoded(self, data, out, scale=1.0):
+        super().add_decoded(data[: 2 * len(out)], out, scale)
+
+
+@dataclass(frozen=True)
+class Forgets(Half):
+    def encode_residual(self, array, error, random):
+        data = super().encode_residual(array, error, random)
+        error *= error.dtype.type(0.5)
+        return data
+
+
+@dataclass(frozen=True)
+class KeepsAll(Identity):
+    lossless: ClassVar[bool] = False
+
+    def encode_residual(self, array, error, random):
+        error += array.reshape(-1)
+        return self.encode(error, random)
+
+
+@dataclass(frozen=True)
+class Claims(Half):
+    def error_bound(self, array):
+        return super().error_bound(array) / 5
+
+
+@dataclass(frozen=True)
+class Varies(Half):
+    def variance(self, size):
+        return 2.0**-30
+
+
+@dataclass(frozen=True)
+class NotLossless(Half):
+    lossless: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class NotUnbiased(Half):
+    unbiased: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Bound(Half):
+    """Rounds only what is bound to tensors."""
+
+    def exact_parts(self, size):
+        return [slice(0, 2)]
+
+
+@dataclass(frozen=True)
+class Negates(Half):
+    def decode(self, data, size, dtype):
+        decoded = super().decode(data, size, dtype)
+        return np.where(np.isfinite(decoded), -decoded, decoded)
+
+    def error_bound(self, array):
+        return 1e300
+
+
+@dataclass(frozen=True)
+class Shifts(Half):
+    def decode(self, data, size, dtype):
+        decoded = super().decode(data, size, dtype)
+        return np.where(decoded == 0, decoded.dtype.type(1), decoded)
+
+    def encode_residual(self, array, error, random):
+        return Half().encode_residual(array, error, random)
+
+    def error_bound(self, array):
+        return 1e300
+
+
+@dataclass(frozen=True)
+class NotLinear(Half):
+    linear: ClassVar[bool] = True
+
+    def terms(self, data, size, dtype):
+        return data
+
+
+@dataclass(frozen=True)
+class Mute(Half):
+    def encode(self, array, random):
+        with np.errstate(invalid="ignore"):
+            return super().encode(np.nan_to_num(array), random)
+
+
+@dataclass(frozen=True)
+class Vague(Half):
+    def encode(self, array, random):
+        if not np.isfinite(array).all():
+            raise Diverged("there is a nan or inf somewhere")
+        return super().encode(array, random)
+
+
+@dataclass(frozen=True)
+class Descends(Identity):
+    sparse: ClassVar[bool] = True
+
+    def stream(self, data, size, dtype):
+        return np.arange(size, dtype=np.uint32)[::-1], self.decode(data, size, dtype)[::-1]
+
+
+@dataclass(frozen=True)
+class Elsewhere(Identity):
+    sparse: ClassVar[bool] = True
+
+    def stream(self, data, size, dtype):
+        return np.arange(size, dtype=np.uint32), np.roll(self.decode(data, size, dtype), 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (WrongSize, "wire_bytes says 1, encode gives 0"),
+        (AboveItsLimit, "wire_bytes says 1, encode gives 2"),
+        (Grows, "takes 65 bytes, the array only 0"),
+        (Words, "not as bytes"),
+        (OtherType, "decoded to float64"),
+        (Scribbles, "changes the"),
+        (Aliases, "hands out the memory"),
+        (Unseeded, "differs for the same seed"),
+        (AsItLies, "differs from the same array in one piece"),
+        (TakesAnything, "decodes .* bytes"),
+        (Crashes, "damaged bytes for .* with ValueError"),
+        (AddsOnce, "add_decoded with scale 0.5"),
+        (AddsAnything, "add_decoded takes .* that decode refuses"),
+        (Forgets, "encode_residual loses something|keeps something else"),
+        (KeepsAll, "keeps an error of"),
+        (Claims, "error_bound says"),
+        (Varies, "variance says"),
+        (NotLossless, "declared lossless|encode_residual loses|keeps something else"),
+        (NotUnbiased, "declared unbiased"),
+        (NotLinear, "declared linear"),
+        (Bound, "do not arrive as they are"),
+        (Negates, "not below their squared norm"),
+        (Shifts, "does not keep zero|loses something"),
+        (Mute, "raise Diverged"),
+        (Vague, "does not say 'element 0'"),
+        (Descends, "do not ascend"),
+        (Elsewhere, "differs from what decode gives"),
+    ],
+)
+def test_a_wrong_codec_is_caught(wrong, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        check_codec(wrong())
+
+
+@dataclass(frozen=True)
+class Coin(Identity):
+    """Rounds up or down to a whole number, at random, so that the mean stays."""
+
+    lossless: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    contraction: ClassVar[bool] = False
+
+    def encode(self, array, random):
+        wide = array.astype(np.float64)
+        small = np.abs(wide) < 1024  # where adding a fraction changes something
+        rounded = np.floor(wide + random.random(array.size).reshape(array.shape))
+        return super().encode(np.where(small, rounded, wide).astype(array.dtype), random)
+
+    def error_bound(self, array):
+        return array.size / 4
+
+
+@dataclass(frozen=True)
+class LoadedCoin(Coin):
+    """Shrinks what it sends by a fiftieth."""
+
+    def encode(self, array, random):
+        return super().encode(array * array.dtype.type(0.98), random)
+
+    def error_bound(self, array):
+        return array.size / 4 + float(np.sum(np.square(array.astype(np.float64))))
+
+
+def test_an_unbiased_random_codec_passes_and_a_shrinking_one_does_not():
+    check_codec(Coin())
+    with pytest.raises(AssertionError, match="declared unbiased"):
+        check_codec(LoadedCoin())
+
+
+@dataclass(frozen=True)
+class Touches(NoFeedback):
+    def encode(self, codec, array, memory, random):
+        data = codec.encode(array, random)
+        array += array.dtype.type(1)
+        return data, None
+
+
+@dataclass(frozen=True)
+class Counts(NoFeedback):
+    seen: ClassVar[list[int]] = []
+
+    def encode(self, codec, array, memory, random):
+        self.seen.append(0)
+        return codec.encode(array * array.dtype.type(len(self.seen) % 2), random), None
+
+
+@dataclass(frozen=True)
+class Explodes(Residual):
+    def encode(self, codec, array, memory, random):
+        factor = array.dtype.type(1 if memory is None else memory * 4)
+        return Half().encode(array * factor + array.dtype.type(np.inf if factor > 100 else 0), random), float(factor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [(Touches, "changes the array"), (Counts, "a copy of the memory sends something else"), (Explodes, "inf at step")],
+)
+def test_a_wrong_feedback_is_caught(wrong, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        check_feedback(wrong(), Half())
+
+
+@dataclass(frozen=True)
+class OtherBytes(Half):
+    def encode(self, array, random):
+        data = super().encode(array, random)
+        return data if isinstance(data, np.ndarray) else data.flip(0)
+
+
+@dataclass(frozen=True)
+class NumpyOnly(Half):
+    def encode(self, array, random):
+        return super().encode(np.asarray(array.reshape(-1)), random)
+
+
+@pytest.mark.parametrize(("wrong", "complaint"), [(OtherBytes, "differs from the array's"), (NumpyOnly, "as ndarray")])
+def test_a_codec_that_treats_tensors_otherwise_is_caught(wrong, complaint):
+    pytest.importorskip("torch", reason="torch is not installed")
+    check_tensors(Half())
+    with pytest.raises(AssertionError, match=complaint):
+        check_tensors(wrong())

@@ -1,0 +1,137 @@
+"""Any bytes, to every decoder and to the wire: a typed error or a valid array, in bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flockstep.transports.wire as wire
+from flockstep import registry
+from flockstep.arrays.kernels import FLOATS, numpy_dtype
+from flockstep.codecs.base import Codec
+from flockstep.codecs.half import Half
+from flockstep.errors import ProtocolError
+from flockstep.messages import Message
+from flockstep.testing.damage import check_any_bytes
+
+SIZES = st.sampled_from([0, 1, 2, 7, 33, 256, 1000])
+many = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@cache
+def warmed(name: str) -> Codec:
+    """The codec, compiled: what a compiler takes in memory is not the decoder's."""
+    codec = Codec.parse(name)
+    for dtype in FLOATS:
+        array = np.arange(1, 9).astype(numpy_dtype(dtype))
+        check_any_bytes(codec, codec.encode(array, np.random.default_rng(0)).tobytes(), 8, dtype, measured=False)
+    return codec
+
+
+@pytest.mark.parametrize("name", registry.names("codec"))
+@given(data=st.binary(max_size=300), size=SIZES, dtype=st.sampled_from(FLOATS))
+@many
+def test_any_bytes_are_refused_or_an_array(name: str, data: bytes, size: int, dtype: str) -> None:
+    check_any_bytes(warmed(name), data, size, dtype)
+
+
+@pytest.mark.parametrize("name", registry.names("codec"))
+@given(seed=st.integers(0, 2**16), size=SIZES, dtype=st.sampled_from(FLOATS), other=SIZES, damage=st.data())
+@many
+def test_damaged_encodings_are_refused_or_an_array(
+    name: str, seed: int, size: int, dtype: str, other: int, damage: st.DataObject
+) -> None:
+    """Bytes that are nearly right reach further than bytes from nowhere."""
+    codec, random = warmed(name), np.random.default_rng(seed)
+    good = codec.encode(random.normal(size=size).astype(numpy_dtype(dtype)), random).tobytes()
+    assert check_any_bytes(codec, good, size, dtype), "a sound encoding is refused"
+    bad = bytearray(good)
+    for _ in range(damage.draw(st.integers(1, 4))):
+        if bad:
+            bad[damage.draw(st.integers(0, min(len(bad), 40) - 1))] = damage.draw(st.integers(0, 255))
+    check_any_bytes(codec, bytes(bad), size, dtype)
+    check_any_bytes(codec, bytes(bad), other, dtype)
+    check_any_bytes(codec, bytes(bad[: damage.draw(st.integers(0, len(bad)))]), size, dtype)
+
+
+@pytest.mark.parametrize("name", registry.names("codec"))
+def test_a_few_bytes_that_announce_much_take_little(name: str) -> None:
+    codec = warmed(name)
+    for data in (b"", b"\xff" * 16, b"\xff" * 64, b"\0" * 64):
+        tracemalloc.start()
+        try:
+            codec.decode(np.frombuffer(data, np.uint8), 1 << 20, "float32")
+        except ProtocolError:
+            pass
+        finally:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        assert peak <= 12 * (4 << 20) + (1 << 18)
+
+
+@dataclass(frozen=True)
+class Trusts(Half):
+    """Makes as much room as the bytes say."""
+
+    def decode(self, data, size, dtype):
+        if len(data) >= 4:
+            np.zeros(int.from_bytes(data[:3].tobytes(), "big"))
+        return super().decode(data, size, dtype)
+
+
+@dataclass(frozen=True)
+class Reaches(Half):
+    """An index that nobody checked."""
+
+    def decode(self, data, size, dtype):
+        out = np.zeros(size, numpy_dtype(dtype))
+        out[data.astype(int)] = 1
+        return out
+
+
+def test_a_decoder_that_trusts_its_bytes_is_caught() -> None:
+    with pytest.raises(AssertionError, match="bytes of memory"):
+        check_any_bytes(Trusts(), b"\xff" * 20, 10, "float32")
+    with pytest.raises(IndexError):
+        check_any_bytes(Reaches(), b"\xff" * 20, 10, "float32")
+
+
+def identity(address: int) -> wire.Identity:
+    return wire.Identity("run", address, "0123456789abcdef", 40)
+
+
+GOOD = wire.encode(Message(1, "push", np.arange(10, dtype=np.float32), {"lr": 0.1}), 2, identity(1))
+
+
+@given(st.binary(max_size=200), st.none() | st.binary(max_size=200))
+@many
+def test_any_header_is_refused_or_a_message(header: bytes, payload: bytes | None) -> None:
+    read(header, payload)
+
+
+@given(st.data())
+@many
+def test_a_damaged_header_is_refused_or_a_message(damage: st.DataObject) -> None:
+    header = bytearray(GOOD)
+    for _ in range(damage.draw(st.integers(1, 3))):
+        header[damage.draw(st.integers(0, len(header) - 1))] = damage.draw(st.integers(0, 255))
+    read(bytes(header), damage.draw(st.sampled_from([bytes(40), bytes(39), b"", None])))
+
+
+def read(header: bytes, payload: bytes | None) -> None:
+    tracemalloc.start()
+    try:
+        message = wire.decode(header, None if payload is None else memoryview(payload), 1, identity(2))
+        assert message.array is None or message.array.nbytes == len(payload or b"")
+    except ProtocolError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak <= 64 * (len(header) + len(payload or b"")) + (1 << 17)

@@ -1,0 +1,165 @@
+"""flockstep bench: what it prints, writes and draws; how fast anything is, is not for tests to say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flockstep.bench import collectives, transport
+from flockstep.bench.turns import Figure, take_turns
+from flockstep.bench.ways import Party, Place, Summing, Way
+from flockstep.cli.app import run
+from flockstep.collectives.table import read_table
+
+ORDINARY = ["ring", "recursive_doubling"]
+
+
+def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = run(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.slow
+def test_collectives_says_what_each_took_or_lacks_and_saves_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, picture = tmp_path / "measured.toml", tmp_path / "rates.html"
+    arguments = ["bench", "collectives", "-n", "2", "--sizes", "4096,65536", "-r", "2", "--json"]
+    code, out, err = outcome([*arguments, "--save", str(table), "--out", str(picture)], capsys)
+    assert code == 0, err
+    rows: list[dict[str, Any]] = json.loads(out)
+    for row in rows:
+        assert bool(row["seconds"]) != bool(row["missing"]), row
+        assert row["seconds"] is None or row["seconds"] > 0
+    named = {row["way"] for row in rows}
+    assert {*collectives.SHOWN, *collectives.candidates()} == named
+    assert {(row["way"], row["bytes"]) for row in rows} == {(way, size) for way in named for size in (4096, 65536)}
+    done = {row["way"] for row in rows if not row["missing"]}
+    assert set(collectives.candidates()) <= done
+    measured = read_table(str(table))
+    assert {(one.collective, one.workers, one.bytes) for one in measured} == {
+        (name, 2, size) for name in collectives.candidates() for size in (4096, 65536)
+    }
+    assert "plotly" in picture.read_text("utf-8")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory that processes share is Linux's")
+def test_shared_memory_adds_up_in_place_and_elsewhere() -> None:
+    figures = collectives.measure(("shared memory", "shared memory, ordinary arrays"), (2,), (4096, 1 << 18), 1)
+    assert [one.missing for one in figures] == [""] * 4
+
+
+@pytest.mark.parametrize("peer", ["gloo", "openmpi"])
+def test_a_peer_takes_part_where_it_is_installed(peer: str) -> None:
+    way = next(one for one in collectives.WAYS if one.name == peer)
+    if any(importlib.util.find_spec(module) is None for module in way.modules):
+        assert way.missing.startswith("pip install ")
+        pytest.skip(f"{peer} is not installed")
+    (figure,) = collectives.measure((peer,), (2,), (4096,), 1)
+    if peer == "openmpi" and figure.seconds is None:
+        pytest.skip(f"OpenMPI does not start here: {figure.missing}")
+    assert figure.seconds is not None, figure.missing
+
+
+def test_transport_has_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = outcome(["bench", "transport", "-r", "1", "--sizes", "65536", "--json"], capsys)
+    assert code == 0, err
+    rows = json.loads(out)
+    assert [row["way"] for row in rows] == [way.name for way in transport.WAYS]
+    assert all(row["seconds"] or row["missing"] for row in rows)
+    assert {"ipc", "tcp", "raw tcp socket", transport.COPY} <= {row["way"] for row in rows if row["seconds"]}
+
+
+def test_a_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["bench", "collectives", "-n", "2", "--sizes", "4096", "-r", "1", "-w", "ring"], capsys)
+    assert code == 0
+    assert "ring" in out
+    assert "GB/s" in out
+
+
+def test_codecs_are_measured_beside_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "codecs.html"
+    arguments = ["bench", "codecs", "identity", "half", "--elements", "4096", "-r", "2", "--out", str(picture)]
+    code, out, err = outcome([*arguments, "--json"], capsys)
+    assert code == 0, err
+    rows = {row["codec"]: row for row in json.loads(out)}
+    assert rows["identity"]["bits"] == 32
+    assert rows["half"]["bits"] == 16
+    assert rows["numpy.copyto"]["encode"] == 1
+    for name in ("identity", "half"):
+        assert all(rows[name][what] > 0 for what in ("encode", "encode_residual", "add_decoded"))
+    assert picture.exists()
+    code, out, _ = outcome(arguments, capsys)
+    assert code == 0
+    assert "bits an element" in out
+
+
+def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "simulator.html"
+    arguments = ["bench", "simulator", "-n", "4", "-r", "1", "--out", str(picture)]
+    code, out, err = outcome([*arguments, "--json"], capsys)
+    assert code == 0, err
+    rows = json.loads(out)
+    assert rows[0]["strategy"] == "plain loop"
+    assert all(row["rate"] > 0 for row in rows)
+    assert all(row["events"] > 0 for row in rows[1:])
+    assert picture.exists()
+    assert outcome(arguments, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["collectives", "-w", "rnig"], "no way is called 'rnig'; did you mean 'ring'?"),
+        (["collectives", "-n", "1"], "workers must be whole numbers >= 2"),
+        (["collectives", "--sizes", "many"], "sizes must be whole numbers >= 4"),
+        (["transport", "-r", "0"], "rounds must be >= 1, got 0; 20 is usual"),
+        (["codecs", "haf"], "no codec is called 'haf'; did you mean 'half'?"),
+        (["codecs", "--elements", "0"], "elements must be >= 1"),
+        (["simulator", "-n", "0"], "replicas must be whole numbers >= 1"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = outcome(["bench", *arguments], capsys)
+    assert (code, out) == (2, "")
+    assert sentence in err
+
+
+class _Miscounts(Summing):
+    def __init__(self, place: Place):
+        self.workers = place.workers
+
+    def all_reduce(self, array: Any) -> None:
+        array += 7
+
+
+class Miscounts(Way):
+    name = "miscounts"
+
+    def party(self, place: Place) -> Party:
+        return _Miscounts(place)
+
+
+class Lacks(Way):
+    name, packages, modules = "lacks", ("nowhere",), ("nowhere_to_be_found",)
+
+    def party(self, place: Place) -> Party:
+        raise AssertionError("it cannot run")
+
+
+WAYS = (Miscounts(), Lacks())
+
+
+def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    found: list[Figure] = take_turns(Path(__file__).stem, WAYS, 2, (64,), 1)
+    assert {one.way: one.seconds for one in found} == {"miscounts": None, "lacks": None}
+    said = {one.way: one.missing for one in found}
+    assert said["lacks"] == "pip install nowhere"
+    assert "sums 2 ones to 8" in said["miscounts"]

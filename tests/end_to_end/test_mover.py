@@ -1,0 +1,278 @@
+"""The mover in real processes under `flockstep launch`: alone, beside a strategy, among strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from flockstep.transports.zeromq import LAUNCHER, routing_id
+from support.processes import PATIENCE, Ended, RealRun, content, open_files, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+START = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import numpy as np
+import flockstep
+from flockstep.errors import PeerLost
+
+HERE = Path(__file__).parent
+
+def until(name):
+    while not (HERE / name).exists():
+        time.sleep(0.005)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()
+
+
+def started(tmp_path: Path, body: str, *options: str) -> RealRun:
+    script = tmp_path / "script.py"
+    script.write_text(START + body)
+    return RealRun(["launch", *options, str(script)], tmp_path / "run")
+
+
+def ended(tmp_path: Path, body: str, *options: str) -> Ended:
+    return started(tmp_path, body, *options).end()
+
+
+def went_well(done: Ended) -> None:
+    assert done.code == 0, done.err
+    assert "flockstep:" not in done.err
+    assert "Traceback" not in done.err
+
+
+EVERYTHING = """
+with flockstep.join() as mover:
+    n, rank = mover.workers, mover.rank
+    right, left = (rank + 1) % n, (rank - 1) % n
+    mover.serve("square", lambda source, array: array**2 + source)
+    window = mover.window("w", np.zeros((2, 3), np.float32))
+    for codec in (None, "half"):
+        x = np.arange(6.0).reshape(2, 3) + rank
+        total = sum(np.arange(6.0).reshape(2, 3) + r for r in range(n))
+        mover.send(right, "x", x, codec)
+        assert (mover.receive("x", left, 30) == x - rank + left).all()
+        assert (mover.request(right, "square", x, codec, 30) == x**2 + rank).all()
+        assert (mover.all_reduce(x, codec=codec) == total).all()
+        assert (mover.all_reduce(x, average=True) == total / n).all()
+        assert (mover.broadcast(x, source=1, codec=codec) == x - rank + 1).all()
+        assert [a[0, 0] for a in mover.all_gather(x, codec)] == list(range(n))
+        assert np.concatenate(mover.all_gather(mover.reduce_scatter(x, codec=codec))).tolist() == total.ravel().tolist()
+        reduced = mover.reduce(x, codec=codec)
+        assert (reduced == total).all() if rank == 0 else reduced is None
+        mover.neighbour_average(x, codec=codec)
+        window.put(right, x, codec=codec)
+        window.fence()
+        assert (window.array == x - rank + left).all()
+        window.fence()
+        for to in range(n):
+            window.accumulate(to, x, scale=2.0, codec=codec)
+        window.fence()
+        assert (window.get(right, codec=codec, timeout=30) == total * 2 + x).all()
+        mover.barrier()
+    print("all is well on", rank)
+"""
+
+
+@pytest.mark.parametrize("options", [("-n", "4"), ("-n", "2", "--transport", "ipc"), ("-n", "2", "--transport", "tcp")])
+def test_every_call_between_real_processes(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = ended(tmp_path, EVERYTHING, *options)
+    went_well(done)
+    workers = int(options[1])
+    assert sorted(line for line in done.out.splitlines() if "well" in line) == [
+        f"all is well on {rank}" for rank in range(workers)
+    ]
+    assert done.summary is not None
+    assert done.summary["status"] == "finished"
+    for worker in done.summary["per_worker"]:
+        assert worker["sent"] > 300
+        assert worker["messages_sent"] > 30
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter"))), reason="needs root")
+def test_between_hosts_in_namespaces_and_no_bridge_is_left(tmp_path: Path) -> None:
+    pid = next(pid for pid in range(2**22 - 1, 0, -1) if not Path(f"/proc/{pid}").exists())
+    old, made = Path(f"/sys/class/net/fs{pid}"), ["ip", "link", "add", f"fs{pid}", "type", "bridge"]
+    if subprocess.run(made, check=False).returncode:
+        pytest.skip("this machine allows no bridges")
+    body = "with flockstep.join() as mover:\n    print('sum', mover.all_reduce(np.ones(2)).tolist())"
+    done = ended(tmp_path, body, "-n", "2", "--transport", "namespaces")
+    went_well(done)
+    assert done.out.count("sum [2.0, 2.0]") == 2
+    assert not old.exists(), "the bridge of a supervisor that was killed"
+
+
+KILLED = """
+mover = flockstep.join()
+mover.barrier()
+if mover.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    mover.receive("never", source=2)
+except PeerLost as error:
+    print(error, flush=True)
+try:
+    mover.all_reduce(np.ones(3))
+except PeerLost as error:
+    print("collective:", "worker 2 was killed by SIGKILL" in str(error), flush=True)
+mover.send(1 - mover.rank, "on", np.ones(1))
+mover.receive("on", 1 - mover.rank)
+mover.close()
+"""
+
+
+def test_a_killed_rank_is_named_and_the_others_may_go_on(tmp_path: Path) -> None:
+    done = ended(tmp_path, KILLED, "-n", "3")
+    went_well(done)
+    for rank in (0, 1):
+        assert f"worker 2 was killed by SIGKILL; worker {rank} waited for 'never'" in done.out
+    assert done.out.count("collective: True") == 2
+    assert done.summary is not None
+    assert [lost["node"] for lost in done.summary["lost"]] == [2]
+
+
+def test_without_a_handler_the_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    body = (
+        "mover = flockstep.join()\nmover.barrier()\nif mover.rank == 1: os.kill(os.getpid(), 9)\nmover.receive('x', 1)"
+    )
+    done = ended(tmp_path, body, "-n", "2")
+    assert done.code == 1
+    assert done.err == "flockstep: worker 1 was killed by SIGKILL; worker 0 waited for 'x'\n"
+
+
+def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None:
+    body = (
+        "with flockstep.join() as mover:\n    if mover.rank == 1: raise OSError('no disk')\n    mover.receive('x', 1)"
+    )
+    done = ended(tmp_path, body, "-n", "2")
+    assert done.code == 1
+    assert "flockstep: worker 1 raised OSError: no disk" in done.err
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "text"),
+    [
+        ("flockstep.join(1000 + ticket)", 2, "joins with max_bytes=100"),
+        ("if ticket == 0: flockstep.join()", 0, "worker 1 exited with code 0 without joining the run"),
+        ("flockstep.join(); flockstep.join()", 2, "this process has joined already; call flockstep.join once"),
+    ],
+)
+def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:
+    who = "from flockstep.drivers.loop import ticket_from_environment\nticket = ticket_from_environment().address\n"
+    done = ended(tmp_path, who + body, "-n", "2")
+    assert done.code == (code or 1)
+    assert text in done.err
+
+
+BESIDE = """
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+params = np.full(20, 1, np.float32)
+arguments = Strategy.parse(STRATEGY), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
+loop = Loop(params, np.zeros(20, np.float32), Schema.of({"w": (20,)}), *arguments)
+mover = flockstep.join()
+rank = mover.rank
+inbox = mover.window("inbox", np.zeros(3))
+for step in range(20):
+    loop.gradients[:] = params - rank
+    loop.step()
+    inbox.accumulate((rank + 1) % mover.workers, np.ones(3))
+    assert mover.all_reduce(np.array(step), name="steps") == step * mover.workers
+inbox.fence()
+assert inbox.array.tolist() == [20, 20, 20]
+loop.finish()
+print("finished", rank)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "all_reduce"])
+def test_a_mover_beside_a_strategy(tmp_path: Path, strategy: str) -> None:
+    done = ended(tmp_path, BESIDE.replace("STRATEGY", repr(strategy)), "-n", "3")
+    went_well(done)
+    assert done.out.count("finished") == 3
+    assert done.summary is not None
+    assert [worker["steps"] for worker in done.summary["per_worker"]] == [20, 20, 20]
+    assert done.summary["figures"]["mover_sent"] > 0
+
+
+def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
+    page = Path(__file__).parents[2] / "docs" / "mover.md"
+    assert f"```python\n{script.read_text()}```" in page.read_text(), "the page shows the example as it is"
+    done = RealRun(["launch", "-n", "4", str(script)], tmp_path / "run").end()
+    went_well(done)
+    distances = re.findall(r"rank \d: the mean of all models is ([\d.]+) from the truth", done.out)
+    assert len(distances) == 4
+    assert len(set(distances)) == 1, "all know the same mean"
+    assert float(distances[0]) < 0.05
+
+
+AMONG_STRANGERS = """
+with flockstep.join() as mover:
+    mover.barrier()
+    if mover.rank == 0:
+        (HERE / "there").touch()
+    if mover.rank == 0:
+        until("go on")
+    for step in range(200):
+        assert mover.all_reduce(np.full(1000, step), name="go").tolist() == [3 * step] * 1000
+    print("undisturbed", mover.rank)
+"""
+LISTEN = "0A"  # in /proc/net/tcp
+GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 256, b"\xff" + bytes(8) + b"\x01\x7f\x03\x00NULL" + bytes(64)]
+
+
+def ports(run: RealRun) -> set[int]:
+    """Where the processes of a run listen."""
+    inodes = {file for pid in run.processes() for file in open_files(pid) if file.startswith("socket:")}
+    rows = [line.split() for line in content("/proc/net/tcp").decode().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes}
+
+
+def test_strangers_do_not_disturb_a_mover(tmp_path: Path) -> None:
+    run = started(tmp_path, AMONG_STRANGERS, "-n", "3", "--transport", "tcp")
+    wait_until((tmp_path / "there").exists, PATIENCE, "all have joined")
+    found = ports(run)
+    assert len(found) == 7, "three workers, three movers and the supervisor"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peers: list[Any] = []
+    for port in found:
+        for name in (None, b"somebody", routing_id(0), routing_id(7), routing_id(LAUNCHER)):
+            peers.append(context.socket(zmq.DEALER))
+            if name is not None:
+                peers[-1].setsockopt(zmq.ROUTING_ID, name)
+            peers[-1].connect(f"tcp://127.0.0.1:{port}")
+            for frames in ([b""], [b"junk"], [b"a", b"b", b"c"], [bytes(1 << 20)]):
+                peers[-1].send_multipart(frames)
+        for garbage in GARBAGE:
+            with socket.create_connection(("127.0.0.1", port)) as raw, contextlib.suppress(OSError):
+                raw.sendall(garbage)
+    (tmp_path / "go on").touch()
+    done = run.end()
+    for peer in peers:
+        peer.close(0)
+    context.term()
+    went_well(done)
+    assert done.out.count("undisturbed") == 3

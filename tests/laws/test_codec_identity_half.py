@@ -1,0 +1,202 @@
+"""Identity and half to the byte, feedback residual and none, and codec and feedback joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flockstep.codecs.half import Half
+from flockstep.codecs.identity import Identity
+from flockstep.errors import CompositionError, ProtocolError
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.residual import Residual
+from flockstep.feedback.sender import check_composition, encode
+from flockstep.testing.codecs import check_codec
+from flockstep.testing.feedback import check_nothing_lost
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+floats32 = hnp.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32))
+
+
+@pytest.mark.oracle("codec:identity")
+@given(floats32)
+def test_identity_keeps_every_bit(array):
+    data = Identity().encode(array, rng())
+    assert Identity().decode(data, array.size, "float32").tobytes() == array.tobytes()
+
+
+@pytest.mark.oracle("codec:half")
+@given(floats32)
+def test_half_is_numpys_rounding_but_saturates(array):
+    decoded = Half().decode(Half().encode(array, rng()), array.size, "float32")
+    with np.errstate(over="ignore"):
+        rounded = array.astype(np.float16).astype(np.float32)
+    saturated = np.isfinite(array) & ~np.isfinite(rounded)
+    assert np.array_equal(decoded[~saturated], rounded[~saturated], equal_nan=True)
+    assert np.array_equal(decoded[saturated], np.copysign(np.float32(65504), array[saturated]))
+
+
+def test_half_says_what_happens_out_of_range():
+    array = np.array([1e6, -1e6, np.inf, -np.inf, np.nan, 1e-9, 65504], np.float32)
+    decoded = Half().decode(Half().encode(array, rng()), 7, "float32")
+    assert np.array_equal(decoded, np.float32([65504, -65504, np.inf, -np.inf, np.nan, 0, 65504]), equal_nan=True)
+
+
+def test_half_contracts_by_its_stated_bound():
+    # The worst element lies halfway between 2⁻²⁴ and 2·2⁻²⁴: its error is a third of it.
+    worst = np.array([1.5 * 2.0**-24])
+    error = worst - Half().decode(Half().encode(worst, rng()), 1, "float64")
+    assert (error**2).sum() == pytest.approx((worst**2).sum() / 9)
+
+
+@pytest.mark.parametrize("codec", [Identity(), Half()])
+def test_the_wire_is_little_endian(codec):
+    big = np.array([1.0, 2.0], ">f4")
+    assert codec.encode(big, rng()).tobytes() == codec.encode(big.astype("<f4"), rng()).tobytes()
+
+
+def test_golden_bytes():
+    one = np.array([1.0, -2.0], np.float32)
+    assert Identity().encode(one, rng()).tobytes().hex() == "0000803f000000c0"
+    assert Half().encode(one, rng()).tobytes().hex() == "003c00c0"
+
+
+@pytest.mark.parametrize("codec", [Identity(), Half()])
+def test_a_wrong_length_names_both_numbers(codec):
+    with pytest.raises(ProtocolError, match=r"needs \d+ bytes for 3 .*got 5"):
+        codec.decode(np.zeros(5, np.uint8), 3, "float32")
+
+
+@pytest.mark.oracle("feedback:residual")
+def test_residual_loses_nothing():
+    feedback, codec, error = Residual(), Half(), None
+    sent = np.zeros(50)
+    wanted = np.zeros(50)
+    for step in range(30):
+        gradient = (rng(step).normal(size=50) * 10.0 ** rng(step).integers(-9, 1, 50)).astype(np.float32)
+        before = gradient if error is None else error + gradient
+        data, error = encode(codec, feedback, gradient, error, rng())
+        decoded = codec.decode(data, 50, "float32")
+        assert (decoded + error).tobytes() == before.tobytes(), f"q + e differs from p at step {step}"
+        sent += decoded
+        wanted += gradient
+    assert np.allclose(sent + error, wanted, rtol=0, atol=1e-5)
+    assert np.abs(sent - wanted).max() > 0
+
+
+def test_residual_sends_later_what_is_too_small_now():
+    tiny, error, arrived = np.full(3, 2.0**-27, np.float32), None, np.zeros(3, np.float32)
+    for _ in range(64):
+        data, error = encode(Half(), Residual(), tiny, error, rng())
+        arrived += Half().decode(data, 3, "float32")
+    # At most half of float16's smallest step is still held back.
+    assert np.abs(arrived - 64 * tiny).max() <= 2.0**-25
+    dropped, _ = encode(Half(), NoFeedback(), tiny, None, rng())
+    assert not dropped.any(), "without feedback the same value never arrives"
+
+
+def test_a_lossless_codec_leaves_no_error():
+    _, error = encode(Identity(), Residual(), np.float32([1, 2]), np.float32([3, 4]), rng())
+    assert error is not None
+    assert not error.any()
+
+
+def test_the_senders_array_stays_as_it_is():
+    array, error = np.float32([1e-9, 2]), np.float32([1, 1e-9])
+    encode(Half(), Residual(), array, error, rng())
+    assert array.tolist() == np.float32([1e-9, 2]).tolist()
+
+
+@pytest.mark.parametrize("codec", [Identity(), Half()])
+@pytest.mark.parametrize("feedback", [NoFeedback(), Residual()])
+def test_contractions_compose_with_every_feedback(codec, feedback):
+    check_composition(codec, feedback)
+
+
+def test_residual_refuses_what_is_no_contraction():
+    @dataclass(frozen=True)
+    class Expands(Half):
+        contraction: ClassVar[bool] = False
+
+    check_composition(Expands(), NoFeedback())
+    with pytest.raises(CompositionError, match=r"feedback residual needs .*, got Expands.*; use feedback none"):
+        check_composition(Expands(), Residual())
+
+
+@pytest.mark.oracle("feedback:none")
+def test_no_feedback_keeps_nothing():
+    data, error = encode(Half(), NoFeedback(), np.float32([0.1]), None, rng())
+    assert error is None
+    assert data.size == 2
+
+
+@dataclass(frozen=True)
+class Truncates(Half):
+    """Towards zero instead of to the nearest."""
+
+    def encode(self, array, random):
+        nearest = np.frombuffer(super().encode(array, random), np.float16)
+        off = np.abs(nearest.astype(np.float64)) > np.abs(array.reshape(-1).astype(np.float64))
+        return np.where(off, np.nextafter(nearest, np.float16(0)), nearest).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class LosesSign(Identity):
+    """Negative zero becomes zero."""
+
+    def encode(self, array, random):
+        return super().encode(array + array.dtype.type(0), random)
+
+
+@pytest.mark.negative_control("codec:half", "codec:identity")
+def test_a_broken_rounding_and_a_lost_sign_are_caught():
+    with pytest.raises(AssertionError, match="error_bound says"):
+        check_codec(Truncates())
+    array = np.float32([-0.0])
+    assert LosesSign().decode(LosesSign().encode(array, rng()), 1, "float32").tobytes() != array.tobytes()
+
+
+@dataclass(frozen=True)
+class Forgets(Residual):
+    """Drops a tenth of the error in every step."""
+
+    def encode(self, codec, array, memory, random):
+        data, error = super().encode(codec, array, memory, random)
+        return data, error * np.float32(0.9)
+
+
+@dataclass(frozen=True)
+class Keeps(NoFeedback):
+    """Keeps what it must not."""
+
+    def encode(self, codec, array, memory, random):
+        return codec.encode(array if memory is None else array + memory, random), array
+
+
+@pytest.mark.negative_control("feedback:residual", "feedback:none")
+def test_a_feedback_that_forgets_or_keeps_is_caught():
+    check_nothing_lost(Residual(), Coarse())
+    with pytest.raises(AssertionError, match="loses"):
+        check_nothing_lost(Forgets(), Coarse())
+    data, memory = Keeps().encode(Half(), np.float32([0.1]), None, rng())
+    assert memory is not None
+    again, _ = Keeps().encode(Half(), np.float32([0.1]), memory, rng())
+    assert again.tobytes() != data.tobytes()
+
+
+@dataclass(frozen=True)
+class Coarse(Half):
+    """Keeps the sign and exponent only."""
+
+    def encode(self, array, random):
+        return super().encode(np.sign(array) * np.exp2(np.floor(np.log2(np.abs(array) + 1e-30))), random)

@@ -1,0 +1,366 @@
+"""What quantising codecs send, element by element, against plain numpy, and the identities that their papers state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep.arrays import kernels
+from flockstep.codecs.bfloat16 import Bfloat16
+from flockstep.codecs.int8 import Int8
+from flockstep.codecs.natural import Natural
+from flockstep.codecs.one_bit import OneBit
+from flockstep.codecs.qsgd import Qsgd
+from flockstep.codecs.sign import Sign
+from flockstep.codecs.terngrad import TernGrad
+from flockstep.errors import ConfigurationError
+from flockstep.feedback.residual import Residual
+from flockstep.feedback.sender import encode, fitted
+from flockstep.testing.codecs import check_codec
+
+pytest.importorskip("numba")
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def normal(size, seed=0, dtype=np.float32):
+    return rng(seed).normal(size=size).astype(dtype)
+
+
+def trip(codec, array, seed=0):
+    return codec.decode(codec.encode(array, rng(seed)), array.size, array.dtype.name)
+
+
+def uniforms(size, seed):
+    """What the kernels draw for a generator of that seed."""
+    like = np.zeros(0, np.uint8)
+    return kernels.of(like).uniforms(like, size, kernels.seed_from(rng(seed))).astype(np.float64)
+
+
+VARIANTS = [
+    Bfloat16(),
+    Int8(),
+    Int8(block=7),
+    Int8(block=64, stochastic=True),
+    Int8(block=70000),
+    OneBit(),
+    Sign(),
+    Sign(scaled=False),
+    TernGrad(),
+    TernGrad(clip=math.inf),
+    Qsgd(),
+    Qsgd(levels=1, bucket=64),
+    Qsgd(levels=16),
+    Qsgd(levels=127, bucket=8),
+    Natural(),
+]
+
+
+@pytest.mark.parametrize("codec", VARIANTS, ids=str)
+def test_every_setting_keeps_what_codecs_promise(codec):
+    check_codec(codec)
+
+
+@pytest.mark.parametrize(
+    ("codec", "float32", "float64"),
+    [
+        (Bfloat16(), 2000, 2000),
+        (Int8(block=256), 1000 + 4 * 4, 1000 + 8 * 4),
+        (OneBit(), 125 + 8, 125 + 16),
+        (Sign(), 125 + 4, 125 + 8),
+        (Sign(scaled=False), 125, 125),
+        (TernGrad(), 250 + 4, 250 + 8),
+        (Qsgd(levels=1), 250 + 8, 250 + 16),
+        (Qsgd(levels=4), 500 + 8, 500 + 16),
+        (Qsgd(levels=7), 500 + 8, 500 + 16),
+        (Qsgd(levels=8), 625 + 8, 625 + 16),
+        (Natural(), 1125, 1500),
+    ],
+    ids=str,
+)
+def test_wire_bytes_are_the_formula(codec, float32, float64):
+    assert codec.wire_bytes(1000, "float32") == codec.encode(normal(1000), rng()).size == float32
+    assert codec.wire_bytes(1000, "float64") == codec.encode(normal(1000, 0, np.float64), rng()).size == float64
+
+
+# int8
+
+
+@pytest.mark.oracle("codec:int8")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("block", [7, 256, 1024])
+def test_int8_is_the_formula_block_by_block(block, dtype):
+    x = normal(1000, 3, dtype)
+    data, off = Int8(block).encode(x, rng()), 0
+    scales = [np.abs(x[i : i + block]).max() for i in range(0, 1000, block)]
+    off = len(scales) * x.itemsize
+    assert np.array_equal(data[:off].view(dtype), np.array(scales, dtype))
+    decoded = trip(Int8(block), x)
+    for i, scale in enumerate(scales):
+        part = slice(i * block, (i + 1) * block)
+        q = np.rint(x[part] / scale * dtype(127))
+        assert np.array_equal(data[off:][part].astype(int) - 127, q)
+        assert np.array_equal(decoded[part], q.astype(dtype) * (scale / dtype(127)))
+        assert np.abs(decoded[part] - x[part]).max() <= scale / 254 * (1 + 1e-4)
+
+
+def test_int8_at_random_goes_up_where_the_counter_says():
+    x = normal(300, 1, np.float64)
+    scale = np.abs(x).max()
+    m = np.abs(x) / scale * 127
+    q = np.floor(m) + (m - np.floor(m) > uniforms(300, 9))
+    wanted = np.sign(x) * q * (scale / 127)
+    assert np.allclose(trip(Int8(512, stochastic=True), x, 9), wanted, rtol=1e-15)
+
+
+# 1-bit
+
+
+@pytest.mark.oracle("codec:one_bit")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_bit_sends_the_means_of_the_sides_of_every_column(dtype):
+    x = normal(40 * 6 + 10, 2, dtype)
+    x[5] = 0
+    matrix, vector = x[:240].reshape(40, 6), x[240:]
+    decoded = trip(OneBit().on([(40, 6), (10,)]), x)
+    for column, seen in [*zip(matrix.T, decoded[:240].reshape(40, 6).T, strict=True), (vector, decoded[240:])]:
+        for side in (column >= 0, column < 0):
+            mean = column[side].astype(np.float64).mean()
+            assert np.allclose(seen[side], mean, rtol=2 * np.finfo(dtype).eps)
+            assert np.isclose(seen[side].sum(dtype=np.float64), column[side].sum(dtype=np.float64), rtol=1e-6)
+    flat = trip(OneBit(), x)
+    assert len(np.unique(flat)) == 2
+    assert np.isclose(flat.astype(np.float64).sum(), x.astype(np.float64).sum(), rtol=1e-5)
+
+
+def test_one_bit_keeps_the_sum_of_a_side_exactly_where_the_mean_is_a_number():
+    x = np.float32([1, 3, 8, 0, -2, -4, -4.5, -1.5])
+    assert trip(OneBit(), x).tolist() == [3, 3, 3, 3, -3, -3, -3, -3]
+
+
+def test_one_bit_is_exact_for_two_values_and_for_one_side():
+    two = np.where(rng().random(100) < 0.5, np.float32(0.3), np.float32(-7))
+    assert np.array_equal(trip(OneBit(), two), two)
+    assert np.array_equal(trip(OneBit(), np.full(100, np.float32(-0.3))), np.full(100, np.float32(-0.3)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("codec", [OneBit(), OneBit().on([(25, 20)]), OneBit().on([(300,), (20, 10)])], ids=str)
+def test_one_bit_with_its_residual_is_the_same_as_in_three_steps(codec, dtype):
+    plain, error = np.zeros(500, dtype), np.zeros(500, dtype)
+    for step in range(5):
+        x = normal(500, step, dtype)
+        plain += x
+        wanted = codec.encode(plain, rng())
+        plain -= codec.decode(wanted, 500, plain.dtype.name)
+        assert np.array_equal(codec.encode_residual(x, error, rng()), wanted)
+        assert np.array_equal(error, plain)
+
+
+def test_one_bit_takes_less_than_the_elements_of_thin_matrices():
+    codec = OneBit().on([(2, 100), (40, 100)])
+    assert codec.wire_bytes(4200, "float32") == 800 + (800 + 500)
+    x = normal(4200)
+    assert np.array_equal(trip(codec, x)[:200], x[:200])
+
+
+# signSGD
+
+
+@pytest.mark.oracle("codec:sign")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sign_is_the_mean_magnitude_times_the_sign(dtype):
+    x = normal(1000, 4, dtype)
+    x[3] = 0
+    wanted = np.abs(x.astype(np.float64)).mean() * np.where(x >= 0, 1, -1)
+    assert np.allclose(trip(Sign(), x), wanted, rtol=2 * np.finfo(dtype).eps)
+    assert np.array_equal(trip(Sign(scaled=False), x), np.where(x >= 0, dtype(1), dtype(-1)))
+    layers = trip(Sign().on([(300,), (70, 10)]), x)
+    assert np.array_equal(layers, np.concatenate([trip(Sign(), x[:300]), trip(Sign(), x[300:])]))
+
+
+def test_what_sign_loses_is_the_identity_of_karimireddy():
+    for seed in range(20):
+        x = rng(seed).standard_t(2, 400)
+        lost = np.sum((trip(Sign(), x) - x) ** 2)
+        density = np.abs(x).sum() ** 2 / (400 * np.sum(x**2))
+        assert lost == pytest.approx((1 - density) * np.sum(x**2), rel=1e-12)
+
+
+# TernGrad
+
+
+@pytest.mark.oracle("codec:terngrad")
+@pytest.mark.parametrize("clip", [2.5, math.inf])
+def test_terngrad_is_bernoulli_of_the_clipped_magnitude(clip):
+    x = rng(5).standard_t(3, 1000)
+    s = min(np.abs(x).max(), clip * np.sqrt(np.mean(x**2)))
+    wanted = s * np.sign(x) * (np.minimum(np.abs(x) / s, 1) > uniforms(1000, 8) + (np.abs(x) >= s) * -1)
+    assert np.allclose(trip(TernGrad(clip), x, 8), wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("codec", [TernGrad(), TernGrad(clip=math.inf)], ids=str)
+def test_the_mean_of_terngrad_is_the_clipped_value(codec):
+    x = rng(6).standard_t(3, 400)
+    s = min(np.abs(x).max(), codec.clip * np.sqrt(np.mean(x**2)))
+    draws = np.stack([trip(codec, x, seed) for seed in range(600)])
+    wanted = np.clip(x, -s, s)
+    deviation = np.sqrt(np.abs(wanted) * (s - np.abs(wanted)))
+    off = np.abs(draws.mean(0) - wanted)
+    assert np.mean(off > 4 * deviation / np.sqrt(600) + 1e-12) <= 0.005
+    along = draws @ np.sign(x)
+    assert abs(along.mean() - np.abs(wanted).sum()) <= 4 * np.sqrt(np.sum(deviation**2) / 600)
+    assert len(np.unique(np.round(draws / s, 6))) == 3
+    assert codec.unbiased == (not (x != wanted).any())
+
+
+def test_terngrad_has_a_scale_for_every_tensor_and_keeps_constants():
+    x = np.concatenate([np.full(50, 1e-3), np.full(70, -5.0)])
+    assert np.allclose(trip(TernGrad().on([(50,), (70,)]), x), x, rtol=1e-12)
+    assert np.count_nonzero(trip(TernGrad(), x)[:50]) < 10
+
+
+# QSGD
+
+
+@pytest.mark.oracle("codec:qsgd")
+@pytest.mark.parametrize(("levels", "bucket"), [(1, 64), (4, 512), (16, 128), (127, 8)])
+def test_qsgd_is_the_formula_bucket_by_bucket(levels, bucket):
+    x = normal(1003, 7, np.float64)
+    x[::9] = 0
+    seen, random = trip(Qsgd(levels, bucket), x, 2), uniforms(1003, 2)
+    for i in range(0, 1003, bucket):
+        part = slice(i, i + bucket)
+        norm = np.linalg.norm(x[part])
+        m = np.abs(x[part]) / norm * levels
+        xi = np.floor(m) + (m - np.floor(m) > random[part])
+        assert np.allclose(seen[part], norm * np.sign(x[part]) * xi / levels, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("levels", "size"), [(1, 64), (4, 64), (4, 500), (16, 100)])
+def test_the_variance_and_the_sparsity_of_qsgd(levels, size):
+    codec, x = Qsgd(levels), rng(8).standard_t(3, size)
+    draws = np.stack([trip(codec, x, seed) for seed in range(400)])
+    errors = np.sum((draws - x) ** 2, 1)
+    norm = np.sum(x**2)
+    assert codec.variance(size) == min(size / levels**2, math.sqrt(size) / levels)
+    assert errors.mean() <= codec.variance(size) * norm + 4 * errors.std() / 20
+    counts = np.count_nonzero(draws, 1)
+    assert counts.mean() <= levels * (levels + math.sqrt(size)) + 4 * counts.std() / 20
+
+
+def test_qsgd_keeps_its_own_levels_in_a_last_bucket_too():
+    # 3, 4 and zeros have norm 5: with 5 levels both are levels, in every bucket.
+    x = np.zeros(20, np.float32)
+    x[[1, 5, 9, 10, 17, 19]] = [3, -4, 4, 3, -3, 4]
+    assert np.array_equal(trip(Qsgd(5, 8), x), x)
+
+
+def test_only_a_small_variance_makes_qsgd_a_contraction_and_damping_does_otherwise():
+    assert not Qsgd().contraction
+    assert Qsgd(levels=16, bucket=64).contraction
+    error = None
+    for step in range(60):
+        x = normal(512, step)
+        one = fitted(Qsgd(1), Residual(), ((512,),), step)
+        _, error = encode(one, Residual(), x, error, rng(step))
+    assert np.linalg.norm(error) < 60 * np.linalg.norm(normal(512))
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("made", "complaint"),
+    [
+        (lambda: Int8(block=0), "at least 1"),
+        (lambda: Qsgd(levels=0), "1 to 127"),
+        (lambda: Qsgd(levels=128), "1 to 127"),
+        (lambda: Qsgd(bucket=12), "multiple of 8"),
+        (lambda: TernGrad(clip=0.5), "1 or more"),
+        (lambda: TernGrad(clip=math.nan), "1 or more"),
+    ],
+)
+def test_impossible_settings_are_refused(made, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        made()
+
+
+# broken on purpose
+
+
+@dataclass(frozen=True)
+class RoundsDown(Int8):
+    """Lowers what it rounds."""
+
+    def encode(self, array, random):
+        return super().encode(array - np.abs(array).max(initial=0) / 200, random)
+
+
+@dataclass(frozen=True)
+class TooBold(Qsgd):
+    """Decodes a quarter more than was sent."""
+
+    def _read(self, data, size, dtype):
+        step, codes = super()._read(data, size, dtype)
+        return step * 1.25, codes
+
+
+@dataclass(frozen=True)
+class OneMean(OneBit):
+    """The mean of all magnitudes for either side."""
+
+    def _means(self, floats, sums):
+        means = super()._means(floats, sums)
+        return np.stack([(means[0] - means[1]) / 2, (means[1] - means[0]) / 2])
+
+
+@dataclass(frozen=True)
+class LargestScale(Sign):
+    """The largest magnitude in place of the mean."""
+
+    def uncoded(self, data, size, dtype):
+        return 1.5 * super().uncoded(data, size, dtype)
+
+
+@dataclass(frozen=True)
+class ClaimsUnbiased(TernGrad):
+    """Clips and says that it does not."""
+
+    @property
+    def unbiased(self):
+        return True
+
+
+@dataclass(frozen=True)
+class AlwaysUp(Natural):
+    """The power above, whatever the fraction."""
+
+    def coded(self, floats, random):
+        return super().coded(np.ldexp(np.float32(1), np.frexp(floats)[1]).astype(floats.dtype), random)
+
+
+@dataclass(frozen=True)
+class Truncates(Bfloat16):
+    """Cuts the lower half of the bits off."""
+
+    def encode(self, array, random):
+        if array.dtype != np.float32:
+            return super().encode(array, random)
+        return super().encode((array.reshape(-1).view(np.uint32) & 0xFFFF0000).view(np.float32), random)
+
+
+@pytest.mark.negative_control(
+    "codec:bfloat16", "codec:int8", "codec:one_bit", "codec:sign", "codec:terngrad", "codec:qsgd", "codec:natural"
+)
+@pytest.mark.parametrize(
+    "broken", [RoundsDown(), TooBold(), OneMean(), LargestScale(), ClaimsUnbiased(), AlwaysUp(), Truncates()], ids=str
+)
+def test_a_broken_quantiser_is_caught(broken):
+    with pytest.raises(AssertionError):
+        check_codec(broken)

@@ -1,0 +1,150 @@
+"""Quantising codecs at the edges: what is not finite, extremes, damaged bytes, and tensors beside arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep.arrays import kernels
+from flockstep.arrays.kernels import FLOATS, numpy_dtype
+from flockstep.codecs.bfloat16 import Bfloat16
+from flockstep.codecs.int8 import Int8
+from flockstep.codecs.natural import Natural
+from flockstep.codecs.one_bit import OneBit
+from flockstep.codecs.qsgd import Qsgd
+from flockstep.codecs.sign import Sign
+from flockstep.codecs.terngrad import TernGrad
+from flockstep.errors import Diverged, ProtocolError
+
+pytest.importorskip("numba")
+
+CODECS = [Int8(), Int8(stochastic=True), OneBit(), Sign(), Sign(scaled=False), TernGrad(), Qsgd(), Natural()]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named(codec, dtype, value):
+    x = rng().normal(size=1500).astype(numpy_dtype(dtype))
+    x[1234] = value
+    with pytest.raises(Diverged, match=rf"cannot encode {value} at element 1234 with \w+; lower the learning rate"):
+        codec.encode(x, rng())
+    if dtype == "float32":
+        with pytest.raises(Diverged, match="at element 1234"):
+            codec.encode_residual(x, np.zeros_like(x), rng())
+
+
+@pytest.mark.parametrize("codec", [*CODECS, Bfloat16()], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_whole_range_in_one_array(codec, dtype):
+    low, high = {"float16": (-7, 4), "float64": (-300, 150)}.get(dtype, (-38, 38))
+    x = (np.logspace(low, high, 200) * rng().choice([-1, 1], 200)).astype(numpy_dtype(dtype))
+    decoded = codec.decode(codec.encode(x, rng()), 200, dtype)
+    assert np.isfinite(decoded.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_smallest_numbers_do_not_overflow(codec, dtype):
+    x = np.full(64, 1, numpy_dtype(dtype)) * numpy_dtype(dtype).type(2.0 ** (-24 if dtype == "float16" else -130))
+    decoded = codec.decode(codec.encode(x, rng()), 64, dtype).astype(np.float64)
+    assert np.isfinite(decoded).all()
+
+
+@pytest.mark.parametrize("codec", [Int8(), OneBit(), Sign(), TernGrad(), Qsgd()], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
+def test_impossible_scales_are_refused(codec, dtype, scale):
+    x = rng().normal(size=100).astype(dtype)
+    data = codec.encode(x, rng()).copy()
+    data[: x.itemsize] = np.array([scale], dtype).view(np.uint8)
+    for act in (lambda: codec.decode(data, 100, dtype), lambda: codec.add_decoded(data, x.copy())):
+        with pytest.raises(ProtocolError, match="scales or codes that cannot be"):
+            act()
+
+
+def test_a_positive_mean_of_the_negative_side_is_refused():
+    data = OneBit().encode(rng().normal(size=100).astype(np.float32), rng()).copy()
+    data[4:8] = np.float32([1]).view(np.uint8)
+    with pytest.raises(ProtocolError, match="one_bit got scales or codes"):
+        OneBit().decode(data, 100, "float32")
+
+
+@pytest.mark.parametrize("codec", [Int8(), TernGrad(), Qsgd(), Natural()], ids=str)
+def test_impossible_codes_are_refused(codec):
+    x = rng().normal(size=100).astype(np.float32)
+    data = codec.encode(x, rng()).copy()
+    data[60 if isinstance(codec, Natural) else -5] = 255
+    for act in (lambda: codec.decode(data, 100, "float32"), lambda: codec.add_decoded(data, x.copy())):
+        with pytest.raises(ProtocolError, match="scales or codes that cannot be"):
+            act()
+
+
+@pytest.mark.parametrize("codec", [*CODECS, Bfloat16()], ids=str)
+def test_a_wrong_length_names_both_numbers(codec):
+    wanted = codec.wire_bytes(100, "float32")
+    with pytest.raises(ProtocolError, match=rf"needs {wanted} bytes for 100 .*got {wanted + 1}"):
+        codec.decode(np.zeros(wanted + 1, np.uint8), 100, "float32")
+
+
+@pytest.mark.parametrize("codec", [*CODECS, OneBit().on([(30, 20), (33,)]), TernGrad().on([(600,), (33,)])], ids=str)
+def test_bytes_may_lie_anywhere(codec):
+    x = rng().normal(size=633).astype(np.float32)
+    data = codec.encode(x, rng())
+    shifted = np.frombuffer(b"." + data.tobytes(), np.uint8)[1:]
+    assert np.array_equal(codec.decode(shifted, 633, "float32"), codec.decode(data, 633, "float32"))
+    out, plain = np.zeros((633, 2), np.float32)[:, 0], np.zeros(633, np.float32)
+    codec.add_decoded(shifted, out, 0.5)
+    codec.add_decoded(data, plain, 0.5)
+    assert np.array_equal(out, plain)
+
+
+TORCH = [*CODECS, Bfloat16(), OneBit().on([(30, 20), (33,)]), Qsgd(levels=16, bucket=64), Int8(block=9)]
+
+
+@pytest.mark.parametrize("codec", TORCH, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_tensors_give_the_same_bytes_as_arrays(codec, dtype):
+    torch = pytest.importorskip("torch")
+    x = rng(1).standard_t(3, 633).astype(dtype)
+    tensor = torch.from_numpy(x.copy())
+    data, mine = codec.encode(x, rng(5)), codec.encode(tensor, rng(5))
+    assert isinstance(mine, torch.Tensor)
+    assert mine.dtype == torch.uint8
+    decoded, theirs = codec.decode(data, 633, dtype), codec.decode(mine, 633, dtype)
+    assert np.array_equal(mine.numpy(), data)
+    assert np.array_equal(theirs.numpy(), decoded)
+    out = torch.ones(633, dtype=theirs.dtype)
+    codec.add_decoded(mine, out, -0.5)
+    plain = np.ones(633, dtype)
+    codec.add_decoded(data, plain, -0.5)
+    assert np.allclose(out.numpy(), plain, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+    error = torch.zeros(633, dtype=theirs.dtype)
+    again = codec.encode_residual(tensor, error, rng(5))
+    assert torch.equal(again, mine)
+    assert torch.equal(error, tensor - theirs)
+    assert np.array_equal(tensor.numpy(), x)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_is_not_finite_in_a_tensor_is_named(codec):
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(100)
+    tensor[17] = float("nan")
+    with pytest.raises(Diverged, match="nan at element 17"):
+        codec.encode(tensor, rng())
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_bfloat16_tensors_and_arrays_give_the_same_bytes(codec):
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(rng(2).normal(size=300).astype(np.float32)).to(torch.bfloat16)
+    array = tensor.to(torch.float32).numpy().astype(numpy_dtype("bfloat16"))
+    data = codec.encode(array, rng(3))
+    assert np.array_equal(codec.encode(tensor, rng(3)).numpy(), data)
+    decoded = codec.decode(kernels.of(tensor).copied(torch.from_numpy(data.copy())), 300, "bfloat16")
+    assert np.array_equal(decoded.to(torch.float32).numpy(), codec.decode(data, 300, "bfloat16").astype(np.float32))

@@ -1,0 +1,349 @@
+"""What sparsifying codecs send, element by element, against plain numpy; their sizes, bounds and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from flockstep.codecs.ada_comp import AdaComp
+from flockstep.codecs.adaptive_threshold import AdaptiveThreshold
+from flockstep.codecs.base import Codec
+from flockstep.codecs.dgc import Dgc
+from flockstep.codecs.half import Half
+from flockstep.codecs.random_subset import RandomK
+from flockstep.codecs.threshold import Threshold
+from flockstep.codecs.top import TopK
+from flockstep.errors import CompositionError, ConfigurationError, Diverged, ProtocolError
+from flockstep.feedback.residual import Residual
+from flockstep.feedback.sender import check_composition, fitted
+
+pytest.importorskip("numba")
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def normal(size, seed=0, dtype=np.float32):
+    return rng(seed).normal(size=size).astype(dtype)
+
+
+def trip(codec, array, seed=0):
+    return codec.decode(codec.encode(array, rng(seed)), array.size, array.dtype.name)
+
+
+def top(array, count):
+    """The definition: sort by magnitude, then by index."""
+    kept = np.lexsort((np.arange(len(array)), -np.abs(array.astype(np.float64))))[:count]
+    out = np.zeros_like(array)
+    out[kept] = array[kept]
+    return out
+
+
+def squared(array):
+    return float(np.sum(np.square(array.astype(np.float64))))
+
+
+def agrees_with_the_definition(codec):
+    arrays = [normal(997), normal(200_000, 1), np.ones(1000, np.float32), np.repeat(normal(100), 10)]
+    return all(np.array_equal(trip(codec, x), top(x, codec.count(len(x)))) for x in arrays)
+
+
+@pytest.mark.oracle("codec:topk")
+def test_topk_sends_the_largest():
+    assert agrees_with_the_definition(TopK(0.01))
+    assert agrees_with_the_definition(TopK(0.2))
+
+
+@dataclass(frozen=True)
+class FirstK(TopK):
+    """Takes the first elements for the largest."""
+
+    def choose(self, array, random):
+        return super().choose(np.arange(len(array), 0, -1, dtype=np.float32), random)
+
+
+@pytest.mark.negative_control("codec:topk")
+def test_a_topk_of_other_elements_is_noticed():
+    assert not agrees_with_the_definition(FirstK(0.01))
+
+
+@pytest.mark.parametrize("codec", [TopK(0.01), TopK(0.3), TopK(0.05, bucket=128), Dgc(0.01)])
+def test_what_is_left_out_is_within_the_contraction(codec):
+    for seed in range(5):
+        x = rng(seed).standard_t(2, 5000).astype(np.float32)
+        assert squared(x - trip(codec, x)) <= (1 - codec.count(5000) / 5000) * squared(x) + 1e-6 * squared(x)
+
+
+@pytest.mark.parametrize("size", [100_000, 300_001])
+def test_a_sample_finds_nearly_the_largest(size):
+    x = normal(size)
+    for seed in range(5):
+        got, best = trip(TopK(0.01, sampled=True), x, seed), top(x, round(size / 100))
+        assert np.count_nonzero(got) == round(size / 100)
+        assert squared(got) >= 0.9 * squared(best)
+        found = np.flatnonzero(got)
+        assert np.isin(found, np.flatnonzero(best)).mean() >= 0.8
+
+
+@pytest.mark.parametrize("text", ["topk", "topk(sampled=true)"])
+def test_sampling_copes_with_arrays_in_which_no_threshold_splits_well(text):
+    codec = Codec.parse(text)
+    two = np.where(np.arange(100_000) % 50 == 0, 2.0, 1.0).astype(np.float32)
+    for x in (np.ones(100_000, np.float32), two, np.zeros(100_000, np.float32), np.eye(1, 100_000, 7)[0]):
+        assert np.array_equal(trip(codec, x), top(x, 1000))
+
+
+def test_a_bucket_has_its_own_largest_and_short_indices():
+    x, codec = normal(1300), TopK(16 / 512, bucket=512)
+    wanted = np.concatenate([top(x[:512], 16), top(x[512:1024], 16), top(x[1024:], 9)])
+    assert np.array_equal(trip(codec, x), wanted)
+    assert codec.wire_bytes(1300, "float32") == -(-41 * 9 // 8) + 4 * 41
+    assert codec.wire_bytes(512 * 80, "float32") == 80 * 16 * (9 + 32) // 8
+
+
+def holds_random_k(codec, exact=True):
+    """Its subset is of the right size, spread evenly, and its mean is the array where it is scaled."""
+    x = np.arange(1, 101, dtype=np.float64)
+    draws = np.stack([trip(codec, x, seed) for seed in range(3000)])
+    hits = (draws != 0).mean(axis=0)
+    assert ((draws != 0).sum(axis=1) == 10).all()
+    mean = 10 * hits * x if codec.scaled else hits * x
+    even = np.abs(hits - 0.1).max() <= 5 * np.sqrt(0.09 / 3000)
+    return even and np.allclose(draws.mean(axis=0), mean)
+
+
+@pytest.mark.oracle("codec:random_k")
+def test_random_k_sends_every_element_as_often():
+    assert holds_random_k(RandomK(0.1))
+    assert holds_random_k(RandomK(0.1, scaled=True))
+
+
+@dataclass(frozen=True)
+class Sticky(RandomK):
+    """Always the same subset."""
+
+    def choose(self, array, random):
+        return super().choose(array, rng(1))
+
+
+@pytest.mark.negative_control("codec:random_k")
+def test_a_random_k_that_is_not_random_is_noticed():
+    assert not holds_random_k(Sticky(0.1))
+
+
+def test_random_k_has_its_variance_and_its_loss():
+    x = normal(100, dtype=np.float64)
+    for codec, factor in ((RandomK(0.1), 0.9), (RandomK(0.1, scaled=True), 9.0)):
+        errors = [squared(x - trip(codec, x, seed)) for seed in range(4000)]
+        assert abs(np.mean(errors) - factor * squared(x)) <= 5 * np.std(errors) / np.sqrt(4000)
+    assert RandomK(0.1, scaled=True).variance(100) == pytest.approx(9)
+    assert RandomK(0.1).wire_bytes(100, "float32") == 8 + 40
+
+
+def test_sums_of_random_ks_terms_are_terms_of_sums():
+    a, b, codec = normal(1000), normal(1000, 1), RandomK(0.1)
+    both = [codec.encode(x, rng(5)) for x in (a, b)]
+    total = codec.terms(both[0], 1000, "float32") + codec.terms(both[1], 1000, "float32")
+    assert total.tobytes() == codec.terms(codec.encode(a + b, rng(5)), 1000, "float32").tobytes()
+    assert codec.shares_seed
+
+
+@pytest.mark.oracle("codec:threshold")
+def test_threshold_sends_what_is_beyond_it():
+    x = normal(1000)
+    for t in (0.8, 1.0, float(np.abs(x[6]))):
+        assert np.array_equal(trip(Threshold(t), x), np.where(np.abs(x) > np.float32(t), x, 0))
+
+
+@dataclass(frozen=True)
+class Inclusive(Threshold):
+    """|x| ≥ t."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "t", float(np.nextafter(np.float32(self.t), np.float32(0))))
+
+
+@pytest.mark.negative_control("codec:threshold")
+def test_a_threshold_that_sends_its_own_value_is_noticed():
+    x = normal(1000)
+    t = float(np.abs(x[6]))
+    assert not np.array_equal(trip(Inclusive(t), x), np.where(np.abs(x) > np.float32(t), x, 0))
+
+
+def test_threshold_is_monotone_and_never_sends_more_than_the_array():
+    x = normal(5000)
+    sizes = [len(Threshold(t).encode(x, rng())) for t in np.linspace(0, 5, 40)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == x.nbytes
+    assert sizes[-1] == 4 + 8, "the largest is always sent"
+
+
+def adaptive_by_hand(x, ratio):
+    """As many as the sample says, where the sample is the array."""
+    low = np.sort(np.abs(x))[len(x) - max(1, round(ratio * len(x)))]
+    return np.where(np.abs(x) >= low, x, 0)
+
+
+@pytest.mark.oracle("codec:adaptive_threshold")
+def test_adaptive_threshold_sends_its_share():
+    x = normal(5000)
+    assert np.array_equal(trip(AdaptiveThreshold(0.02), x), adaptive_by_hand(x, 0.02))
+    mean, std = x.astype(np.float64).mean(), x.astype(np.float64).std()
+    wanted = np.where(np.abs(x) >= np.float32(abs(mean) + 2.3263478740408408 * std), x, 0)
+    assert np.array_equal(trip(AdaptiveThreshold(0.02, "gaussian"), x), wanted)
+    big = normal(400_000, 1)
+    for by in ("sample", "gaussian"):
+        for seed in range(5):
+            assert 0.75 <= np.count_nonzero(trip(AdaptiveThreshold(0.01, by), big, seed)) / 4000 <= 1.35
+
+
+@pytest.mark.negative_control("codec:adaptive_threshold")
+def test_another_share_is_noticed():
+    x = normal(5000)
+    assert not np.array_equal(trip(AdaptiveThreshold(0.03), x), adaptive_by_hand(x, 0.02))
+
+
+@pytest.mark.oracle("codec:dgc")
+def test_dgc_is_sampled_topk_that_warms_up():
+    x = normal(200_000)
+    assert np.array_equal(Dgc(0.01).encode(x, rng()), TopK(0.01, sampled=True).encode(x, rng()))
+    ratios = [Dgc(0.001, warmup=8).at(step).ratio for step in range(10)]
+    assert ratios == [0.25] * 2 + [0.0625] * 2 + [0.015625] * 2 + [0.004] * 2 + [0.001] * 2
+    assert Dgc(0.1, warmup=4).at(3).ratio == 0.1
+    assert Dgc(0.1, warmup=4, values=Half()).at(0).values == Half()
+
+
+@pytest.mark.negative_control("codec:dgc")
+def test_a_dgc_that_does_not_warm_up_is_noticed():
+    @dataclass(frozen=True)
+    class Cold(Dgc):
+        def at(self, step):
+            return replace(self, warmup=0)
+
+    assert Cold(0.001, warmup=8).at(0).ratio != Dgc(0.001, warmup=8).at(0).ratio
+
+
+COPY = [TopK(0.02), TopK(0.02, sampled=True), TopK(0.1, bucket=64), Dgc(0.02), RandomK(0.05), Threshold(1.0)]
+
+
+@pytest.mark.parametrize("codec", [*COPY, AdaptiveThreshold(0.05)], ids=str)
+def test_sent_and_kept_add_up_bit_for_bit(codec):
+    error = np.zeros(20_000, np.float32)
+    for step in range(10):
+        gradient = normal(20_000, step) * np.float32(10.0) ** rng(step).integers(-6, 6, 20_000).astype(np.float32)
+        total = error + gradient
+        sent = codec.decode(codec.encode_residual(gradient, error, rng(step)), 20_000, "float32")
+        assert (sent + error).tobytes() == total.tobytes()
+
+
+def test_residuals_leave_out_the_error_of_unbiased_values_only():
+    @dataclass(frozen=True)
+    class Rounds(Half):
+        biased: bool = True
+
+        @property
+        def unbiased(self):
+            return not self.biased
+
+    for biased in (True, False):
+        codec, error = TopK(0.05) + Rounds(biased), np.zeros(1000, np.float32)
+        sent = codec.decode(codec.encode_residual(normal(1000), error, rng()), 1000, "float32")
+        chosen = np.flatnonzero(top(normal(1000), 50))
+        wanted = (normal(1000) - sent)[chosen] if biased else np.zeros(50)
+        assert np.array_equal(error[chosen], wanted)
+        assert np.any(sent[chosen] != normal(1000)[chosen])
+
+
+def test_where_indices_would_cost_more_the_array_itself_is_sent():
+    for size, ratio in ((1, 0.01), (2, 1.0), (1000, 0.5), (1000, 1.0)):
+        x = normal(size)
+        assert TopK(ratio).encode(x, rng()).tobytes() == x.tobytes()
+    assert TopK(0.4).wire_bytes(1000, "float32") == 400 * 8
+
+
+@pytest.mark.parametrize("codec", [TopK(0.5), TopK(0.3, bucket=8), Threshold(1.0), AdaComp(10)], ids=str)
+def test_damaged_indices_are_refused(codec):
+    x, refused = normal(40, dtype=np.float64), 0
+    data = codec.encode(x, rng())
+    assert len(data) < x.nbytes
+    for place in range(len(data)):
+        for bit in range(8):
+            bad = data.copy()
+            bad[place] ^= 1 << bit
+            try:
+                out = codec.decode(bad, 40, "float64")
+            except ProtocolError:
+                refused += 1
+            else:
+                assert out.shape == (40,)
+    assert refused > 0
+
+
+def test_damage_is_named():
+    def wire(*numbers):
+        return np.concatenate([np.array(numbers, "<u4").view(np.uint8), np.zeros(16, np.uint8)])
+
+    for indices in ((5, 3), (3, 3), (3, 40)):
+        with pytest.raises(ProtocolError, match="do not ascend or reach beyond"):
+            TopK(0.05).decode(wire(*indices), 40, "float64")
+        with pytest.raises(ProtocolError, match="do not ascend or reach beyond"):
+            Threshold(1.0).decode(wire(2, *indices), 40, "float64")
+    for count in (3, 41, 1 << 31):
+        with pytest.raises(ProtocolError):
+            Threshold(1.0).decode(wire(count, 1, 2), 40, "float64")
+    out = np.ones(40)
+    with pytest.raises(ProtocolError):
+        TopK(0.05).add_decoded(wire(3, 40), out)
+    assert (out == 1).all(), "what is refused adds nothing"
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("text", ["topk", "topk(sampled=true)", "topk(bucket=512)", "dgc", "threshold", "adacomp"])
+def test_what_is_not_finite_is_named(text, value):
+    x = normal(100_000)
+    x[777] = value
+    with pytest.raises(Diverged, match=rf"cannot encode {value} at element 777 with {text[:4]}.*; lower the learning"):
+        Codec.parse(text).encode(x, rng())
+
+
+@pytest.mark.parametrize(
+    "text", ["topk", "topk(sampled=true)", "topk(bucket=512)", "dgc(warmup=8)", "random_k", "threshold(2.0)", "adacomp"]
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_large_tensors_give_the_bytes_of_large_arrays(text, dtype):
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_numpy(normal(150_001)).to(getattr(torch, dtype))
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        array = tensor.float().numpy().astype(ml_dtypes.bfloat16)
+    else:
+        array = tensor.numpy()
+    codec = Codec.parse(text).at(100)
+    data = codec.encode(array, rng(4))
+    assert codec.encode(tensor, rng(4)).numpy().tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["topk(0)", "topk(1.5)", "topk(bucket=-1)", "topk(sampled=true, bucket=8)", "threshold(-1)", "dgc(warmup=-1)"],
+)
+def test_settings_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ConfigurationError):
+        Codec.parse(wrong)
+
+
+def test_scaled_random_k_is_damped_under_feedback_and_a_values_codec_may_forbid_it():
+    assert str(fitted(RandomK(scaled=True), Residual(), ((100,),), 0)).startswith("Damped")
+
+    @dataclass(frozen=True)
+    class Wild(Half):
+        @property
+        def contraction(self):
+            return False
+
+    with pytest.raises(CompositionError):
+        check_composition(TopK() + Wild(), Residual())

@@ -1,0 +1,184 @@
+"""Costs of collectives: closed forms, the virtual network against them, and the choice that they make."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flockstep.collectives import costs, layouts
+from flockstep.collectives.auto import CANDIDATES, Auto
+from flockstep.collectives.base import Collective
+from flockstep.collectives.costs import Link
+from flockstep.collectives.double_tree import DoubleTree
+from flockstep.collectives.table import Measured, nearest, read_table, write_table
+from flockstep.errors import ConfigurationError
+from flockstep.messages import HEADER_BYTES
+from support.collectives import CASES, arrays, summed
+
+TEN_GBIT = Link(50e-6, 8e-10)
+EXACT = ["ring", "recursive_doubling", "rabenseifner", "binomial_tree", "pipelined", "hierarchical", "auto", "sparse"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("latency", [0.0, 1e-4, 0.1])
+def test_virtual_time_is_the_cost(name, n, latency):
+    """Headers are charged by the network and, as part of the message, by the formula."""
+    collective, size = CASES[name][0], 960
+    run, _ = summed(collective, arrays(n, size), compute="constant(0)", network=f"link(1e6, {latency})")
+    expected = collective.cost(n, size * 4, Link(latency, 1e-6, HEADER_BYTES))
+    assert run.seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert expected >= costs.lower_bound(n, size * 4, Link(latency, 1e-6)) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "hierarchical", "binomial_tree"])
+@pytest.mark.parametrize("n", [3, 5, 6, 7, 9])
+def test_for_other_numbers_of_workers_it_is_close(name, n):
+    collective, size = CASES[name][0], 2520
+    run, _ = summed(collective, arrays(n, size), compute="constant(0)", network="link(1e6, 1e-4)")
+    assert run.seconds == pytest.approx(collective.cost(n, size * 4, Link(1e-4, 1e-6, HEADER_BYTES)), rel=0.08)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize("chunks", [1, 4, 16, 64])
+def test_the_double_tree_is_within_a_quarter_of_its_model(n, chunks):
+    run, _ = summed(DoubleTree(chunks), arrays(n, 6400), compute="constant(0)", network="link(1e6, 1e-4)")
+    expected = DoubleTree(chunks).cost(n, 25600, Link(1e-4, 1e-6, HEADER_BYTES))
+    assert 0.74 <= run.seconds / expected <= 1.27
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_rounds_are_what_latency_counts(name, n):
+    collective = CASES[name][0]
+    run, _ = summed(collective, arrays(n, 10), compute="constant(0)", network="link(1e30, 1)")
+    assert run.seconds == pytest.approx(collective.rounds(n))
+
+
+def test_the_formulas_are_those_of_the_slides():
+    link, m = TEN_GBIT, 1e6
+    for k, n in ((1, 2), (2, 4), (3, 8), (4, 16), (6, 64)):
+        latency, moved = k * 50e-6, 2 * m * 8e-10 * (n - 1) / n
+        assert costs.tree(n, m, link) == pytest.approx(2 * latency + 2 * m * 8e-10 * k)
+        assert costs.butterfly(n, m, link) == pytest.approx(latency + m * 8e-10 * k)
+        assert costs.pipeline(n, m, link) == pytest.approx(2 * 50e-6 * (n - 1) + moved)
+        assert costs.halving_doubling(n, m, link) == pytest.approx(2 * latency + moved)
+        assert costs.lower_bound(n, m, link) == pytest.approx(latency + moved)
+
+
+def test_what_follows_from_the_formulas():
+    for n in range(1, 65):
+        for m in (0, 100, 1e4, 1e6, 1e9):
+            bound = costs.lower_bound(n, m, TEN_GBIT) * (1 - 1e-12)
+            four = [f(n, m, TEN_GBIT) for f in (costs.tree, costs.butterfly, costs.pipeline, costs.halving_doubling)]
+            assert all(cost >= bound for cost in four)
+            assert all(candidate.cost(n, m, TEN_GBIT) >= bound for candidate in CANDIDATES if n > 1), (n, m)
+            if n & (n - 1) == 0:
+                assert four[0] == 2 * four[1]
+                assert four[3] <= four[2] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("n", "kilobytes"), [(4, 250), (8, 150), (16, 118), (64, 93)])
+def test_where_reduce_scatter_overtakes_recursive_doubling(n, kilobytes):
+    size = costs.crossover(n, TEN_GBIT)
+    assert round(size / 1e3) == kilobytes
+    for m, first in ((size * 0.999, True), (size * 1.001, False)):
+        assert (costs.butterfly(n, m, TEN_GBIT) < costs.halving_doubling(n, m, TEN_GBIT)) == first
+    assert costs.crossover(2, TEN_GBIT) == math.inf
+    with pytest.raises(ConfigurationError):
+        costs.crossover(6, TEN_GBIT)
+
+
+GOLDEN = {
+    132.9e6: (14.60, 4.698, 1.942, 1.098, 7.052, 0.859, 2.147, 1.091),
+    60.2e6: (6.613, 2.128, 0.880, 0.497, 3.194, 0.389, 0.972, 0.494),
+    6.8e6: (0.747, 0.240, 0.099, 0.056, 0.361, 0.044, 0.110, 0.056),
+}
+
+
+@pytest.mark.parametrize("parameters", GOLDEN)
+def test_figure_14(parameters):
+    times = layouts.Times.of(4 * parameters)
+    for formula, golden in zip(layouts.LAYOUTS.values(), GOLDEN[parameters], strict=True):
+        assert formula(16, times) == pytest.approx(golden, abs=5e-4 if golden < 10 else 5e-3)
+
+
+def test_identities_of_figure_14():
+    t = layouts.Times(0.4, 0.05, 0.25)
+    alone = {layouts.naive_server(1, t), layouts.tree_server(1, t), layouts.scatter_server(1, t)}
+    assert alone == {layouts.asynchronous_worker(1, t)} == {2 * t.transmit + t.update}
+    for n in range(2, 40):
+        gap = layouts.ring(n, t) - layouts.distributed_server(n, t)
+        assert gap == pytest.approx(t.update * (1 - 1 / n))
+        assert layouts.ring(n, t) <= layouts.doubling(n, t)
+    assert layouts.naive_server(2, t) == layouts.tree_server(2, t)
+    assert layouts.periodic_demand(100, 4) == 25
+
+
+def test_auto_takes_the_least_cost():
+    auto = Auto(50e-6, 1.25e9)
+    link = Link(50e-6, 8e-10, HEADER_BYTES)
+    for n in range(1, 20):
+        for m in (0, 1000, 200_000, 10**8):
+            assert auto.cost(n, m, link) == min(candidate.cost(n, m, link) for candidate in CANDIDATES)
+    assert str(auto.choose(8, 10_000)) == "recursive_doubling"
+    assert str(auto.choose(8, 10**7)) == "rabenseifner"
+    assert str(auto.choose(7, 10**8)) == "ring"
+
+
+ROWS = [
+    Measured("ring", 4, 1_000_000, 0.001),
+    Measured("double_tree(chunks=4)", 4, 1_000_000, 0.002),
+    Measured("ring", 4, 1000, 5e-4),
+    Measured("recursive_doubling", 4, 1000, 1e-4),
+    Measured("recursive_doubling", 2, 1000, 1e-4),
+]
+
+
+def test_auto_by_a_measured_table(tmp_path):
+    write_table(tmp_path / "t.toml", ROWS)
+    assert read_table(str(tmp_path / "t.toml")) == tuple(ROWS)
+    auto = Auto(table=str(tmp_path / "t.toml"))
+    assert str(auto.choose(4, 2000)) == "recursive_doubling"
+    assert str(auto.choose(2, 10**9)) == "recursive_doubling"
+    assert {row.bytes for row in nearest(ROWS, 5, 30_000)} == {1000, 1_000_000}
+    assert [row.bytes for row in nearest(ROWS, 4, 40_000) if row.collective == "ring"] == [1_000_000]
+    given = arrays(4, 100)
+    _, got = summed(auto, given)
+    assert len({array.tobytes() for array in got}) == 1
+    assert Collective.parse(str(auto)) == auto
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "measured = 3",
+        "[[measured]]\ncollective = 'ring'",
+        "[[measured]]\ncollective = 'ring'\nworkers = 0\nbytes = 1\nseconds = 1.0",
+        "[[measured]]\ncollective = 'rign'\nworkers = 2\nbytes = 1\nseconds = 1.0",
+        "[[measured]]\ncollective = 'ring'\nworkers = 2\nbytes = '1'\nseconds = 1.0",
+        "not toml",
+    ],
+)
+def test_a_bad_table_is_refused(tmp_path, text):
+    (tmp_path / "t.toml").write_text(text)
+    with pytest.raises(ConfigurationError):
+        Auto(table=str(tmp_path / "t.toml"))
+
+
+def test_bad_settings_are_refused():
+    for text in (
+        "auto(-1)",
+        "auto(bandwidth=0)",
+        "pipelined(0)",
+        "double_tree(0)",
+        "hierarchical(0)",
+        "auto(table='x')",
+    ):
+        with pytest.raises(ConfigurationError):
+            Collective.parse(text)
+    for values in ((-1, 1), (0, 0), (0, 1, -1)):
+        with pytest.raises(ConfigurationError):
+            Link(*values)

@@ -1,0 +1,224 @@
+"""Calibration: laws, links and rates found again in what was simulated, and a real measurement that is a cluster."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.cli import calibrate as command
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.simulate import simulate
+from flockstep.planning import calibrate
+from flockstep.planning.fit import fit_records
+from flockstep.planning.laws import fit_law
+from flockstep.planning.rates import measure_rates
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Figure, Step
+from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
+from flockstep.simulation.law import mean_of
+
+LAW = "lognormal(0.02, sigma=0.3)"
+NETWORK = "link('50mbit', '3ms')"
+BANDWIDTH, LATENCY = 6.25e6, 3e-3
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory):
+    """Simulates a run of a strategy once; hands out its folder."""
+    folder = tmp_path_factory.mktemp("records")
+
+    def record(strategy: str, compute: str = LAW, network: str = NETWORK, workers: int = 4) -> Path:
+        path = folder / str(abs(hash((strategy, compute, network, workers))))
+        if not path.exists():
+            config = RunConfig(
+                kind="simulate",
+                job="digits",
+                strategy=strategy,
+                workers=workers,
+                network=network,
+                compute=compute,
+                steps=40,
+                evaluate_every=1000.0,
+            )
+            simulate(config, path)
+        return path
+
+    return record
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ps(consistency=bsp)", "ps(consistency=asynchronous)"])
+def test_one_record_tells_the_law_and_one_of_latency_and_bandwidth(records, strategy: str) -> None:
+    found = fit_records([records(strategy)], latency=LATENCY).shape
+    assert isinstance(found.law, Lognormal)
+    assert found.law.mean == pytest.approx(0.02, rel=0.05)
+    assert found.law.sigma == pytest.approx(0.3, rel=0.1)
+    assert found.wires[0].bandwidth == pytest.approx(BANDWIDTH, rel=0.02)
+    if "asynchronous" in strategy:  # the server's card is always busy, so that latency does not matter
+        return
+    assert fit_records([records(strategy)], bandwidth=BANDWIDTH).shape.wires[0].latency == pytest.approx(
+        LATENCY, rel=0.03
+    )
+
+
+def test_one_record_does_not_tell_latency_from_bandwidth_and_the_notes_say_so(records) -> None:
+    found = fit_records([records("all_reduce")])
+    assert any("latency cannot be told from bandwidth" in note for note in found.notes)
+    assert found.shape.wires[0].latency == 0
+    assert found.shape.wires[0].bandwidth < BANDWIDTH
+    again = fit_records([records("all_reduce"), records("all_reduce")])
+    assert any("latency cannot be told from bandwidth" in note for note in again.notes)
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [("all_reduce", "ps(consistency=bsp)"), ("local_sgd(period=4)", "ps(consistency=asynchronous)")],
+)
+def test_two_records_tell_latency_and_bandwidth(records, strategies: tuple[str, str]) -> None:
+    found = fit_records([records(one) for one in strategies])
+    wire = found.shape.wires[0]
+    assert (wire.latency, wire.bandwidth) == (pytest.approx(LATENCY, rel=0.03), pytest.approx(BANDWIDTH, rel=0.03))
+    assert read_cluster(found.to_toml(), name="fitted") == found.shape
+
+
+def test_a_fit_predicts_another_strategy(records) -> None:
+    """The point of it all: what was learnt from two strategies says how long a third takes."""
+    shape = fit_records([records("all_reduce"), records("ps(consistency=bsp)")]).shape
+    third = records("all_reduce(collective=recursive_doubling)")
+    real = next(one for one in fit_records([third]).notes if " s a step" in one)
+    told = records("all_reduce(collective=recursive_doubling)", str(shape.compute()), str(shape.network()))
+    ours = next(one for one in fit_records([told]).notes if " s a step" in one)
+    seconds = [float(one.rsplit(": ", 1)[1].split()[0]) for one in (real, ours)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
+
+
+def test_workers_of_different_speed_are_groups(records) -> None:
+    shape = fit_records([records("all_reduce", "speeds(constant(0.02), (1, 1, 1, 4))")], latency=LATENCY).shape
+    assert [group.speed for group in shape.groups] == pytest.approx([1, 1, 1, 0.25])
+    assert shape.law == Constant(0.02)
+    assert shape.tiers == (tuple(group.name for group in shape.groups),)
+
+
+def test_a_run_whose_messages_cost_nothing_says_that_no_link_can_be_told(records) -> None:
+    found = fit_records([records("all_reduce", network="ideal")])
+    assert any("too little to tell latency or bandwidth" in note for note in found.notes)
+    assert fit_records([records("local_sgd", workers=1)]).shape.wires == ()
+
+
+def test_a_fit_refuses_what_it_cannot_use(records, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="at least one record"):
+        fit_records([])
+    with pytest.raises(ConfigurationError, match="holds no run"):
+        fit_records([tmp_path])
+    with pytest.raises(ConfigurationError, match="records must be of one workers, got 4 and 1"):
+        fit_records([records("all_reduce"), records("local_sgd", workers=1)])
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("constant(0.01)", Constant),
+        ("lognormal(0.01, sigma=0.2)", Lognormal),
+        ("lognormal(0.01, sigma=1)", Lognormal),
+        ("slow_spells(constant(0.01), 0.02, 10, 5)", Empirical),
+        ("pareto(0.01, shape=2.2)", Empirical),
+    ],
+)
+def test_the_law_of_durations_is_found(text: str, kind: type[ComputeModel]) -> None:
+    law = ComputeModel.parse(text)
+    draws = np.array([value for _, value in zip(range(2000), law.stream(1, 0), strict=False)])
+    fit = fit_law(draws)
+    assert isinstance(fit.law, kind), fit.why
+    assert mean_of(fit.law) == pytest.approx(draws.mean(), rel=1e-4)
+    if isinstance(fit.law, Lognormal) and isinstance(law, Lognormal):
+        assert fit.law.sigma == pytest.approx(law.sigma, rel=0.06)
+    if isinstance(fit.law, Empirical):
+        again = np.array([value for _, value in zip(range(2000), fit.law.stream(2, 0), strict=False)])
+        for share in (0.25, 0.5, 0.75):
+            assert np.quantile(again, share) == pytest.approx(np.quantile(draws, share), rel=0.12)
+
+
+def test_a_law_needs_durations() -> None:
+    for wrong in ([0.1], [0.1, 0.0], [0.1, float("inf")]):
+        with pytest.raises(ConfigurationError, match="two or more durations > 0"):
+            fit_law(wrong)
+
+
+def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> ClusterShape:
+    """What is made of a probe in which gradients took so long, and messages 100 µs and 1 ns a byte."""
+    random = np.random.default_rng(0)
+    events: list[Step | Figure] = [
+        Step(0.0, rank, step, None, usual * random.lognormal(0, 0.01), 0, 0, 0, 0, 0, 0)
+        for rank in range(workers)
+        for step in range(1, 2 * steps + 1)
+        for usual in [alone if step <= steps else together]
+    ]
+    for pair in ((0, 1), (0, 2), (1, 2)):
+        events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
+    found = calibrate._described(events, "digits", workers, "tcp", steps, measure_rates(elements=10, rounds=1))
+    assert read_cluster(found.to_toml(), name="here") == found.shape
+    return found.shape
+
+
+def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
+    shape = probed(0.01, 0.0201)
+    assert shape.wires[0].latency == pytest.approx(1e-4, rel=1e-3)
+    assert shape.wires[0].bandwidth == pytest.approx(1e9, rel=1e-3)
+    assert (shape.groups[0].cores, mean_of(shape.law)) == (2, pytest.approx(0.01, rel=0.01))
+    assert probed(0.01, 0.0101).groups[0].cores == 4
+    odd = probed(0.01, 0.0140)
+    assert (odd.groups[0].cores, mean_of(odd.law)) == (4, pytest.approx(0.014, rel=0.01))
+
+
+def test_rates_are_of_what_was_asked_for() -> None:
+    rates = measure_rates(("half", "identity"), ("sgd(lr=0.1, momentum=0.9)",), elements=1000, rounds=2)
+    assert set(rates.encode) == set(rates.decode) == {"half", "identity"}
+    assert all(rate > 0 for table in (rates.encode, rates.decode, rates.optimizer) for rate in table.values())
+    with pytest.raises(ConfigurationError):
+        measure_rates(("hlaf",))
+    with pytest.raises(ConfigurationError, match="elements and rounds"):
+        measure_rates(rounds=0)
+
+
+COMMAND = """
+import sys, typer
+from flockstep.cli.calibrate import calibrate
+if __name__ == "__main__":
+    app = typer.Typer()
+    app.command()(calibrate)
+    app(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_the_command_measures_this_machine(tmp_path: Path) -> None:
+    """In a process of its own, for the probe registers itself."""
+    script, out = tmp_path / "command.py", tmp_path / "mine" / "here.toml"
+    script.write_text(COMMAND)
+    arguments = ["-n", "2", "--gradients", "4", "--rounds", "2", "--job", "softmax", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    shape = load_cluster(out)
+    assert (shape.workers, shape.job) == (2, "softmax")
+    assert shape.wires[0].bandwidth > 1e5
+    assert mean_of(shape.compute()) > 0
+    assert set(shape.rates.encode) == {"half"}
+    assert "times as long in the mean with all 2 at once" in done.stdout
+
+
+def test_the_command_fits_a_record_and_refuses_options_of_the_other_way(records, tmp_path: Path, capsys) -> None:
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(command.calibrate)
+    folder = str(records("all_reduce"))
+    done = CliRunner().invoke(app, ["--from", folder, "--latency", "3ms"])
+    assert done.exit_code == 0, done.output
+    assert read_cluster(done.output).wires[0].bandwidth == pytest.approx(BANDWIDTH, rel=0.02)
+    for wrong in (["--from", folder, "-n", "3"], ["--bandwidth", "1gbit"]):
+        failed = CliRunner().invoke(app, wrong)
+        assert isinstance(failed.exception, ConfigurationError), wrong

@@ -1,0 +1,380 @@
+"""Descriptions of clusters: what the files may say, and what comes of it in virtual time."""
+
+import math
+
+import pytest
+
+from flockstep.collectives import costs
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster_reading import load_cluster, names, read_cluster
+from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.machines import Group, Wire
+from flockstep.costs.toml_lines import Lines
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.messages import server
+from flockstep.nodes import Cluster
+from flockstep.planning.rehearsal import rehearse
+from flockstep.simulation.compute import ComputeModel, Constant, Empirical, SharedCores
+from flockstep.simulation.law import mean_of
+from flockstep.simulation.network import Fabric, Link, Network, TwoTier
+from flockstep.simulation.tiers import Tiers
+from flockstep.strategies.base import Strategy
+
+GOOD = """
+about = "three places"
+compute = "lognormal(0.05, sigma=0.3)"
+operations = "2G/s"
+job = "digits"
+
+[nodes.fast]
+count = 2
+workers = 2
+speed = 2
+memory = "8GB"
+failures = "0.5/day"
+restart = "90s"
+
+[nodes.slow]
+count = 2
+cores = 4
+comes_and_goes = true
+
+[nodes.far]
+
+[[links]]
+node = "fast"
+bandwidth = "40gbit"
+latency = "2us"
+
+[[links]]
+inside = ["fast", "slow"]
+bandwidth = "1gbit"
+latency = "100us"
+
+[[links]]
+between = [
+    "slow",
+    "far",
+]
+bandwidth = "10mbit"
+latency = "20ms"
+
+[rates.encode]
+half = "500M/s"
+"top(0.01)" = "40M/s"
+"""
+
+
+def small(extra: str = "", links: str = "") -> str:
+    return f"""compute = "constant(0.01)"
+[nodes.a]
+count = 2
+{extra}
+[[links]]
+inside = "a"
+bandwidth = "1gbit"
+{links}
+"""
+
+
+def test_everything_a_file_may_say() -> None:
+    shape = read_cluster(GOOD)
+    fast, slow, far = shape.groups
+    assert fast == Group("fast", 2, 2, 2.0, None, 8e9, float(f"{0.5 / 86400:.12g}"), 90.0)
+    assert (slow.cores, slow.comes_and_goes, far.size) == (4, True, 1)
+    assert shape.wires[1] == Wire("inside", ("fast", "slow"), 1e9 / 8, 1e-4)
+    assert shape.tiers == (("fast", "slow"), ("far",))
+    assert (shape.workers, shape.nodes, shape.operations, shape.job) == (7, 5, 2e9, "digits")
+    assert shape.rates.encode == {"half": 5e8, "top(0.01)": 4e7}
+    assert shape.comes_and_goes
+    assert shape.memory == 4e9
+    assert shape.failures == pytest.approx(2 * fast.failures)
+    assert shape.factors() == (0.5,) * 4 + (1.0,) * 3
+
+
+def test_what_is_written_is_read_again() -> None:
+    for text in (GOOD, small()):
+        shape = read_cluster(text)
+        assert read_cluster(to_toml(shape)) == shape
+    for name in names():
+        assert read_cluster(to_toml(load_cluster(name)), name=name) == load_cluster(name)
+
+
+WRONG = [
+    (small("cuont = 3"), 4, "did you mean 'count'?"),
+    (small() + "[speling]\n", 9, "no key of a cluster is called 'speling'"),
+    (small(links='bandwith = "1gbit"'), 8, "did you mean 'bandwidth'?"),
+    (small('speed = "fast"'), 4, "speed must be a number"),
+    (small("speed = -1.0"), 4, "speed must be > 0"),
+    (small("workers = true"), 4, "workers must be a whole number"),
+    (small("workers = 0"), 4, "workers must be >= 1, got 0"),
+    (small("workers = 2"), 2, 'add [[links]] node = "a"'),
+    (small("memory = 16"), 4, "memory must be text with a unit, got 16"),
+    (small('memory = "16"'), 4, "memory must have a unit, got '16'"),
+    (small('memory = "16G"'), 4, "memory must be > 0 bytes, with a unit (kB, MB"),
+    (small('failures = "0.1"'), 4, "failures must have a unit"),
+    (small('failures = "-1/day"'), 4, "failures must be >= 0 per time"),
+    (small('restart = "5 parsecs"'), 4, "restart must be a finite number of seconds"),
+    (small('comes_and_goes = "yes"'), 4, "comes_and_goes must be true or false"),
+    (small(links='latency = "-3ms"'), 8, "latency must be a finite number of seconds >= 0"),
+    (small(links="latency = 5"), 8, "latency must be text with a unit"),
+    (small(links='[[links]]\ninside = "b"\nbandwidth = "1gbit"'), 9, "add [nodes.b] or name one of those"),
+    (small(links='[[links]]\nbetween = ["a", "b"]\nbandwidth = "1gbit"'), 9, "that are there (a), got 'b'"),
+    (small(links='[[links]]\nbetween = ["a"]\nbandwidth = "1gbit"'), 9, "between must name two groups"),
+    (small(links='[[links]]\nbetween = 3\nbandwidth = "1gbit"'), 9, "between must be the name of a group"),
+    (small(links='[[links]]\ninside = "a"\nbandwidth = "2gbit"'), 9, "must have one link of a kind (inside)"),
+    (small(links='[[links]]\ninside = []\nbandwidth = "2gbit"'), 9, "inside must name a group"),
+    (small(links='[[links]]\nbandwidth = "2gbit"'), 8, "a link must say one of node, inside and between, got none"),
+    (small(links='[[links]]\nnode = "a"'), 8, "bandwidth of a link is missing"),
+    (small(links='node = "a"'), 5, "a link must say one of node, inside and between, got node, inside"),
+    (small().replace("1gbit", "-1gbit"), 7, "bandwidth must be a number of bytes per second > 0"),
+    (small().replace("1gbit", "1e9"), 7, "bandwidth must have a unit, got '1e9'"),
+    (small().replace('"1gbit"', "-1e9"), 7, "bandwidth must be text with a unit, got -1000000000.0"),
+    (small().replace("1gbit", "1megabit"), 7, "write '100mbit'"),
+    (small().replace("constant(0.01)", "constnat(0.01)"), 1, "did you mean 'constant'?"),
+    (small().replace('"constant(0.01)"', "0.01"), 1, "compute must be a law as text"),
+    (small().replace("constant(0.01)", "shared_cores(constant(1), 2)"), 1, "say cores = 2 in [nodes.…] instead"),
+    ('operations = "-3G/s"\n' + small(), 1, "a rate must be > 0 per second"),
+    ('operations = "3Gflops"\n' + small(), 1, "with a unit (/s, k/s"),
+    (small() + '[rates.encoding]\nhalf = "1G/s"', 9, "did you mean 'encode'?"),
+    (small() + "[rates.encode]\n\nhalf = 3", 11, "half must be text with a unit"),
+    (small() + "[nodes.b]\n", 5, "a and b must be joined by a link"),
+    ("about = 3\n" + small(), 1, "about must be text"),
+    ('compute = "constant(1)"', 1, "add [nodes.machines]"),
+    ("nodes = 4", 1, "nodes must be a table, got 4; write [nodes]"),
+    ('compute = "constant(1)"\nnodes.a = 4', 2, "a must be a table"),
+    ('compute = "constant(1)"\nnodes.a = {count = 1}\nlinks = 3', 3, "links must be an array of tables"),
+    ("compute = ", 1, "no TOML document"),
+    ('compute = "constant(1)"\n\n[nodes.a\n', 3, "no TOML document"),
+    ("[nodes.a]", 1, "compute is missing"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "rule"), WRONG, ids=[rule[:40] for _, _, rule in WRONG])
+def test_a_broken_rule_is_told_with_file_line_value_and_way_out(text: str, line: int, rule: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_cluster(text, "mine.toml")
+    said = str(caught.value)
+    assert said.startswith(f"mine.toml, line {line}: "), said
+    assert rule in said
+
+
+def test_lines_of_nested_tables_arrays_and_inline_values() -> None:
+    text = '''# one
+a = """
+[not.a.table]
+b = 1
+"""
+[x."y.z"]  # six
+k = { p = 1, "q r" = [1, {s = 2}] }
+[[list]]
+m = [
+    '[',   # ten
+    {n = "]"},
+]
+[list.sub]
+o.p = 1979-05-27T07:32:00Z
+[[list]]
+u = 1
+[[list.deep]]
+v = 2
+[[list.deep]]
+w = 3
+[late.inner]
+x = 1
+[late]
+y = 2
+'''
+    expected: dict[tuple[str | int, ...], int] = {
+        ("a",): 2,
+        ("x", "y.z"): 6,
+        ("x", "y.z", "k", "q r"): 7,
+        ("x", "y.z", "k", "q r", 1, "s"): 7,
+        ("list", 0): 8,
+        ("list", 0, "m", 0): 10,
+        ("list", 0, "m", 1, "n"): 11,
+        ("list", 0, "sub", "o", "p"): 14,
+        ("list", 1): 15,
+        ("list", 1, "deep", 0, "v"): 18,
+        ("list", 1, "deep", 1): 19,
+        ("list", 1, "deep", 1, "w"): 20,
+        ("late", "inner"): 21,
+        ("late",): 23,
+        ("late", "y"): 24,
+        ("late", "missing"): 23,
+        ("missing",): 1,
+    }
+    lines = Lines(text)
+    assert {path: lines.of(path) for path in expected} == expected
+    assert Lines(text.replace("\n", "\r\n")).of(("late", "y")) == 24
+
+
+def test_clusters_are_found_by_name_and_by_path(tmp_path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    assert load_cluster(file) == load_cluster(str(file)) == read_cluster(GOOD, name="mine")
+    with pytest.raises(UnknownName, match=r"did you mean 'edge'\?.*path of a \.toml file"):
+        load_cluster("egde")
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        load_cluster(tmp_path / "none.toml")
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        load_cluster(file)
+    file.write_text("compute = 3")
+    with pytest.raises(ConfigurationError, match=rf"{file}, line 1: "):
+        load_cluster(file)
+
+
+def test_the_built_in_ones() -> None:
+    assert {"laptop", "lab-1gbit", "ethernet-10g", "cloud-25g", "infiniband", "two-sites", "edge"} <= set(names())
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_built_in_cluster_runs_at_any_size(name: str) -> None:
+    shape = load_cluster(name)
+    assert shape.about
+    for workers in (1, 2, 3, min(shape.workers, 9)):
+        model, network = shape.compute(0.1, workers), shape.network(workers)
+        assert ComputeModel.parse(str(model)) == model
+        assert Network.parse(str(network)) == network
+        told = rehearse(Strategy.parse("ps(consistency=bsp)"), workers, 1e5, model, network, steps=4)
+        assert told.seconds_per_step > 0.05
+    assert shape.link.latency > 0
+    assert sum(size for _, size in shape.placed(1024)) == 1024
+
+
+def test_a_cluster_is_resized_in_proportion() -> None:
+    shape = read_cluster(GOOD)
+    assert [size for _, size in shape.placed(10)] == [2, 2, 2, 1, 1, 1, 1]
+    assert [group.name for group in shape.groups_by_rank(7)] == ["fast"] * 4 + ["slow"] * 2 + ["far"]
+    assert len(shape.groups_by_rank(1)) == 1
+    assert load_cluster("laptop").compute(workers=8) == SharedCores(load_cluster("laptop").law, 4)
+    assert load_cluster("laptop").network(8) == load_cluster("laptop").network()
+    with pytest.raises(ConfigurationError, match="workers must be >= 1"):
+        shape.placed(0)
+    with pytest.raises(ConfigurationError, match="far is one machine with one worker"):
+        shape.placed(70)
+
+
+def test_compute_is_the_law_times_speeds_on_the_cores_there_are() -> None:
+    plain = ClusterShape("c", (Group("a", 2),), (Wire("inside", ("a",), 1e9),), Constant(0.2), operations=1e9)
+    assert plain.compute() == Constant(0.2)
+    assert mean_of(plain.compute(plain.seconds_for(5e8))) == pytest.approx(0.5)
+    assert plain.compute(0.0) == Constant(0.0)
+    mixed = read_cluster(GOOD).compute()
+    assert [next(mixed.stream(0, rank)) / next(read_cluster(GOOD).law.stream(0, rank)) for rank in (0, 6)] == [0.5, 1]
+    node = Wire("node", ("a",), 1e9)
+    shared = ClusterShape("c", (Group("a", 1, 4, cores=2),), (node,), Constant(0.2))
+    assert shared.compute() == SharedCores(Constant(0.2), 2)
+    some = ClusterShape(
+        "c", (Group("a", 1, 4, cores=2), Group("b")), (node, Wire("inside", ("a", "b"), 1e9)), Constant(0.2)
+    )
+    assert [next(some.compute().stream(0, rank)) for rank in range(5)] == pytest.approx([0.4] * 4 + [0.2])
+    with pytest.raises(ConfigurationError, match="add operations"):
+        shared.seconds_for(1.0)
+    with pytest.raises(ConfigurationError, match="seconds of a gradient"):
+        shared.compute(-1.0)
+
+
+def arrivals(network: Network, cluster: Cluster, messages: list[tuple[int, int, int]]) -> list[float]:
+    """When messages (source, to, bytes), all sent at once, arrive."""
+    fabric: Fabric = network.start(cluster)
+    waiting = [fabric.depart(source, to, size, 0.0) for source, to, size in messages]
+    order = list(waiting)
+    while waiting:
+        first = min(waiting, key=lambda one: one.tail if one.done else one.head)
+        if first.done:
+            waiting.remove(first)
+        else:
+            fabric.advance(first)
+    return [one.tail for one in order]
+
+
+EVERYONE = [(a, b, 1000 * (a + 1)) for a in range(4) for b in range(4)]
+SLOW, FAST = Link(1e6, 1e-3), Link(1e8, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "same"),
+    [
+        (Tiers((1,) * 4, (0,) * 4, (FAST,), (SLOW,)), SLOW),
+        (Tiers((4,), (0,), (FAST,), (SLOW,)), FAST),
+        (Tiers((2, 2), (0, 0), (FAST,), (SLOW,)), TwoTier(2, 1e8, 1e-5, 1e6, 1e-3)),
+        (Tiers((1,) * 4, (0, 0, 1, 1), (FAST,), (FAST,), (SLOW,)), TwoTier(2, 1e8, 1e-5, 1e6, 1e-3)),
+    ],
+)
+def test_tiers_are_the_simpler_networks_where_those_can_say_it(tiers: Tiers, same: Network) -> None:
+    cluster = Cluster(4, 0)
+    assert arrivals(tiers, cluster, EVERYONE) == pytest.approx(arrivals(same, cluster, EVERYONE), rel=1e-12)
+
+
+def test_tiers_take_the_links_on_the_way() -> None:
+    network = read_cluster(GOOD).network()
+    assert isinstance(network, Tiers)
+    cluster = Cluster(7, 1)
+    for source, to, seconds in (
+        (0, 1, 2e-6 + 1e6 / 5e9),
+        (0, 2, 100e-6 + 2e-6 + 1e6 / 1.25e8),
+        (0, 4, 100e-6 + 1e-6 + 1e6 / 1.25e8),
+        (4, 5, 100e-6 + 1e6 / 1.25e8),
+        (4, 6, 20e-3 + 50e-6 + 1e6 / 1.25e6),
+        (server(0), 1, 2e-6 + 1e6 / 5e9),
+        (3, 3, 0.0),
+    ):
+        assert arrivals(network, cluster, [(source, to, 1000000)]) == pytest.approx([seconds], rel=1e-9)
+
+
+def test_a_network_of_tiers_refuses_what_does_not_fit() -> None:
+    for wrong in (((), (), (FAST,), (FAST,)), ((1, 0), (0, 0), (FAST,), (FAST,)), ((1, 1), (0, 2), (FAST,), (FAST,))):
+        with pytest.raises(ConfigurationError):
+            Tiers(*wrong)
+    with pytest.raises(ConfigurationError, match="inside must hold 1 or 3 links, got 2"):
+        Tiers((1, 1, 1), (0, 0, 0), (FAST, FAST), (FAST,))
+    with pytest.raises(ConfigurationError, match="machines hold 2 workers, got 3"):
+        Tiers((1, 1), (0, 0), (FAST,), (FAST,)).start(Cluster(3))
+
+
+def test_the_link_between_two_workers_is_the_slowest_on_their_way() -> None:
+    shape = read_cluster(GOOD)
+    assert shape.wire_between(0, 1).cost == costs.Link(2e-6, 1 / 5e9)
+    assert shape.wire_between(0, 5).bandwidth == 1.25e8
+    far = shape.wire_between(0, 6)
+    assert (far.bandwidth, far.latency) == (1.25e6, pytest.approx(20e-3 + 50e-6))
+    assert shape.slowest == far
+    assert shape.link.per_byte == pytest.approx(8e-7)
+    with pytest.raises(ConfigurationError, match="sends itself nothing"):
+        shape.wire_between(2, 2)
+    with pytest.raises(ConfigurationError, match="has one worker"):
+        assert ClusterShape("one", (Group("a"),)).slowest
+
+
+def test_measured_quantiles_make_a_law() -> None:
+    law = Empirical((0.1, 0.2, 0.6))
+    draws = [value for _, value in zip(range(20000), law.stream(0, 0), strict=False)]
+    assert law.mean == pytest.approx(0.275)
+    assert sum(draws) / len(draws) == pytest.approx(law.mean, rel=0.02)
+    assert 0.1 <= min(draws) < max(draws) <= 0.6
+    assert sum(value < 0.2 for value in draws) / len(draws) == pytest.approx(0.5, abs=0.02)
+    for wrong in ((0.1,), (0.2, 0.1), (0.0, 0.1), (0.1, math.inf), (0.1, math.nan)):
+        with pytest.raises(ConfigurationError):
+            Empirical(wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "constant(0.2)",
+        "normal(0.1, cv=0.8)",
+        "exponential(0.1)",
+        "lognormal(0.1, sigma=0.5)",
+        "pareto(0.1, shape=4)",
+        "empirical((0.1, 0.2, 0.6))",
+        "slow_spells(constant(0.1), probability=0.05, factor=5, length=4)",
+        "speeds(exponential(0.1), (1, 1))",
+        "shared_cores(exponential(0.1), 2)",
+    ],
+)
+def test_the_mean_of_a_law_is_that_of_its_draws(text: str) -> None:
+    law = ComputeModel.parse(text)
+    draws = [value for _, value in zip(range(100000), law.stream(0, 0), strict=False)]
+    assert mean_of(law) == pytest.approx(sum(draws) / len(draws), rel=0.02)

@@ -1,0 +1,344 @@
+"""Shared arrays of a mover: sums in place, windows in memory, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import slices
+from flockstep.drivers import mover_shared
+from flockstep.drivers.mover import join
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError, TimedOut
+from support.movers import PATIENCE, movers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
+
+
+@pytest.fixture(params=[2, 3])
+def group(request):
+    with movers(request.param) as found:
+        yield found
+
+
+def rows(n, size):
+    return [np.random.default_rng(rank).normal(size=size).astype(np.float32) for rank in range(n)]
+
+
+def ring_sum(n, size):
+    given, total = rows(n, size), np.empty(size, np.float32)
+    for chunk, part in enumerate(slices(size, n)):
+        total[part] = given[chunk][part]
+        for hop in range(1, n):
+            total[part] += given[(chunk + hop) % n][part]
+    return total
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (5000,)])
+def test_a_sum_in_place_has_the_bits_of_a_ring(group, shape):
+    n, size = len(group.movers), int(np.prod(shape))
+
+    def program(mover):
+        array = mover.shared(shape)
+        array.reshape(-1)[:] = rows(n, size)[mover.rank]
+        assert mover.all_reduce(array, out=array) is array
+        return array.tobytes(), array.shape
+
+    assert group.run(program) == [(ring_sum(n, size).tobytes(), shape)] * n
+
+
+def test_a_mean_and_arrays_one_after_the_other(group):
+    def program(mover):
+        one, two = mover.shared(3), mover.shared((2, 2), "float64")
+        one[:], two[:] = mover.rank, 10
+        mover.all_reduce(two, out=two, average=True)
+        mover.all_reduce(one, out=one)
+        return one.tolist(), two.tolist()
+
+    n = len(group.movers)
+    assert group.run(program) == [([n * (n - 1) / 2] * 3, [[10.0, 10.0]] * 2)] * n
+
+
+def test_a_sum_that_is_not_in_place_leaves_the_array(group):
+    def program(mover):
+        array = mover.shared(4)
+        array[:] = 1
+        return mover.all_reduce(array).tolist(), array.tolist()
+
+    n = len(group.movers)
+    assert group.run(program) == [([n] * 4, [1] * 4)] * n
+
+
+def test_windows_reach_the_others_memory_at_once(group):
+    n = len(group.movers)
+
+    def program(mover):
+        window = mover.window("w", mover.shared((2, 3)))
+        right = (mover.rank + 1) % n
+        window.put(right, np.full(2, mover.rank), offset=1)
+        window.accumulate(right, np.ones(2), offset=4, scale=2.5)
+        assert window.get(right, 1, 2).tolist() == [mover.rank] * 2
+        window.fence()
+        whole = window.get(mover.rank)
+        half = window.get(mover.rank, codec="half")
+        window.close()
+        return whole.tolist(), half.tolist()
+
+    left = [(rank - 1) % n for rank in range(n)]
+    wanted = [[[0.0, who, who], [0.0, 2.5, 2.5]] for who in left]
+    assert group.run(program) == [(array, array) for array in wanted]
+
+
+def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
+    n = len(group.movers)
+
+    def program(mover):
+        window = mover.window("w", mover.shared(1000))
+
+        def add():
+            for _ in range(100):
+                window.accumulate(0, np.ones(1000))
+
+        threads = [Thread(target=add) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        window.fence()
+        return window.get(0).tolist()
+
+    assert group.run(program) == [[200.0 * n] * 1000] * n
+
+
+def test_without_a_lock_additions_would_be_lost(group, monkeypatch):
+    """The control of the test above: a read, a pause in which others run, a write."""
+    n = len(group.movers)
+
+    def program(mover):
+        array = mover.shared(1)
+        window = mover.window("w", array)
+        target = window._shared.group.at(0, array)
+        for _ in range(50):
+            seen = float(target[0])
+            mover.barrier()
+            target[0] = seen + 1
+            mover.barrier()
+        return float(target[0])
+
+    assert group.run(program) == [50.0] * n
+
+
+def test_a_codec_does_to_a_shared_window_what_it_does_on_the_way(group):
+    def program(mover):
+        window = mover.window("w", mover.shared(3))
+        window.accumulate(mover.rank, np.float32([0.1, 1, 2]), codec="half")
+        return window.array.tolist()
+
+    assert group.run(program)[0] == np.float32([np.float16(0.1), 1, 2]).tolist()
+
+
+def test_local_keeps_others_out(group):
+    def program(mover):
+        window = mover.window("w", mover.shared(2))
+        with window.local() as array:
+            array += 1
+            with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
+                window.put(0, np.zeros(1))
+        window.fence()
+        return window.array.tolist()
+
+    assert group.run(program)[0] == [1.0, 1.0]
+
+
+def test_wrong_shapes_and_types_are_refused(group):
+    def program(mover):
+        for shape, dtype in ((3, "int32"), (-1, "float32"), (1 << 40, "float32")):
+            with pytest.raises(ConfigurationError):
+                mover.shared(shape, dtype)
+        window = mover.window("w", mover.shared(3))
+        with pytest.raises(ConfigurationError, match="stay inside"):
+            window.put(0, np.zeros(4))
+        with pytest.raises(ConfigurationError, match="a rank must be one of"):
+            window.get(9)
+
+    group.run(program)
+
+
+def test_ranks_that_want_different_shapes_hear_of_it(group):
+    futures = group.start(lambda mover: mover.shared(3 + mover.rank))
+    assert all(isinstance(future.exception(30), ConfigurationError) for future in futures)
+
+
+def test_sums_of_different_arrays_at_the_same_time_are_noticed():
+    with movers(2) as pair:
+
+        def program(mover):
+            one = mover.shared(2000)
+            mover._shared[id(one)].flat = one[: 2000 - mover.rank]
+            mover.all_reduce(one, out=one)
+
+        assert {type(future.exception(30)) for future in pair.start(program)} == {ProtocolError}
+
+
+def test_a_dead_rank_ends_the_wait():
+    with movers(2) as pair:
+        arrays = pair.run(lambda mover: mover.shared(5))
+        waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
+        pair.lose(1, "worker 1 was killed")
+        assert isinstance(waiting[0].exception(30), PeerLost)
+
+
+def test_a_rank_that_is_closing_ends_the_wait():
+    with movers(2) as pair:
+        arrays = pair.run(lambda mover: mover.shared(5))
+        closing = pair.start(lambda mover: mover.close(), 1)
+        waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
+        error = waiting[0].exception(PATIENCE)
+        assert isinstance(error, PeerLost)
+        assert "worker 1 has left; worker 0 waited for it in an all-reduce" in str(error)
+        assert not closing[0].done()
+
+
+def test_who_leaves_right_after_its_last_sum_took_part_in_it(group):
+    def program(mover):
+        array = mover.shared(2000)
+        array[:] = 1
+        mover.all_reduce(array, out=array)
+        mover.close()
+        return float(array[0])
+
+    n = len(group.movers)
+    assert group.run(program) == [n] * n
+
+
+def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
+    with movers(2) as pair:
+        arrays = pair.run(lambda mover: mover.shared(5))
+        with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the others in an all-reduce"):
+            pair.movers[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
+        with pytest.raises(TimedOut, match=r"given up before.*make a new one on all ranks"):
+            pair.movers[0].all_reduce(arrays[0], out=arrays[0])
+
+
+def test_sums_and_means_of_the_same_array_are_told_apart():
+    with movers(2) as pair:
+
+        def program(mover):
+            array = mover.shared(2000)
+            mover.all_reduce(array, out=array, average=mover.rank == 0)
+
+        assert {type(future.exception(30)) for future in pair.start(program)} == {ProtocolError}
+
+
+def test_two_windows_on_one_array_keep_each_other_out():
+    with join() as mover:
+        array = mover.shared(4)
+        one, two = mover.window("one", array), mover.window("two", array)
+        inside, done = Event(), Event()
+
+        def add():
+            inside.set()
+            two.accumulate(0, np.ones(4))
+            done.set()
+
+        thread = Thread(target=add)
+        with one.local() as held:
+            thread.start()
+            inside.wait(PATIENCE)
+            assert not done.wait(0.05), "the other window's lock is another one"
+            held += 1
+        thread.join(PATIENCE)
+        assert array.tolist() == [2.0] * 4
+
+
+def test_inside_local_nothing_waits_for_itself():
+    with join() as mover:
+        window = mover.window("w", mover.shared(2))
+
+        def program():
+            with window.local():
+                for call in (lambda: window.get(0), lambda: mover.close(), lambda: window.put(0, np.zeros(1))):
+                    with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
+                        call()
+            done.set()
+
+        done = Event()
+        Thread(target=program, daemon=True).start()
+        assert done.wait(PATIENCE), "a call inside local() waits for it"
+
+
+def test_a_dead_rank_s_window_is_not_reached():
+    with movers(2) as pair:
+        windows = pair.run(lambda mover: mover.window("w", mover.shared(5)))
+        pair.lose(1, "worker 1 was killed")
+        with pytest.raises(PeerLost, match="worker 1 was killed"):
+            pair.movers[0].receive("x", 1, PATIENCE)
+        for call in (lambda: windows[0].put(1, np.ones(1)), lambda: windows[0].get(1)):
+            with pytest.raises(PeerLost, match="worker 1 was killed"):
+                call()
+        windows[0].put(0, np.ones(1))
+
+
+def test_a_shared_array_is_no_larger_than_what_travels():
+    with movers(2, 4096) as pair:
+
+        def program(mover):
+            for shape in (1025, (1 << 32, 1 << 32)):
+                with pytest.raises(ConfigurationError, match="at most 4096 bytes"):
+                    mover.shared(shape)
+            array = mover.shared(1024)
+            mover.all_reduce(array, out=array)
+
+        pair.run(program)
+
+
+def test_where_one_rank_cannot_attach_all_hear_of_it(group, monkeypatch):
+    attach, failing = mover_shared.attached, [1]
+
+    def attached(address, size):
+        if failing and failing.pop():
+            raise CompositionError("cannot attach to shared memory: it lies on another host")
+        return attach(address, size)
+
+    monkeypatch.setattr("flockstep.drivers.mover.attached", attached)
+
+    def program(mover):
+        with pytest.raises(CompositionError):
+            mover.shared(10, timeout=PATIENCE)
+        return mover.all_reduce(np.ones(2)).tolist()
+
+    n = len(group.movers)
+    assert group.run(program) == [[n, n]] * n
+
+
+def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
+    def program(mover):
+        array, before = mover.shared(10_001), totals(mover)
+        mover.all_reduce(array, out=array)
+        middle = totals(mover)
+        mover.all_reduce(array)
+        after = totals(mover)
+        return tuple(np.subtract(middle, before)), tuple(np.subtract(after, middle))
+
+    def totals(mover):
+        mover.barrier()
+        account = mover._pump.account
+        found = account.sent_bytes, account.received_bytes
+        mover.barrier()
+        return found
+
+    for shared, ring in group.run(program):
+        assert shared == ring
+        assert shared[0] > 0
+
+
+def test_alone_everything_works_too():
+    with join() as mover:
+        array = mover.shared((2, 2))
+        array[:] = 3
+        assert mover.all_reduce(array, out=array, average=True).tolist() == [[3.0, 3.0]] * 2
+        window = mover.window("w", array)
+        window.accumulate(0, np.ones(4))
+        assert window.get(0).tolist() == [[4.0, 4.0]] * 2

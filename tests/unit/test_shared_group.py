@@ -1,0 +1,252 @@
+"""Sums in memory that processes share: the bits of a ring, waiting, mistakes, and what is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import slices
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, ProtocolError
+from flockstep.transports.shared_group import SharedGroup, needed, warm_up
+from flockstep.transports.shared_memory import SharedMemory
+
+ROOM = 8 << 20
+SIZES = (1, 2, 3, 7, 1024, 1025, 33_333, 200_003)
+FORK = multiprocessing.get_context("fork")
+
+
+def given(rank, size, dtype, turn=0):
+    return np.random.default_rng((rank, size, turn)).normal(size=size).astype(dtype)
+
+
+def ring_sum(n, size, dtype, turn=0):
+    """Chunk c is summed in the order c, c+1, …, c-1 of ranks."""
+    rows, total = [given(rank, size, dtype, turn) for rank in range(n)], np.empty(size, dtype)
+    for chunk, part in enumerate(slices(size, n)):
+        total[part] = rows[chunk][part]
+        for hop in range(1, n):
+            total[part] += rows[(chunk + hop) % n][part]
+    return total
+
+
+def run(n, body, *arguments, room=ROOM):
+    """What `body(group, *arguments)` returns in each of n processes; an exception as its text."""
+    memory = SharedMemory.create(needed(n, room))
+    queue = FORK.SimpleQueue()
+
+    def member(rank):
+        group = SharedGroup(SharedMemory.attach(memory.address), rank, n, room)
+        try:
+            queue.put((rank, body(group, *arguments)))
+        except FlockstepError as error:
+            queue.put((rank, f"{type(error).__name__}: {error}"))
+
+    processes = [FORK.Process(target=member, args=(rank,)) for rank in range(n)]
+    for process in processes:
+        process.start()
+    answers = dict(queue.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return [answers[rank] for rank in range(n)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    warm_up()
+
+
+def sums(group, where, dtype, divisor):
+    """Whether every sum has the expected bits."""
+    right = []
+    for turn in range(3):
+        for size in SIZES:
+            array = group.allocate(size, dtype) if where == "region" and turn == 0 else np.empty(size, dtype)
+            array[:] = given(group.rank, size, dtype, turn)
+            group.all_reduce(array, lambda: None, divisor)
+            right.append(
+                array.tobytes()
+                == (ring_sum(group.workers, size, dtype, turn) / np.dtype(dtype).type(divisor)).tobytes()
+            )
+    return all(right)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("where", ["region", "anywhere"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_sum_has_the_bits_of_a_ring_on_every_process(n, where, dtype):
+    assert run(n, sums, where, dtype, 1) == [True] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_mean_is_the_sum_divided(n):
+    assert run(n, sums, "region", "float32", n) == [True] * n
+
+
+def test_another_order_of_addition_would_have_other_bits():
+    rows = [given(rank, 1000, "float32") for rank in range(3)]
+    assert (rows[0] + rows[1] + rows[2]).tobytes() != ring_sum(3, 1000, "float32").tobytes()
+
+
+def unequal(group, inside):
+    size = 5000 + group.rank
+    array = group.allocate(size, "float32") if inside else np.zeros(size, "float32")
+    group.all_reduce(array, lambda: None)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_arrays_of_different_sizes_are_noticed(inside):
+    answers = run(2, unequal, inside)
+    assert all(answer.startswith("ProtocolError: worker") for answer in answers), answers
+
+
+def of_another_dtype(group):
+    group.all_reduce(np.ones(100, "float32" if group.rank else "float64"), lambda: None)
+
+
+def averaged_by_one(group, inside):
+    array = group.allocate(5000, "float32") if inside else np.zeros(5000, "float32")
+    group.all_reduce(array, lambda: None, 1 + group.rank)
+
+
+def test_arrays_of_different_dtypes_are_noticed():
+    assert all(answer.startswith("ProtocolError: worker") for answer in run(2, of_another_dtype))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_sum_and_a_mean_are_told_apart(inside):
+    assert all(str(answer).startswith("ProtocolError: worker") for answer in run(2, averaged_by_one, inside))
+
+
+def one_inside(group):
+    array = group.allocate(5000, "float32") if group.rank else np.zeros(5000, "float32")
+    group.all_reduce(array, lambda: None)
+
+
+def test_an_array_in_the_region_and_one_elsewhere_are_noticed():
+    assert any(str(answer).startswith("ProtocolError") for answer in run(2, one_inside))
+
+
+def late(group, inside):
+    """The first one comes late; the other one hears that it is called meanwhile, and what it costs to wait."""
+    calls = []
+    array = group.allocate(300_000, "float32") if inside else np.zeros(300_000, "float32")
+    array[:] = 1
+    if group.rank == 0:
+        while group._memory.array(np.int32, 1, 1 << 6)[0] < 5:  # until the other one has been called back five times
+            pass
+    start, busy = time.perf_counter(), time.process_time()
+
+    def meanwhile():
+        calls.append(1)
+        group._memory.array(np.int32, 1, 1 << 6)[0] += 1
+
+    group.all_reduce(array, meanwhile)
+    wall, cpu = time.perf_counter() - start, time.process_time() - busy
+    return len(calls), bool((array == 2).all()), cpu / wall, group.waited / wall
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_who_waits_long_is_called_back_sleeps_and_goes_on(inside):
+    first, second = run(2, late, inside)
+    assert first[1]
+    assert second[1]
+    assert second[0] >= 5
+    assert second[2] < 0.5, "waiting keeps a core busy"
+    assert second[3] > 0.5, "the wait is not on the books"
+
+
+class Gone(Exception):
+    pass
+
+
+def abandoned(group):
+    if group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def meanwhile():
+        raise Gone("worker 0 was lost")
+
+    group.all_reduce(np.zeros(10, np.float32), meanwhile)
+
+
+def test_a_wait_for_a_killed_process_ends_when_the_callback_raises():
+    memory = SharedMemory.create(needed(2, ROOM))
+    queue = FORK.SimpleQueue()
+
+    def member(rank):
+        try:
+            abandoned(SharedGroup(SharedMemory.attach(memory.address), rank, 2, ROOM))
+        except Gone as error:
+            queue.put(str(error))
+
+    processes = [FORK.Process(target=member, args=(rank,)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert queue.get() == "worker 0 was lost"
+    for process in processes:
+        process.join()
+    assert processes[0].exitcode == -signal.SIGKILL
+
+
+def test_the_segment_has_no_name_to_leave_behind():
+    memory = SharedMemory.create(needed(2, 0))
+    assert memory.address.split(":")[1].startswith("/proc/")
+    assert "memfd" in str(Path(memory.address.split(":")[1]).readlink())
+
+
+def test_a_segment_that_is_too_small_is_refused():
+    memory = SharedMemory.create(needed(2, 4096))
+    with pytest.raises(ProtocolError, match="is none of 2 workers with 8192 bytes each"):
+        SharedGroup(memory, 0, 2, 8192)
+    with pytest.raises(CompositionError, match=f"it has {memory.size} bytes, where {memory.size + 1} are due"):
+        SharedMemory.attach(memory.address, memory.size + 1)
+
+
+def test_nobody_can_be_made_to_write_into_another_file(tmp_path):
+    memory, file = SharedMemory.create(4096), tmp_path / "mine"
+    file.write_bytes(bytes(4096))
+    host = memory.address.partition(":")[0]
+    with file.open("r+b") as opened:
+        for path in (file, f"/proc/{os.getpid()}/fd/{opened.fileno()}", f"/proc/self/fd/../../..{file}"):
+            with pytest.raises(CompositionError, match="is no segment of flockstep's"):
+                SharedMemory.attach(f"{host}:{path}")
+
+
+def test_more_than_there_can_be_is_refused_and_leaves_nothing_open():
+    before = set(Path("/proc/self/fd").iterdir())
+    with pytest.raises(ConfigurationError, match=r"cannot share .* bytes of memory: .*; use a smaller model or array"):
+        SharedMemory.create(1 << 62)
+    assert set(Path("/proc/self/fd").iterdir()) <= before
+
+
+def test_a_full_region_is_refused():
+    group = SharedGroup(SharedMemory.create(needed(1, 4096)), 0, 1, 4096)
+    group.allocate(1024, "float32")
+    with pytest.raises(ConfigurationError, match="no room for 4096 more"):
+        group.allocate(1, "float32")
+
+
+def test_what_cannot_be_added_up_is_said_beforehand():
+    group = SharedGroup(SharedMemory.create(needed(1, 4096)), 0, 1, 4096)
+    assert group.can(np.zeros(3, np.float32))
+    for array in (np.zeros(3, np.float16), np.zeros((2, 2), np.float32), np.zeros(4, np.float32)[::2]):
+        assert not group.can(array)
+
+
+def wrapping(group):
+    group._turn = 2**31 - 3
+    group._counters[group.rank * 32] = 2**31 - 3
+    array = np.ones(3, np.float32)
+    for _ in range(6):
+        group.all_reduce(array, lambda: None)
+    return array.tolist() == [64] * 3
+
+
+def test_counters_may_wrap_around():
+    assert run(2, wrapping) == [True, True]
