@@ -30,19 +30,23 @@ def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Str
         ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.errors import MissingDependency
+    from flockstep.errors import FlockstepError, MissingDependency
     from flockstep.strategies.base import Strategy
 
     try:
         from flockstep.drivers.torch_loop import DistributedOptimizer
     except ImportError:
         raise MissingDependency.of("PyTorch", "torch", "flockstep.distribute") from None
-    from flockstep.drivers.loop import ticket_from_environment
+    from flockstep.drivers.loop import refuse, ticket_from_environment
     from flockstep.frameworks.job import import_components
 
     ticket = ticket_from_environment()
-    import_components(ticket.imports if ticket is not None else ())
-    return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
+    try:
+        import_components(ticket.imports if ticket is not None else ())
+        return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
+    except FlockstepError as error:
+        refuse(error)
+        raise
 
 
 def join(max_bytes: int = 1 << 30) -> Mover:

@@ -144,7 +144,7 @@ def _sum(left: Component, right: Component, where: str) -> Component:
         total = operator.add(left, right)
     except TypeError:
         raise ConfigurationError(
-            f"{where} must be a {left.noun}, got {left} + {right}; only what another can refine may stand before a +"
+            f"{where} must be a {left.noun}, got {left} + {right}; a sparse codec comes first, as in topk + qsgd(4)"
         ) from None
     return typing.cast(Component, total)
 

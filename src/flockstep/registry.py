@@ -272,6 +272,7 @@ _ALIASES: dict[str, dict[str, str]] = {
         "100gbit": "link(bandwidth='100gbit', latency=0.000005)",
     },
     "split": {"by-label": "by_label"},
+    "codec": {"float16": "half", "fp16": "half", "bf16": "bfloat16"},
 }
 
 _CATALOGUES = {"strategy": "flockstep.systems.catalogue"}

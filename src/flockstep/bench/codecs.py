@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -52,11 +53,12 @@ def measure(
     actions: dict[str, dict[str, Callable[[], object]]] = {COPY: {"encode": _copy_of(array)}}
     found: dict[str, CodecFigure] = {COPY: CodecFigure(COPY, 32.0)}
     for text in [*registry.names("codec"), *ALSO] if codecs is None else codecs:
-        found[text] = CodecFigure(text)
-        try:
-            actions[text] = _actions(Codec.parse(text), array, found[text])
-        except FlockstepError as error:
-            found[text].missing = str(error)
+        for name, shape in _shapes(text, array):
+            found[name] = CodecFigure(name)
+            try:
+                actions[name] = _actions(Codec.parse(text).on((shape,)).at(0), array, found[name])
+            except FlockstepError as error:
+                found[name].missing = str(error)
     if importlib.util.find_spec("torch") is None:
         found[TOPK] = CodecFigure(TOPK, missing="pip install torch")
     else:
@@ -79,9 +81,16 @@ def measure(
     return list(found.values())
 
 
+def _shapes(text: str, array: FlatArray) -> list[tuple[str, tuple[int, ...]]]:
+    """The array as one vector; where the codec does something else with a matrix, that too."""
+    codec, flat, rows = Codec.parse(text), (array.size,), math.gcd(array.size, SHAPE[0])
+    matrix = (rows, array.size // rows)
+    if codec.on((flat,)) == codec.on((matrix,)):
+        return [(text, flat)]
+    return [(text, flat), (f"{text}, as a matrix of {rows:,} rows", matrix)]
+
+
 def _actions(codec: Codec, array: FlatArray, figure: CodecFigure) -> dict[str, Callable[[], object]]:
-    shape = (SHAPE[0], array.size // SHAPE[0]) if array.size % SHAPE[0] == 0 else (array.size,)
-    codec = codec.on((shape,)).at(0)
     random, error, out = np.random.default_rng(0), np.zeros_like(array), np.zeros_like(array)
     data = codec.encode(array, random)
     figure.bits = 8 * data.size / max(array.size, 1)
@@ -100,5 +109,6 @@ def _copy_of(array: FlatArray) -> Callable[[], object]:
 def _topk_of(array: FlatArray) -> Callable[[], object]:
     import torch
 
+    torch.set_num_threads(1)  # as all others here
     tensor, k = torch.from_numpy(array), max(1, array.size // 100)
     return lambda: tensor.abs().topk(k)

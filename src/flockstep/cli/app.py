@@ -195,7 +195,7 @@ def launch(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     as_json: o.Json = False,
 ) -> None:
-    """Run your own script, which calls flockstep.distribute, on several workers."""
+    """Run your own script, which calls flockstep.distribute or flockstep.join, on several workers."""
     from flockstep.cli.runs import launch_one
 
     context.obj["debug"] |= debug

@@ -90,7 +90,9 @@ def codecs(
         cells = [_number(one.bits), *map(_number, speeds), ms]
         table.add_row(one.codec, *(["", one.missing, "", "", ""] if one.missing else cells))
     show.page().print(table)
-    show.page().print(f"rates as shares of a copy's of {elements:,} float32; medians over {rounds} rounds")
+    show.page().print(
+        f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
+    )
 
 
 @app.command()
@@ -133,7 +135,7 @@ def _answer(
     known = {(one.workers, one.bytes): one.seconds for one in figures if one.way == beside and one.seconds}
     for one in figures:
         if one.seconds is None:
-            table.add_row(str(one.workers), f"{one.bytes:,}", one.way, one.missing)
+            table.add_row(str(one.workers), f"{one.bytes:,}", one.way, "not here:", one.missing)
             continue
         other = known.get((one.workers, one.bytes))
         ratio = "" if other is None else f"{other / one.seconds:.2f}"
@@ -141,6 +143,7 @@ def _answer(
         rate = f"{one.bytes / one.seconds / 1e9:.3g}"
         table.add_row(str(one.workers), f"{one.bytes:,}", one.way, _time(one.seconds), quartiles, rate, ratio)
     show.page().print(table)
+    show.page().print("time: median; GB/s: bytes of the array over that time. All ways took turns in one run.")
 
 
 @contextmanager

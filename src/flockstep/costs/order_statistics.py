@@ -207,8 +207,9 @@ def mean_of_worker(law: ComputeModel, rank: int) -> float:
 
 
 def _law(law: ComputeModel, rank: int, steps: int) -> _Law:
-    cycle = len(law.factors) if isinstance(law, Speeds) and not isinstance(law.base, Speeds) else 0
-    return _cached_law(law, rank % cycle if cycle else rank if isinstance(law, Speeds) else 0, steps)
+    if isinstance(law, Speeds) and not isinstance(law.base, Speeds):  # workers of one speed share a law
+        return _cached_law(Speeds(law.base, (law.factors[rank % len(law.factors)],)), 0, steps)
+    return _cached_law(law, rank if isinstance(law, Speeds) else 0, steps)
 
 
 @functools.lru_cache(maxsize=256)

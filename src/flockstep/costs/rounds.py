@@ -33,12 +33,17 @@ class Workers:
     def __init__(self, setting: Setting):
         self.count = setting.workers
         self._clock: Clock = setting.compute.start(setting.workers, 0)
+        streams = [] if setting.compute.sharing else [setting.compute.stream(0, rank) for rank in range(self.count)]
+        self._next = [stream.__next__ for stream in streams]  # cores of their own: the order of draws does not matter
         self.at: Times = np.zeros(setting.workers)
 
     def compute(self, times: int = 1) -> Times:
         """When each has computed that many gradients, from where it is; does not move it."""
         done = self.at.copy()
         for _ in range(times):
+            if self._next:
+                done += [draw() for draw in self._next]
+                continue
             for rank in map(int, np.argsort(done, kind="stable")):
                 done[rank] = self._clock.finish(rank, float(done[rank]))
         return done

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.solo import SoloSeat
@@ -66,6 +66,20 @@ def _check(strategy: Strategy, workers: int) -> None:
         raise CompositionError(
             f"{strategy} needs gradients that a script's own loop cannot give; declare a job() and use flockstep train"
         )
+
+
+def refuse(error: FlockstepError) -> None:
+    """Tell the supervisor of an error before this process takes part; it prints the sentence, so Python need not."""
+    ticket, hook = ticket_from_environment(), sys.excepthook
+    if ticket is None or ticket.claimed:
+        return
+    knock(ticket, failure_of(error, ticket, None))
+
+    def quiet(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            hook(kind, raised, trace)
+
+    sys.excepthook = quiet
 
 
 class Loop:
@@ -205,9 +219,9 @@ class Loop:
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """In a launched script the run's own errors are one sentence, which the supervisor prints; others are shown."""
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and self._member is not None and not self._member.closed:
             self._fail(error)
-        if not isinstance(error, FlockstepError):
+        if error is not self._failure or not isinstance(error, FlockstepError):  # nobody else would show it
             self._hook(kind, error, trace)
 
     @contextmanager

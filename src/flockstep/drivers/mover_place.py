@@ -118,7 +118,7 @@ class ScriptPlace:
         """
         die_with(ticket.supervisor, ticket.directory)
         self.member = Member(ticket, NOTHING)
-        self._failed = False
+        self._failed = self._over = False
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         self._start = time.monotonic()
         try:
@@ -139,6 +139,7 @@ class ScriptPlace:
         self.member.tell("done", np.zeros(1, np.float32), note)
         try:
             self.member.wait_for_end()
+            self._over = True
         finally:
             self._failed = True
             self.member.close(0.0)
@@ -155,5 +156,5 @@ class ScriptPlace:
         """The run's own errors are one sentence, which the supervisor prints; others are shown."""
         if isinstance(error, Exception):
             self.fail(error)
-        if not isinstance(error, FlockstepError):
+        if self._over or not isinstance(error, FlockstepError):  # nobody else would show it
             self._hook(kind, error, trace)

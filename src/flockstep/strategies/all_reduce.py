@@ -30,7 +30,8 @@ class AllReduce(Strategy):
     """Synchronous all-reduce SGD (Baidu 2017; Sergeev & Del Balso 2018).
 
     w ← w - η · (1/n) Σ g_i on every worker. The replicas are equal in every bit after every step. With a lossy `codec`
-    each worker encodes its g_i once, with `feedback`; `collective` adds up what these encodings stand for.
+    each worker encodes its g_i once, with `feedback`; `collective` adds up what these encodings stand for: those of a
+    linear codec on their way, others once everyone has them all, which takes n-1 times an encoding's bytes.
     """
 
     collective: Collective = field(default_factory=Ring)

@@ -1,0 +1,50 @@
+"""What a user of `flockstep launch` sees of errors before a script takes part in the run, and after its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.processes import RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+MODEL = """
+import torch, flockstep
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+def run(tmp_path: Path, body: str):
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    started = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", torch="torch" in body)
+    try:
+        return started.end()
+    finally:
+        started.close()
+
+
+def test_a_wrong_strategy_is_one_sentence(tmp_path):
+    done = run(tmp_path, MODEL + "flockstep.distribute(model, optimizer, 'bucketedd')")
+    assert done.code == 2, done.err
+    assert "no strategy is called 'bucketedd'; did you mean 'bucketed'?" in done.err
+    assert "Traceback" not in done.err
+    assert "exited with code" not in done.err
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        MODEL + "o = flockstep.distribute(model, optimizer, 'local_sgd'); o.finish(); o.step()",
+        "import flockstep\nwith flockstep.join() as mover:\n    mover.barrier()\nmover.barrier()",
+    ],
+    ids=["distribute", "join"],
+)
+def test_an_error_after_the_end_is_shown(tmp_path, body):
+    done = run(tmp_path, body)
+    assert done.code != 0
+    assert "ConfigurationError: " in done.err + done.out
