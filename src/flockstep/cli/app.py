@@ -19,6 +19,7 @@ from flockstep import __version__, registry
 from flockstep.cli import bench
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
+from flockstep.cli.plan import plan
 from flockstep.errors import FlockstepError, Interrupted
 from flockstep.records.config import Kind
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(calibrate)
+app.command()(plan)
 
 
 def run(arguments: list[str]) -> int:

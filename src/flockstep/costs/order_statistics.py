@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import singledispatch
 
 import numpy as np
@@ -110,6 +110,16 @@ class _Law:
     """(share, factor, law): a mixture of laws, each stretched by its factor."""
     sums: tuple[Grid, Grid] | None = None
     """Tabulated distribution function, for sums."""
+    known: dict[bytes, Grid] = field(default_factory=dict)
+    """The function on the last grid, which other numbers of workers ask for too."""
+
+    def on(self, grid: Grid) -> Grid:
+        """The same on a grid, kept in [0, 1]; remembered."""
+        key = grid.tobytes()
+        if key not in self.known:
+            self.known.clear()
+            self.known[key] = np.clip(self.below(grid), 0.0, 1.0)
+        return self.known[key]
 
     def below(self, x: Grid) -> Grid:
         """P(X <= x)."""
@@ -258,7 +268,7 @@ def _integral(laws: Sequence[_Law], k: int) -> float:
 
 def _fewer(laws: Sequence[_Law], k: int, grid: Grid) -> Grid:
     """P(fewer than k are done by x): of independent workers with laws of their own (Poisson-binomial)."""
-    below = {law: np.clip(law.below(grid), 0.0, 1.0) for law in set(laws)}
+    below = {law: law.on(grid) for law in set(laws)}
     if k == len(laws):
         done = np.ones_like(grid)
         for law in laws:

@@ -58,7 +58,7 @@ def settled(setting: Setting, turn: Callable[[Workers], None], gradients: int = 
     certain = order_statistics.certain(setting.compute)
     most = max(4 if certain else 12, WORK // (setting.workers * width))
     drawn = max(4 if certain else 12, DRAWS // (setting.workers * gradients))
-    count = min(SETTLE if certain else 2000, most, drawn)
+    count = min(SETTLE if certain else setting.turns, most, drawn)
     skip = count if certain else count // 8
     begun = 0.0
     for number in range(skip + count):

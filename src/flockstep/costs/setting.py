@@ -65,9 +65,11 @@ class Setting:
     header: int = HEADER_BYTES
     forward: float = 1 / 3
     """Share of a gradient's time after which backward begins, and buckets can be complete."""
+    turns: int = 2000
+    """Rounds that a recurrence over random times is followed for, at the most; fewer are quicker and less exact."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "elements", "batch"):
+        for name in ("workers", "elements", "batch", "turns"):
             if (got := getattr(self, name)) < 1:
                 raise ConfigurationError(f"{name} of a setting must be >= 1, got {got}; 1 is the least")
         if not 0 <= self.latency < math.inf or not self.bandwidth > 0:

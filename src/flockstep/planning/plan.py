@@ -1,0 +1,216 @@
+"""A job on a cluster: what every strategy would do there, ranked, before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flockstep import registry
+from flockstep.costs.cluster import ClusterShape
+from flockstep.errors import ConfigurationError
+from flockstep.planning.criteria import Criteria, criteria, departures, worth
+from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, pace, prospect
+from flockstep.planning.scaling import Contender, Crossover, Curve, crossovers, curve
+from flockstep.planning.task import Site, Task
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.power_sgd import PowerSgd
+
+COMPOSED = (
+    "ps(consistency=ssp(3))",
+    "ps(consistency=asynchronous)",
+    "ps(consistency=backup(1))",
+    "ps(shards=4)",
+    "local_sgd(period=4)",
+    "local_sgd(period=32)",
+    "all_reduce(codec=half)",
+    "all_reduce(codec=topk, feedback=residual)",
+    "ps(codec=topk, feedback=residual)",
+    "powersgd(rank=1)",
+)
+"""What is considered besides every registered strategy as it is."""
+CURVES = 6
+"""Strategies whose scaling is told."""
+KEEN = 6
+"""Contenders among whom crossovers are looked for: those that are worth most."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is to be expected of a job on a cluster."""
+
+    site: Site
+    workers: int
+    prospects: tuple[Prospect, ...]
+    """By samples a second, the most first; one worker alone among them."""
+    refused: tuple[tuple[str, str], ...]
+    """What cannot run there, and why."""
+    left_out: tuple[str, ...]
+    """What the predictions do not know."""
+    contenders: tuple[Contender, ...]
+    """Those that can be asked about other circumstances, one worker first."""
+    curves: tuple[Curve, ...] = ()
+    crossovers: tuple[Crossover, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """The job."""
+        return self.site.task
+
+    @property
+    def alone(self) -> Prospect:
+        """One worker."""
+        return self.named(ALONE)
+
+    def named(self, name: str) -> Prospect:
+        """The prediction for a strategy.
+
+        Raises:
+            ConfigurationError: it is not among those considered.
+        """
+        for found in self.prospects:
+            if found.name == name:
+                return found
+        raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
+
+    def pace(self, name: str) -> Pace | None:
+        """How a strategy depends on circumstances; None where that is not known."""
+        return next((one.pace for one in self.contenders if one.name == name), None)
+
+    def departures(self, found: Prospect) -> tuple[str, ...]:
+        """In what a strategy departs from plain training."""
+        return departures(found, self.task.nbytes, self.site.transit)
+
+    def criteria(self, found: Prospect) -> Criteria:
+        """Its row of Table 2."""
+        return criteria(found, self.pace(found.name))
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        latency, bandwidth = self.site.link
+        return {
+            "job": self.task.name,
+            "cluster": self.site.cluster.name,
+            "workers": self.workers,
+            "parameters": self.task.elements,
+            "batch": self.task.batch,
+            "latency": latency,
+            "bandwidth": bandwidth if bandwidth < float("inf") else None,
+            "strategies": [
+                {
+                    **found.document(),
+                    "departures": list(self.departures(found)),
+                    "criteria": self.criteria(found).document(),
+                }
+                for found in self.prospects
+            ],
+            "refused": [{"name": name, "why": why} for name, why in self.refused],
+            "scaling": [one.document() for one in self.curves],
+            "crossovers": [one.document() for one in self.crossovers],
+            "left_out": list(self.left_out),
+        }
+
+
+def plan(
+    task: Task,
+    cluster: ClusterShape,
+    workers: int | None = None,
+    *,
+    strategies: tuple[str, ...] = (),
+    rehearse: bool = True,
+    further: bool = True,
+    say: Callable[[str], None] = lambda what: None,
+) -> Outlook:
+    """Predict every strategy, or only `strategies`, on `workers` (None: all that the cluster has).
+
+    `rehearse`: also those without a closed form, which takes longer; `further`: also how they scale, and what would
+    change which is best. `say` hears what is looked at.
+
+    Raises:
+        ConfigurationError: the cluster cannot have so many workers, or a strategy is none.
+    """
+    site = Site(task, cluster)
+    count = cluster.workers if workers is None else workers
+    site.compute(count)
+    found, refused = [alone(site)], list[tuple[str, str]]()
+    for strategy in candidates(strategies, site):
+        say(str(strategy))
+        try:
+            _require_sense(strategy, site, count)
+            found.append(prospect(strategy, site, count, rehearse or bool(strategies)))
+        except ConfigurationError as error:
+            refused.append((str(strategy), str(error)))
+    found.sort(key=lambda one: -one.samples_per_second)
+    rivals = _contenders(found, site)
+    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found), tuple(rivals))
+    if not further:
+        return outlook
+    say("scaling and crossovers")
+    return _further(outlook)
+
+
+def candidates(texts: tuple[str, ...], site: Site) -> Iterator[Strategy]:
+    """The strategies to consider, each once: `texts`, or every registered one and some compositions.
+
+    Raises:
+        ConfigurationError: an expression is wrong.
+    """
+    seen = set[str]()
+    for text in texts or (*registry.names("strategy"), *COMPOSED, _fitting(site)):
+        strategy = Strategy.parse(text)
+        if str(strategy) not in seen:
+            seen.add(str(strategy))
+            yield strategy
+
+
+def _fitting(site: Site) -> str:
+    """An all-reduce that chooses by the cluster's own latency and bandwidth."""
+    latency, bandwidth = site.link
+    if bandwidth == float("inf"):
+        return "all_reduce(collective=auto)"
+    return f"all_reduce(collective=auto(latency={latency:g}, bandwidth={bandwidth:g}))"
+
+
+def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
+    """Refuse what only works on one machine, and factors of a model without matrices."""
+    shared = strategy.cell is not None and strategy.cell.topology == "shared memory"
+    if shared and len(site.cluster.placed(workers)) > 1:
+        raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
+    if isinstance(strategy, PowerSgd) and not any(len(shape) > 1 for shape in site.task.tensors):
+        raise ConfigurationError("it factors matrices, and of this model only sizes are known; plan it for a job")
+
+
+def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
+    rivals = []
+    for one in found:
+        known = pace(one, site)
+        if known is not None or one.strategy is None:
+            rivals.append(Contender(one, departures(one, site.task.nbytes, site.transit), known))
+    return sorted(rivals, key=lambda one: one.pace is not None)
+
+
+def _further(outlook: Outlook) -> Outlook:
+    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.said))
+    combining = [one for one in ranked if one.pace is None or combines(one.found)]
+    many = [one for one in combining if one.pace is not None]
+    curves = [curve(one, outlook.site, outlook.alone.samples_per_second) for one in many[:CURVES]]
+    keen = many[:KEEN] + [one for one in combining if one.pace is None]
+    changes = crossovers(keen, outlook.site, outlook.workers)
+    return replace(outlook, curves=tuple(curves), crossovers=changes)
+
+
+def combines(found: Prospect) -> bool:
+    """Whether workers train one model, not one each."""
+    return found.strategy is None or found.sent > 0
+
+
+def left_out(site: Site, found: list[Prospect]) -> tuple[str, ...]:
+    """What the predictions do not know."""
+    said = site.assumptions()
+    said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
+    said.append("reading data, evaluating, starting, and what the operating system and other programs take")
+    if site.cluster.failures:
+        said.append(f"failures: about {site.cluster.failures * 86400:.2g} a day on all machines together")
+    if any(one.source == "rehearsal" for one in found):
+        said.append("rehearsed strategies were run for a few steps with one set of random times")
+    return tuple(said)

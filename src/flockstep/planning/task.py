@@ -1,0 +1,248 @@
+"""What a plan has to know of a job: sizes, work and samples, without training anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flockstep import registry
+from flockstep.arrays.schema import Schema
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.layers import ModelShape
+from flockstep.costs.reference import MODELS, reference
+from flockstep.costs.setting import Rates, Setting
+from flockstep.drivers.setup import load_job
+from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.frameworks.base import Job
+from flockstep.frameworks.job import build_model
+from flockstep.frameworks.layers import file_shape, job_shape
+from flockstep.frameworks.numpy import Model
+from flockstep.optimizers.base import Optimizer
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.law import mean_of
+from flockstep.strategies.base import Strategy
+
+BATCH = 32
+"""Samples in a gradient of a model that no job says it of."""
+OPERATIONS = 1e10
+"""Floating-point operations per second of a worker of which nothing is known."""
+TURNS = 400
+"""Rounds of a recurrence over random times: within about a per cent."""
+WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
+"""Operations that an element is taken to cost where nobody measured how fast machines are at that."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job by its sizes."""
+
+    name: str
+    elements: int
+    tensors: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the model's tensors; none: one."""
+    dtype: str = "float32"
+    batch: int = BATCH
+    slots: int = 0
+    """Arrays of the model's size that the optimiser keeps."""
+    work: float | None = None
+    """Floating-point operations of a gradient; None: not known."""
+    optimizer: Optimizer | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return {"float64": 8, "float32": 4}.get(self.dtype, 2)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model."""
+        return self.elements * self.itemsize
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each tensor."""
+        return tuple(math.prod(shape) for shape in self.tensors)
+
+    def scaled(self, factor: float) -> Task:
+        """The same with so many times the parameters, in one tensor, and the same work."""
+        return replace(self, elements=max(1, round(self.elements * factor)), tensors=())
+
+
+@dataclass(frozen=True)
+class Site:
+    """A task on a cluster: everything that a prediction depends on but the strategy and the number of workers."""
+
+    task: Task
+    cluster: ClusterShape
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean of a gradient at speed 1; None: that of the cluster's own law, whatever the task."""
+        if self.cluster.job == self.task.name or self.task.work is None or self.cluster.operations is None:
+            return None
+        return self.cluster.seconds_for(self.task.work)
+
+    def compute(self, workers: int) -> ComputeModel:
+        """How long gradients take.
+
+        Raises:
+            ConfigurationError: the cluster cannot have so many workers.
+        """
+        return self.cluster.compute(self.seconds, workers)
+
+    @property
+    def link(self) -> tuple[float, float]:
+        """Latency and bandwidth of the slowest link, which the closed forms take for all of them."""
+        if self.cluster.workers > 1:
+            wire = self.cluster.slowest
+        elif self.cluster.wires:
+            wire = max(self.cluster.wires, key=lambda one: 1 / one.bandwidth)
+        else:
+            return 0.0, math.inf
+        return wire.latency, wire.bandwidth
+
+    @property
+    def transit(self) -> float:
+        """Seconds that the whole model takes over the slowest link."""
+        latency, bandwidth = self.link
+        return latency + self.task.nbytes / bandwidth
+
+    def rates(self, strategy: Strategy) -> Rates:
+        """How fast a worker encodes, decodes and steps: as measured, or by a count of operations."""
+        speed = self.cluster.operations or OPERATIONS
+        codec = str(getattr(strategy, "codec", "identity"))
+        measured = self.cluster.rates
+        usual = {name: speed / count for name, count in WORK.items()}
+        step = measured.optimizer.get(str(self.task.optimizer).partition("(")[0], usual["optimizer"])
+        return Rates(
+            encode=measured.encode.get(codec, usual["encode"]),
+            decode=measured.decode.get(codec, usual["decode"]),
+            optimizer=step,
+            reduce=usual["reduce"],
+        )
+
+    def setting(self, strategy: Strategy, workers: int, compute: ComputeModel | None = None) -> Setting:
+        """What the closed forms ask for."""
+        latency, bandwidth = self.link
+        task = self.task
+        return Setting(
+            workers,
+            task.elements,
+            self.compute(workers) if compute is None else compute,
+            latency,
+            bandwidth,
+            dtype=task.dtype,
+            tensors=task.tensors,
+            batch=task.batch,
+            slots=task.slots,
+            rates=self.rates(strategy),
+            turns=TURNS,
+        )
+
+    def assumptions(self) -> list[str]:
+        """What was taken for granted because neither job nor cluster says it."""
+        said = []
+        if self.cluster.job != self.task.name and self.seconds is None:
+            mean = mean_of(self.cluster.law)
+            said.append(
+                f"a gradient is taken to last {mean:.3g} s as on {self.cluster.name}, whatever the job: "
+                + ("the work of the model is not known" if self.task.work is None else "the cluster has no operations")
+            )
+        if not self.cluster.rates.encode:
+            said.append(
+                f"encoding is taken to cost {WORK['encode']:.0f} operations an element and decoding "
+                f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures them)"
+            )
+        return said
+
+
+def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> Task:
+    """The task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, a reference model.
+
+    Raises:
+        ConfigurationError: there is no such job or model, or it cannot be run.
+    """
+    if batch is not None and batch < 1:
+        raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own")
+    if what in MODELS:
+        return _of_shape(reference(what), batch)
+    if imported is None:
+        if what.endswith(".py") and not _has_job(Path(what)):
+            return _of_shape(file_shape(what), batch)
+        name = what.partition("(")[0]
+        known = registry.names("workload")
+        if not what.endswith(".py") and name not in known and name not in registry.aliases("workload"):
+            raise UnknownName.among("workload or reference model", name, [*known, *MODELS])
+        imported = load_job(what, 0)
+    return _of_job(imported, batch)
+
+
+def _has_job(path: Path) -> bool:
+    return not path.is_file() or "def job(" in path.read_text(encoding="utf-8", errors="replace")
+
+
+def _of_shape(model: ModelShape, batch: int | None) -> Task:
+    size = batch or BATCH
+    dtype = {8: "float64", 2: "float16"}.get(model.itemsize, "float32")
+    tensors = tuple((layer.gradients,) for layer in model.layers if layer.gradients)
+    return Task(model.name, model.gradients, tensors, dtype, size, 1, _work(model, size))
+
+
+def _work(model: ModelShape, batch: int) -> float | None:
+    """Operations of a gradient; None where layers with parameters could not be counted."""
+    unknown = any(layer.counted == "unknown" and layer.parameters for layer in model.layers)
+    return None if unknown else float(model.work(batch)) or None
+
+
+def _of_job(job: Job, batch: int | None) -> Task:
+    size = batch or job.batch
+    model = build_model(job)
+    schema, parameters = _schema(job, model)
+    optimizer = _optimizer(job, parameters)
+    try:
+        work = _work(job_shape(job), size)
+    except ConfigurationError:  # a model that cannot be taken apart has sizes all the same
+        work = None
+    slots = 1 if optimizer is None else _slots(optimizer, schema)
+    tensors = tuple(entry.shape for entry in schema.entries)
+    return Task(job.name, schema.size, tensors, schema.dtype, size, slots, work, optimizer)
+
+
+def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:
+    """Shapes of what is trained, and torch's parameters if it is torch's."""
+    if isinstance(model, Model):
+        return Schema.of(model.shapes, model.dtype), []
+    if not hasattr(model, "named_parameters"):
+        raise ConfigurationError(
+            f"the model of job {job.name!r} must be a torch.nn.Module or a flockstep.frameworks.numpy.Model, got "
+            f"{type(model).__name__}; let model() return one of these"
+        )
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    if not trained:
+        raise ConfigurationError(f"the model of job {job.name!r} must have parameters to train, got none; add a layer")
+    dtype = str(trained[0][1].dtype).rpartition(".")[2]
+    return Schema.of({name: tuple(one.shape) for name, one in trained}, dtype), [one for _, one in trained]
+
+
+def _optimizer(job: Job, parameters: list[Any]) -> Optimizer | None:
+    if isinstance(job.optimizer, (Optimizer, str)):
+        return Optimizer.parse(job.optimizer)
+    if not parameters:
+        return None
+    from flockstep.frameworks.torch_optimizers import from_torch
+
+    return from_torch(job.optimizer(parameters))
+
+
+def _slots(optimizer: Optimizer, schema: Schema) -> int:
+    """Arrays of the model's size that it keeps, tried on as many parameters as there are tensors."""
+    params = np.zeros(len(schema.entries), np.float32)
+    state = optimizer.init(params)
+    state.tensors = tuple(slice(i, i + 1) for i in range(len(params)))
+    with np.errstate(all="ignore"):
+        optimizer.step(params, params.copy(), state, optimizer.lr)
+    return sum(1 for slot in state.slots.values() if slot.size == len(params))
