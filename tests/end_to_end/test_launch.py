@@ -239,7 +239,8 @@ def test_a_script_takes_part_once(tmp_path: Path) -> None:
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     ended = outcome("start(); steps(2); optimizer.finish(); optimizer.finish()\nif rank: steps(1)", tmp_path)
     assert ended.code == 1
-    assert ended.err == "flockstep: worker 1 exited with code 1 after the run had ended\n"
+    assert ended.err.endswith("flockstep: worker 1 exited with code 1 after the run had ended\n")
+    assert "the run has been finished; call finish() after the last step()" in ended.err
     assert ended.summary is not None
     assert [worker["steps"] for worker in ended.summary["per_worker"]] == [2, 2]
 
