@@ -11,6 +11,8 @@ FUZZ_SECONDS ?= 150
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help venv demo test check format docs fuzz clean
 .DELETE_ON_ERROR:
@@ -31,13 +33,13 @@ demo: $(READY)
 		-s all_reduce -s bsp -s "ps(consistency=ssp(3))" -s asgd -s local_sgd -s easgd -s gossip -s dpsgd -s broadcast
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -7,6 +7,7 @@ implements; the registry says under which name. Text and data convert to objects
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import math
@@ -170,13 +171,29 @@ def _build(kind: type[Component], arguments: Mapping[str, Any], resolve: Resolve
     values = {}
     for key, raw in arguments.items():
         if key not in hints:
-            raise UnknownName.among(f"argument of {name}", key, hints)
+            raise _no_argument(kind, key)
         values[key] = resolve(raw, hints[key], f"{key} of {name}")
     required = [field.name for field in _hyper_parameters(kind) if _default(field) is dataclasses.MISSING]
     missing = [field for field in required if field not in values]
     if missing:
         raise ConfigurationError(f"{name} needs {', '.join(missing)}; write {_example_of(kind)}")
     return kind(**values)
+
+
+def _no_argument(kind: type[Component], key: str) -> UnknownName:
+    """The error for an argument that `kind` has not; it names those of its noun that have it."""
+    own, name, others = fields_of(kind), registry.name_of(kind), []
+    for other in registry.names(kind.noun):
+        with contextlib.suppress(ConfigurationError):  # what another one needs may not be installed
+            known = registry.load(kind.noun, other)
+            if hasattr(known, "__dataclass_fields__") and key in fields_of(known):
+                others.append(other)
+    if not others:
+        return UnknownName.among(f"argument of {name}", key, own)
+    return UnknownName(
+        f"no argument of {name} is called {key!r}; it takes {', '.join(own) or 'none'}; {key!r} is an argument of "
+        f"{', '.join(others)}"
+    )
 
 
 def _from_node(node: Any, hint: Any, where: str) -> Any:

@@ -148,6 +148,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "C16": "flockstep.claims.c16_hierarchical_server:HierarchicalServer",
         "C17": "flockstep.claims.c17_one_to_five:OneToFive",
         "C18": "flockstep.claims.c18_reproducible:Reproducible",
+        "C19": "flockstep.claims.c19_resilience:Resilience",
         "C21": "flockstep.claims.c21_largest_learning_rate:LargestLearningRate",
     },
     "topology": {
@@ -228,6 +229,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "network": {
         "ideal": "flockstep.simulation.network:Ideal",
         "link": "flockstep.simulation.network:Link",
+        "fair_link": "flockstep.simulation.fair:FairLink",
         "switch": "flockstep.simulation.network:Switch",
         "two_tier": "flockstep.simulation.network:TwoTier",
         "tiers": "flockstep.simulation.tiers:Tiers",
@@ -235,6 +237,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "fault": {
         "dies": "flockstep.simulation.faults:Dies",
         "drops": "flockstep.simulation.faults:Drops",
+        "narrows": "flockstep.simulation.faults:Narrows",
         "slows": "flockstep.simulation.faults:Slows",
     },
     "split": {

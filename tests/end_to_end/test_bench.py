@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from flockstep.bench import collectives, transport
 from flockstep.bench.turns import Figure, take_turns
 from flockstep.bench.ways import Party, Place, Summing, Way
 from flockstep.cli.app import run
+from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
 
 ORDINARY = ["ring", "recursive_doubling"]
@@ -81,6 +84,14 @@ def test_a_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "ring" in out
     assert "GB/s" in out
+
+
+def test_a_noisy_row_is_marked() -> None:
+    quiet, noisy = (Figure("ring", 2, 4096, 1e-3, 0.9e-3, high, 5) for high in (1.1e-3, 2e-3))
+    first, second = rows_of([quiet, noisy], "openmpi")
+    assert "~" not in first[4]
+    assert second[4].endswith(" ~")
+    assert "~: the quartiles" in LEGEND
 
 
 def test_codecs_are_measured_beside_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,3 +174,23 @@ def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPa
     said = {one.way: one.missing for one in found}
     assert said["lacks"] == "pip install nowhere"
     assert "sums 2 ones to 8" in said["miscounts"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter"))), reason="needs root")
+def test_prediction_runs_processes_on_links_and_says_how_far_off_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "prediction.html"
+    arguments = ["bench", "prediction", "-s", "scatter_reduce", "--bandwidths", "1gbit", "--out", str(picture)]
+    code, out, err = outcome([*arguments, "--json"], capsys)
+    assert code == 0, err
+    said = json.loads(out)
+    (pair,) = said["pairs"]
+    assert (pair["strategy"], pair["bandwidth"]) == ("scatter_reduce", "1gbit")
+    assert pair["predicted"] > 0
+    assert pair["measured"] > 0
+    assert pair["error"] == pytest.approx(pair["predicted"] / pair["measured"] - 1)
+    assert said["ranks"] == {"1gbit": None, "all": None}
+    assert "plotly" in picture.read_text("utf-8")
+    assert not list(Path("/sys/class/net").glob(f"fs{os.getpid()}*"))

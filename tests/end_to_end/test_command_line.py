@@ -50,7 +50,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "gossip is given 2 times; give each once",
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
-        (["list", "strategies"], "no noun is called 'strategies'; did you mean 'strategy'?"),
+        (["list", "stratgies"], "no noun is called 'stratgies'; did you mean 'strategy'?"),
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
         (["train", "softmax"], "Missing option"),
@@ -195,6 +195,19 @@ def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
         row["noun"] for row in rows
     }
     assert all(row["summary"] for row in rows)
+
+
+def test_nouns_may_be_plural(capsys: pytest.CaptureFixture[str]) -> None:
+    for one, many in (("topology", "topologies"), ("strategy", "strategies"), ("codec", "codecs")):
+        code, out, _ = outcome(["list", many, "--json"], capsys)
+        assert code == 0
+        assert {row["noun"] for row in json.loads(out)} == {one}
+
+
+def test_the_list_of_claims_explains_its_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["reproduce"], capsys)
+    assert code == 0
+    assert "quick: a few seconds at most" in out
 
 
 def test_a_report_of_runs_recorded_earlier(capsys: pytest.CaptureFixture[str]) -> None:

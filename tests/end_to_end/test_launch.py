@@ -191,7 +191,8 @@ def test_a_script_that_raises_is_named(tmp_path: Path) -> None:
     assert ended.err.count("Traceback") == 1
     lines = ended.err.splitlines()
     assert lines[-2] == "ValueError: boom"
-    assert lines[-1] == "flockstep: worker 1 at step 5 raised ValueError: boom; --debug shows the traceback"
+    said = r"worker 1 at step 5 raised ValueError: boom \(script.py, line \d+\)"
+    assert re.fullmatch(rf"flockstep: {said}; --debug shows the traceback", lines[-1]), lines[-1]
     assert ended.summary is not None
     assert ended.summary["status"] == "failed"
 

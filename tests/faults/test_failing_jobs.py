@@ -62,7 +62,8 @@ def failing(misfortune: str, folder: Path, *options: str, strategy: str = "all_r
 def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, tmp_path: Path) -> None:
     ended = failing("raise OverflowError('too many cooks')", tmp_path, strategy=strategy).end()
     assert ended.code == 1
-    pattern = r"flockstep: (worker \d at step 3\d raised OverflowError: too many cooks); --debug shows the traceback\n"
+    said = r"worker \d at step 3\d raised OverflowError: too many cooks \(faulty.py, line \d+\)"
+    pattern = rf"flockstep: ({said}); --debug shows the traceback\n"
     found = re.fullmatch(pattern, ended.err)
     assert found, ended.err
     assert ended.summary is not None

@@ -11,7 +11,7 @@ import pytest
 
 from flockstep.cli.app import run as run_command
 from flockstep.records.folder import RunFolder
-from support.processes import RealRun, alive, wait_until
+from support.processes import PATIENCE, RealRun, alive, content, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -69,3 +69,27 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     assert captured.err.count("kept from before") == 1
     assert {row["status"] for row in json.loads(captured.out)["runs"]} == {"finished"}
     assert (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns == before
+
+
+def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("optuna")
+    kept = tmp_path / "k" / "trials.jsonl"
+    options = ["softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--simulate", "--keep", str(kept.parent)]
+    run = RealRun(["plan", *options, "--trials", "100000"], tmp_path / "plan.html")
+    wait_until(lambda: content(kept).count(b"\n") > 2 or not run.going(), PATIENCE, "two trials kept")
+    run.fault(signal.SIGINT, "main")
+    ended = run.end()
+    assert ended.code == 130
+    assert f"interrupted; finished trials are kept: repeat the command with --keep {kept.parent}" in ended.err
+    assert "2 of 200000: all_reduce, trial 1 of 100000" in ended.err
+    assert "best found" in ended.out
+    assert "one worker reached the target" in ended.out
+    assert (tmp_path / "plan.html").exists()
+    before = kept.read_bytes()
+    assert run_command(["plan", *options, "--trials", "1", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("kept from before") == 2
+    assert [len(one["trials"]) for one in json.loads(captured.out)["trials"]["found"]] == [1, 1]
+    assert kept.read_bytes() == before

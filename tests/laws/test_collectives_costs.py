@@ -74,9 +74,15 @@ def test_what_follows_from_the_formulas():
             four = [f(n, m, TEN_GBIT) for f in (costs.tree, costs.butterfly, costs.pipeline, costs.halving_doubling)]
             assert all(cost >= bound for cost in four)
             assert all(candidate.cost(n, m, TEN_GBIT) >= bound for candidate in CANDIDATES if n > 1), (n, m)
+            assert four[1] <= four[0], (n, m)
+            scattered = bound + TEN_GBIT.latency * math.log2(n)  # 2 L lg P + …, for every P
+            assert scattered <= four[2] * (1 + 1e-12), (n, m)
             if n & (n - 1) == 0:
                 assert four[0] == 2 * four[1]
-                assert four[3] <= four[2] * (1 + 1e-12)
+                assert four[3] == pytest.approx(scattered)
+            if n == 2:
+                assert four[3] == four[2] == pytest.approx(2 * TEN_GBIT.latency + m * TEN_GBIT.per_byte)
+                assert four[1] <= four[3]
 
 
 @pytest.mark.parametrize(("n", "kilobytes"), [(4, 250), (8, 150), (16, 118), (64, 93)])
@@ -91,17 +97,27 @@ def test_where_reduce_scatter_overtakes_recursive_doubling(n, kilobytes):
 
 
 GOLDEN = {
-    132.9e6: (14.60, 4.698, 1.942, 1.098, 7.052, 0.859, 2.147, 1.091),
-    60.2e6: (6.613, 2.128, 0.880, 0.497, 3.194, 0.389, 0.972, 0.494),
-    6.8e6: (0.747, 0.240, 0.099, 0.056, 0.361, 0.044, 0.110, 0.056),
+    "VGG-A": (132.9e6, "14.60 4.698 1.942 1.098 7.052 0.859 2.147 1.091"),
+    "ResNet-152": (60.2e6, "6.613 2.128 0.880 0.497 3.194 0.389 0.972 0.494"),
+    "GoogLeNet": (6.8e6, "0.747 0.240 0.099 0.056 0.361 0.044 0.110 0.056"),
 }
+"""Network → parameters of four bytes, and the seconds of the eight layouts for 16 workers on 10 GbE, as printed."""
 
 
-@pytest.mark.parametrize("parameters", GOLDEN)
-def test_figure_14(parameters):
+@pytest.mark.parametrize("network", GOLDEN)
+def test_figure_14_in_every_printed_digit(network):
+    parameters, printed = GOLDEN[network]
     times = layouts.Times.of(4 * parameters)
-    for formula, golden in zip(layouts.LAYOUTS.values(), GOLDEN[parameters], strict=True):
-        assert formula(16, times) == pytest.approx(golden, abs=5e-4 if golden < 10 else 5e-3)
+    for formula, golden in zip(layouts.LAYOUTS.values(), printed.split(), strict=True):
+        digits = len(golden.partition(".")[2])
+        assert f"{formula(16, times):.{digits}f}" == golden
+
+
+@pytest.mark.parametrize("n", [15, 17])
+def test_the_digits_notice_one_worker_more_or_less(n):
+    times = layouts.Times.of(4 * GOLDEN["VGG-A"][0])
+    for name in ("naive server", "asynchronous, all", "distributed server", "ring"):
+        assert layouts.LAYOUTS[name](n, times) != pytest.approx(layouts.LAYOUTS[name](16, times), rel=2e-3)
 
 
 def test_identities_of_figure_14():

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import UnknownName
-from flockstep.planning.advice import NEEDS, Advice, advise, value
+from flockstep.planning.advice import DROPS, NEEDS, Advice, advise, value
+from flockstep.planning.criteria import approximates, is_central, is_synchronous
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
 from flockstep.planning.task import Task
@@ -64,12 +73,12 @@ def test_asynchrony_or_local_steps_where_workers_straggle() -> None:
 
 def test_needs_rule_out() -> None:
     predicted = outlook("1gbit")
-    for need, kept in (
+    for wanted, kept in (
         ("unbalanced", {"all_reduce", "ps(consistency=bsp)"}),
         ("reproducible", {"all_reduce", "local_sgd(period=8)"}),
         ("elastic", {"easgd", "gradient_coding"}),
     ):
-        out = {name for name, _ in advise(predicted, (need,)).excluded}
+        out = {name for name, _ in advise(predicted, (wanted,)).excluded}
         assert not kept & out
         assert "ensemble" in out
     out = {need: {name for name, _ in advise(predicted, (need,)).excluded} for need in NEEDS}
@@ -130,3 +139,136 @@ def test_better_links_never_make_the_best_worth_less() -> None:
         predicted = outlook(f"{mbit}mbit")
         worths.append(value(advise(predicted).choice, predicted, ()))
     assert worths == sorted(worths)
+
+
+def test_dropping_without_feedback_is_never_advised() -> None:
+    bare, fed = "all_reduce(codec=topk)", "all_reduce(codec=topk, feedback=residual)"
+    predicted = plan(TASK, cluster("20mbit"), strategies=(bare, fed, "all_reduce", "all_reduce(codec=half)"))
+    advice = advise(predicted)
+    assert dict(advice.excluded)[bare] == DROPS
+    assert {fed, "all_reduce(codec=half)"}.isdisjoint(dict(advice.excluded))
+    assert any("feeds it back" in said for said in predicted.departures(predicted.named(bare)))
+    assert not any("feeds it back" in said for said in predicted.departures(predicted.named(fed)))
+
+
+def test_doubts_are_paid_for() -> None:
+    predicted = outlook("100gbit")
+    plain, packed = (predicted.named(name) for name in ("all_reduce", "all_reduce(codec=topk, feedback=residual)"))
+    assert predicted.need(packed) >= 1.1 * predicted.need(plain)
+    assert predicted.need(predicted.alone) == 1
+
+
+CASES = Path(__file__).parents[2] / "benchmarks" / "advice.py"
+
+
+@lru_cache
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("advice_cases", CASES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def advised(name: str, compute: str | None = None, bandwidth: str | None = None, needs: bool = True) -> Advice:
+    """What is advised in a case of the benchmark, perhaps with another law of compute times or other links."""
+    case = next(one for one in benchmark().cases() if one.name == name)
+    text = case.cluster
+    if compute is not None:
+        text = re.sub(r"compute = .*", f'compute = "{compute}"', text)
+    if bandwidth is not None:
+        text = re.sub(r"bandwidth = .*", f'bandwidth = "{bandwidth}"', text)
+    return advise(dataclasses.replace(case, cluster=text).outlook, case.needs if needs else ())
+
+
+def one_worker(advice: Advice) -> bool:
+    return advice.choice.strategy is None
+
+
+def not_compressed(advice: Advice) -> bool:
+    return advice.choice.strategy is not None and not approximates(advice.choice)
+
+
+def asynchronous(advice: Advice) -> bool:
+    strategy = advice.choice.strategy
+    return strategy is not None and not is_synchronous(strategy.cell, strategy.traits)
+
+
+def synchronous(advice: Advice) -> bool:
+    return advice.choice.strategy is not None and not asynchronous(advice)
+
+
+def central(advice: Advice) -> bool:
+    return synchronous(advice) and advice.choice.strategy is not None and is_central(advice.choice.strategy.cell)
+
+
+def sends_less(advice: Advice) -> bool:
+    return advice.choice.strategy is not None and advice.choice.sent < 4 * 8970
+
+
+FAMILIES = {
+    "fast-network": (not_compressed, synchronous),  # a model takes 29 us, a gradient 100 ms
+    "infiniband": (not_compressed, synchronous),  # and still less on 200 Gbit/s
+    "far-apart": (not_compressed,),  # latency is paid for a byte as for a model
+    "slow-compute": (not_compressed,),  # a model takes 0.3 s, a gradient 2 s, and four workers divide little noise
+    "modem": (one_worker,),  # 450 gradients pass while one model does
+    "one-fast": (one_worker,),  # three machines add 15 % of the gradients
+    "satellite": (one_worker,),  # one message takes as long as 300 gradients
+    "slow-spells": (asynchronous,),  # with a barrier everyone waits for whoever is slow
+    "heavy-tail": (asynchronous,),  # the slowest of sixteen takes several times the mean
+    "two-speeds": (asynchronous,),  # with a barrier the new machines are as slow as the old ones
+    "volunteers": (asynchronous,),  # exponential times, and those who are left have to go on
+    "by-label": (central, not_compressed),  # models apart would each know a class or two
+    "by-label-slow": (central, sends_less),
+    "ethernet": (sends_less,),  # a ring's two transits would take two thirds of a gradient
+    "heavy-model": (sends_less,),  # a transit takes six gradients
+    "repeatable": (synchronous,),  # as was asked for
+    "rack": (not_compressed,),  # a model takes 0.3 ms, a gradient 100 ms
+    "workshop": (not_compressed,),  # a model takes 3 ms, a gradient 500 ms
+    "dial-up": (one_worker,),  # 900 gradients pass while one model is on its way
+    "deep-space": (one_worker,),  # 400 gradients pass while one message is
+    "preempted": (asynchronous,),  # in most steps one of twelve is slow
+    "three-ages": (asynchronous,),  # with a barrier all machines are as slow as the oldest
+    "memoryless": (asynchronous,),  # the slowest of sixteen takes 3.4 times the mean
+    "hospitals": (central, not_compressed),  # models apart would each know a class or two, and links are fast
+    "branches": (central,),
+    "throttled": (asynchronous,),  # a seventh of all gradients is ten times slower
+    "campus": (asynchronous,),  # with a barrier all wait for the slowest of ten, and the old ones most
+    "hot-aisle": (asynchronous,),  # the slowest of twelve takes many times the mean
+    "hall": (not_compressed,),  # a model takes 29 us, a gradient 100 ms
+    "thin-pipes": (sends_less,),  # a transit takes three gradients
+}
+"""The answer that is known, as far as it is a kind of strategy; which one of a kind is simulated by the benchmark."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_known_answers(name: str) -> None:
+    advice = advised(name)
+    for holds in FAMILIES[name]:
+        assert holds(advice), f"{advice.choice.name} is not {holds.__name__}"
+
+
+@pytest.mark.parametrize("name", ["slow-spells", "heavy-tail", "preempted", "memoryless"])
+def test_without_stragglers_known_answers_are_others(name: str) -> None:
+    assert synchronous(advised(name, compute="constant(0.1)", needs=False))
+
+
+@pytest.mark.parametrize("name", ["modem"])
+def test_with_better_links_one_worker_is_not_enough(name: str) -> None:
+    assert not one_worker(advised(name, bandwidth="1gbit", compute="lognormal(0.1, sigma=0.05)"))
+
+
+@pytest.mark.parametrize("name", ["fast-network", "infiniband"])
+def test_with_worse_links_less_is_sent(name: str) -> None:
+    advice = advised(name, bandwidth="2mbit")
+    assert one_worker(advice) or sends_less(advice) or approximates(advice.choice)
+
+
+def test_every_kind_of_case_is_there() -> None:
+    shown = [case.shows for case in benchmark().cases()]
+    least = {"compression cannot pay": 3, "one machine wins": 2, "asynchrony wins": 3, "by-label data": 2}
+    assert len(shown) >= 12
+    assert all(shown.count(kind) >= count for kind, count in least.items())
+    assert {case.name for case in benchmark().cases()} == set(FAMILIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,14 @@ from flockstep.cli.app import run
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
-from flockstep.planning.check import check, measure
+from flockstep.launchers.train import train
+from flockstep.planning.check import check, for_report, measure
+from flockstep.planning.fit import fit_records
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.report.html import render
+
+TITLE = "Predicted and measured</h2>"
 
 
 def record(folder: Path, strategy: str, network: str = "link(bandwidth='10mbit', latency=0.001)", **more: str) -> Path:
@@ -83,3 +89,62 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "predicted and measured" in capsys.readouterr().out
     assert run(["plan", "digits", "--check", str(folder)]) == 2
     assert "must be of digits" in capsys.readouterr().err
+
+
+def test_a_run_of_real_processes_is_checked_with_the_cluster_fitted_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "run", tmp_path / "cluster.toml"
+    config = RunConfig(
+        kind="train", job="softmax", strategy="all_reduce", workers=2, transport="tcp", steps=40, threads=1
+    )
+    train(config, folder)
+    with pytest.raises(ConfigurationError, match="name a cluster"):
+        check(folder)
+    calibration = fit_records([folder])
+    file.write_text(calibration.to_toml())
+    assert load_cluster(str(file)).wires[0].fair  # links of real processes are shared
+    assert run(["plan", "softmax", "--check", str(folder), "--cluster", str(file), "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert said["source"] == "rehearsal"
+    assert said["sent_error"] == pytest.approx(0.0, abs=0.01)
+    assert said["measured"]["seconds"] > 0
+    assert said["error"] == pytest.approx(said["predicted"]["seconds"] / said["measured"]["seconds"] - 1)
+    assert run(["report", str(folder), "--cluster", str(file), "--out", str(tmp_path / "with.html")]) == 0
+    assert run(["report", str(folder), "--out", str(tmp_path / "without.html")]) == 0
+    assert TITLE in (tmp_path / "with.html").read_text("utf-8")
+    assert TITLE not in (tmp_path / "without.html").read_text("utf-8")
+
+
+def test_every_report_of_simulated_runs_with_a_closed_form_shows_prediction_and_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compared"
+    simulated = ["--workers", "4", "--steps", "40", "--network", "1gbit", "--compute", "constant(0.01)"]
+    strategies = ["--strategy", "all_reduce", "--strategy", "slice_servers", "--strategy", "ps"]
+    assert run(["compare", "softmax", *strategies, "--simulate", *simulated, "--out", str(out)]) == 0, (
+        capsys.readouterr()
+    )
+    page = (out / "report.html").read_text("utf-8")
+    (section,) = re.findall(TITLE + "(.*?)</section>", page, re.DOTALL)
+    assert section.count("closed form, link(") == 2  # slice_servers has none
+    errors = [float(one) for one in re.findall(r">([-+][0-9.]+)%<", section)]
+    assert len(errors) == 2
+    assert max(map(abs, errors)) < 5
+
+
+def test_a_prediction_that_is_wrong_says_so_in_the_report(tmp_path: Path) -> None:
+    folder = record(tmp_path / "run", "all_reduce", "link(bandwidth='1mbit')")
+    (right,), (wrong,) = for_report([folder]), for_report([folder], load_cluster("lab-1gbit"))
+    assert right is not None
+    assert wrong is not None
+    assert abs(right.error) < 0.05
+    assert wrong.error < -0.5
+    assert f"{wrong.error:+.1%}" in render([RunFolder(folder).read()], predictions=[wrong])
+
+
+def test_runs_that_cannot_be_predicted_are_left_out_of_the_report(tmp_path: Path) -> None:
+    folder = record(tmp_path / "run", "all_reduce")
+    RunFolder(folder).events_file.write_text("")
+    assert for_report([folder]) == [None]
+    assert TITLE not in render([RunFolder(record(tmp_path / "other", "slice_servers")).read()], predictions=[None])

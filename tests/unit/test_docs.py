@@ -19,8 +19,11 @@ from typer.exceptions import TyperException
 
 from flockstep.cli import options
 from flockstep.cli.app import app
+from flockstep.costs.cluster_reading import load_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
+from flockstep.planning.advice import NEEDS
+from flockstep.planning.task import task_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -93,6 +96,10 @@ def _parse(words: list[str]) -> None:
         texts = given["strategy"] if isinstance(given["strategy"], (list, tuple)) else [given["strategy"]]
         for text in texts:
             check(options.configured(kind, {**given, "strategy": text}))
+    if name == "plan":
+        task_of(given["what"])
+        load_cluster(given["cluster"] or "laptop")
+        assert set(given["need"] or ()) <= set(NEEDS)
     if "script" in given:
         assert (ROOT / given["script"]).is_file()
 
@@ -130,6 +137,8 @@ def test_commands_are_understood(words: list[str]) -> None:
         ["simulate", "softmax", "-s", "bsp", "--network", "1mbut"],
         ["train", "softmax", "-s", "bsp", "--workers", "many"],
         ["launch", "-n", "4"],
+        ["plan", "digit"],
+        ["plan", "digits", "--cluster", "lab"],
     ],
     ids=" ".join,
 )

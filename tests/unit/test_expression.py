@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from flockstep import registry
 from flockstep.errors import ConfigurationError, FlockstepError, UnknownName
 from flockstep.expression import SHOWN, Component, fields_of, from_data, parse, to_data, to_text
+from flockstep.strategies.base import Strategy
 from flockstep.testing.expressions import check_component
 
 
@@ -388,3 +389,11 @@ def test_fields_come_in_order_with_their_types():
 def test_components_are_frozen():
     with pytest.raises(FrozenInstanceError):
         Scalars().count = 3
+
+
+def test_an_argument_that_others_take_names_them():
+    with pytest.raises(UnknownName, match=r"no argument of easgd is called 'codec'; it takes period, alpha, order; "):
+        Strategy.parse("easgd(codec=half)")
+    with pytest.raises(UnknownName, match=r"'codec' is an argument of all_reduce, ps, ") as caught:
+        Strategy.parse("gossip(codec=half)")
+    assert "easgd" not in str(caught.value)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost, RunError
+from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker
 from flockstep.records.events import Lost, Step
 from flockstep.simulation.faults import Fault
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.testing.strategies import equal_bits, run_strategy
+from flockstep.testing.strategies import Sent, equal_bits, run_strategy
 
 
 def steps(run, rank):
@@ -61,7 +62,9 @@ def test_a_slow_worker_is_slow_for_the_time_given():
     assert ends == {0: [1, 2, 3, 4, 5, 6], 1: [1, 2, 5, 6, 7, 8]}
 
 
-@pytest.mark.parametrize("fault", ["dies(3, 1)", "dies(-1, 1)", "drops(0, 5)", "drops(-2, 0)", "slows(9, 2)"])
+@pytest.mark.parametrize(
+    "fault", ["dies(3, 1)", "dies(-1, 1)", "drops(0, 5)", "drops(-2, 0)", "slows(9, 2)", "narrows(-2, 2)"]
+)
 def test_faults_of_nodes_that_take_no_part_are_refused(fault):
     with pytest.raises(ConfigurationError, match=r"does not take part: there are 3 workers .* and 0 servers"):
         run_strategy("gossip", 3, 2, faults=[fault])
@@ -103,3 +106,59 @@ def test_a_slow_worker_holds_its_core_for_as_long_as_it_computes():
     run = run_strategy("gossip", 2, 2, compute="shared_cores(constant(1), 1)", network="ideal", faults=["slows(1, 3)"])
     ends = {rank: [event.t for event in run.of(Step) if event.rank == rank] for rank in range(2)}
     assert ends == {0: [1, 5], 1: [4, 8]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "ends"),
+    [
+        ("narrows(1, 16)", [1, 18, 35]),
+        ("narrows(1, 16, at=10)", [1, 3, 5, 7, 9, 11, 28]),
+        ("narrows(1, 16, at=0, until=4)", [1, 18, 20, 22]),
+        ("narrows(1, 16, at=100)", [1, 3, 5]),
+    ],
+)
+def test_a_narrow_link_takes_its_time(fault, ends):
+    """Two workers exchange an array a step by recursive doubling, a second each at full bandwidth."""
+    whole = run_strategy("all_reduce(recursive_doubling)", 2, 8, compute="constant(1)", network="link(1000)")
+    size = next(m.message.payload_bytes for m in whole.simulation.log if isinstance(m, Sent)) + HEADER_BYTES
+    network = f"link({size}, 0)"
+    run = run_strategy("all_reduce(recursive_doubling)", 2, 8, compute="constant(1)", network=network, faults=[fault])
+    assert [event.t for event in run.of(Step) if event.rank == 0][: len(ends)] == pytest.approx(ends)
+    assert equal_bits(run.replicas, whole.replicas)
+
+
+def test_only_the_node_itself_has_a_narrow_link():
+    plain, narrow = (
+        run_strategy("asgd", 3, 10, compute="constant(1)", network="link('10kbit', 0)", faults=faults)
+        for faults in ([], ["narrows(1, 3)"])
+    )
+    took = {rank: [run.totals[rank].t for run in (plain, narrow)] for rank in range(3)}
+    assert took[1][1] > 1.3 * took[1][0]
+    assert all(took[rank][1] < 1.1 * took[rank][0] for rank in (0, 2))
+
+
+def test_two_faults_of_one_link_multiply():
+    both, one = (
+        run_strategy("all_reduce", 2, 8, compute="constant(1)", network="link('10kbit', 0)", faults=faults)
+        for faults in (["narrows(1, 2)", "narrows(1, 3)"], ["narrows(1, 6)"])
+    )
+    assert both.seconds == one.seconds
+
+
+@pytest.mark.parametrize(
+    "network", ["switch('1mbit', '1ms', '10mbit')", "two_tier(2, '1mbit', 0, '100kbit', 0)", "link('1mbit')"]
+)
+def test_every_network_has_links_that_can_be_narrow(network):
+    seconds = [
+        run_strategy("all_reduce", 4, 4, compute="constant(0)", network=network, faults=faults).seconds
+        for faults in ([], ["narrows(1, 100)"])
+    ]
+    assert seconds[1] > 2 * seconds[0]
+
+
+def test_what_has_no_link_cannot_be_narrow():
+    with pytest.raises(ConfigurationError, match="worker 1 cannot be narrow"):
+        run_strategy("all_reduce", 2, 4, network="ideal", faults=["narrows(1, 10)"])
+    for text in ("narrows(1, 0)", "narrows(1, 2, at=3, until=2)"):
+        with pytest.raises(ConfigurationError):
+            Fault.parse(text)

@@ -15,6 +15,7 @@ from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.layers import file_shape, job_shape
+from flockstep.frameworks.torch_kinds import register_kind
 from flockstep.frameworks.torch_layers import WHOLE, shape_of
 from flockstep.workloads.base import Workload
 
@@ -133,12 +134,32 @@ def test_an_lstm_whose_kernel_torch_does_not_count():
     assert layer.parameters == 4 * 16 * (8 + 16 + 2)
 
 
+def test_a_formula_for_a_module_of_ones_own():
+    class Doubled(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    network = nn.Sequential(Doubled(), nn.Linear(4, 2))
+    assert shape_of(network, torch.randn(3, 4)).unknown == ("0",)
+    register_kind(Doubled)
+    found = shape_of(network, torch.randn(3, 4))
+    assert (found.unknown, found.layers[0].reads, found.multiply_adds) == ((), 4, 8)
+
+
+def test_products_outside_of_known_modules_are_still_counted():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) @ torch.ones(2, 5)
+
+    assert shape_of(Twice(nn.Linear(4, 2)), torch.randn(3, 4)).multiply_adds == 8 + 10
+
+
 def test_the_digits_network():
     found = job_shape(Workload.parse("digits").job(0))
     assert found.parameters == 38_170
     assert found.multiply_adds == 16 * 9 * 64 + 32 * 16 * 9 * 16 + 128 * 240 + 2400
-    assert found.unknown == ("0",)
-    assert found.layers[0].kind == "Shift"
+    assert found.unknown == ()
+    assert (found.layers[0].kind, found.layers[0].counted) == ("activation", "formula")
     first = found.layers[1]
     assert not first.by_input.products  # pixels need no gradient
 

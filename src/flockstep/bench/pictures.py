@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from flockstep.bench.codecs import CodecFigure
+from flockstep.bench.prediction import WITHIN, Truth
 from flockstep.bench.simulator import SimulatorFigure
 from flockstep.bench.turns import Figure
-from flockstep.report.style import COLOURS, Panels, axis, key, layout, ref
+from flockstep.report import page as report
+from flockstep.report import words
+from flockstep.report.page import Page
+from flockstep.report.style import COLOURS, INK, Panels, axis, decades, key, layout, ref
 from flockstep.report.style import Figure as Drawing
 
-SPEEDS = ("encode", "encode_residual", "add_decoded")
+SPEEDS = {"encode": "encode", "encode_residual": "encode + residual", "add_decoded": "decode + add"}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+RATES = (
+    "Bytes of the array over the median time of one call, against the array's size. Bars go from the first to the "
+    "third quartile."
+)
+OF_COPIES = (
+    "Elements a second over those that a plain copy of the array gets through in the same round; more is faster."
+)
+STEPS = "Gradients of all replicas together in a second of real time, of a run in virtual time; more is faster."
+
+PREDICTED = (
+    "A point for each strategy and bandwidth. On the thin line both are equal; between the dotted ones the prediction "
+    "is less than a fifth of the measured time away."
+)
+
+_ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
 def of_rates(figures: Sequence[Figure]) -> Drawing:
@@ -24,13 +43,18 @@ def of_rates(figures: Sequence[Figure]) -> Drawing:
     for index, count in enumerate(counts):
         left_right, low_high = panels.domain(index)
         title = f"bytes of the array, {count} processes"
-        made[key("x", index)] = axis(title, type="log", domain=left_right, anchor=ref("y", index))
-        made[key("y", index)] = axis("GB/s" if index == 0 else "", type="log", domain=low_high, anchor=ref("x", index))
+        sizes = sorted({one.bytes for one in figures if one.workers == count})
+        rates = [one.bytes / one.seconds / 1e9 for one in figures if one.workers == count and one.seconds] or [1.0]
+        ticks = {"tickvals": sizes, "ticktext": [words.size(size) for size in sizes]}
+        made[key("x", index)] = axis(title, type="log", domain=left_right, anchor=ref("y", index), **ticks)
+        made[key("y", index)] = axis(
+            "GB/s" if index == 0 else "", type="log", domain=low_high, anchor=ref("x", index), **decades(rates, _plain)
+        )
         for place, way in enumerate(ways):
             mine = [one for one in figures if one.way == way and one.workers == count and one.seconds]
             if mine:
                 data.append(_line(mine, way, place, index, first=index == 0))
-    return {"data": data, "layout": layout(panels.height + 80, legend={"orientation": "h", "y": -0.2}, **made)}
+    return {"data": data, "layout": layout(panels.height + 80, legend=_ABOVE, **made)}
 
 
 def _line(mine: Sequence[Figure], way: str, place: int, index: int, first: bool) -> dict[str, object]:
@@ -53,10 +77,15 @@ def _line(mine: Sequence[Figure], way: str, place: int, index: int, first: bool)
             "thickness": 1,
         },
         "line": {"color": COLOURS[place % len(COLOURS)], "dash": ("solid", "10px,4px", "2px,3px")[place % 3]},
+        "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
         "hovertemplate": "%{x:,} bytes<br>%{y:.3g} GB/s<extra>" + way + "</extra>",
         "xaxis": ref("x", index),
         "yaxis": ref("y", index),
     }
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.10g}"
 
 
 def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
@@ -65,20 +94,21 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
         {
             "type": "bar",
             "orientation": "h",
-            "name": what,
+            "name": said,
             "y": [one.codec for one in figures],
             "x": [getattr(one, what) for one in figures],
             "marker": {"color": COLOURS[place]},
-            "hovertemplate": "%{y}<br>%{x:.3g} of a copy's rate<extra>" + what + "</extra>",
+            "hovertemplate": "%{y}<br>%{x:.3g} of a copy's rate<extra>" + said + "</extra>",
         }
-        for place, what in enumerate(SPEEDS)
+        for place, (what, said) in enumerate(SPEEDS.items())
     ]
+    rates = [rate for one in figures for what in SPEEDS if (rate := getattr(one, what))] or [1.0]
     axes = {
-        "xaxis": axis("rate, a copy of the array being 1", type="log"),
+        "xaxis": axis("rate, a copy of the array being 1", type="log", **decades(rates, _plain)),
         "yaxis": axis(autorange="reversed"),
     }
     height = 120 + 48 * len(figures)
-    return {"data": data, "layout": layout(height, barmode="group", legend={"orientation": "h", "y": 1.05}, **axes)}
+    return {"data": data, "layout": layout(height, barmode="group", legend=_ABOVE, **axes)}
 
 
 def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
@@ -94,19 +124,66 @@ def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
                 "x": [one.replicas for one in mine],
                 "y": [one.rate for one in mine],
                 "line": {"color": COLOURS[place % len(COLOURS)]},
+                "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
                 "hovertemplate": "%{x} replicas<br>%{y:,.0f} worker-steps/s<extra>" + name + "</extra>",
             }
         )
-    axes = {"xaxis": axis("replicas", type="log"), "yaxis": axis("worker-steps per second", type="log")}
-    return {"data": data, "layout": layout(480, legend={"orientation": "h", "y": -0.2}, **axes)}
+    counts = sorted({one.replicas for one in figures})
+    axes = {
+        "xaxis": axis("replicas", type="log", tickvals=counts, ticktext=[f"{count:,}" for count in counts]),
+        "yaxis": axis("worker-steps per second", type="log", **decades([one.rate for one in figures], _plain)),
+    }
+    return {"data": data, "layout": layout(480, legend=_ABOVE, **axes)}
 
 
-def write(drawing: Drawing, out: Path, title: str) -> Path:
-    """One HTML file that needs nothing else; returns its path."""
-    import plotly.graph_objects as go
+def of_prediction(truth: Truth) -> Drawing:
+    """Predicted against measured seconds of a step: a colour for each bandwidth, a symbol for each strategy."""
+    data: list[dict[str, object]] = []
+    ends = [min(min(one.predicted, one.measured) for one in truth.pairs) / 1.5]
+    ends.append(max(max(one.predicted, one.measured) for one in truth.pairs) * 1.5)
+    for factor, dash in ((1.0, "solid"), (1 - WITHIN, "dot"), (1 + WITHIN, "dot")):
+        line = {"color": INK, "width": 1, "dash": dash}
+        ys = [factor * one for one in ends]
+        data.append({"type": "scatter", "mode": "lines", "x": ends, "y": ys, "line": line, "showlegend": False})
+        data[-1]["hoverinfo"] = "skip"
+    strategies = list(dict.fromkeys(one.strategy for one in truth.pairs))
+    symbols = {
+        name: f"{SYMBOLS[i % len(SYMBOLS)]}{'-open' if i >= len(SYMBOLS) else ''}" for i, name in enumerate(strategies)
+    }
+    for place, bandwidth in enumerate(truth.bandwidths):
+        mine = [one for one in truth.pairs if one.bandwidth == bandwidth]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": bandwidth,
+                "x": [one.measured for one in mine],
+                "y": [one.predicted for one in mine],
+                "text": [f"{one.strategy}: {one.error:+.1%}" for one in mine],
+                "marker": {
+                    "color": COLOURS[place % len(COLOURS)],
+                    "symbol": [symbols[one.strategy] for one in mine],
+                    "size": 10,
+                },
+                "hovertemplate": "%{text}<br>measured %{x:.3g} s<br>predicted %{y:.3g} s<extra>"
+                + bandwidth
+                + "</extra>",
+            }
+        )
+    for name, symbol in symbols.items():  # in the key only
+        key_only: dict[str, object] = {"type": "scatter", "mode": "markers", "name": name, "x": [None], "y": [None]}
+        data.append({**key_only, "marker": {"color": INK, "symbol": symbol, "size": 9}})
+    axes = {"xaxis": axis("measured seconds of a step", type="log")}
+    axes["yaxis"] = axis("predicted seconds of a step", type="log")
+    return {"data": data, "layout": layout(620, legend={"x": 1.02, "y": 1.0}, **axes)}
 
-    drawing["layout"]["title"] = {"text": title, "x": 0.01}
-    drawing["layout"]["margin"] = {"l": 64, "r": 24, "t": 72, "b": 56}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    go.Figure(drawing).write_html(out, include_plotlyjs=True)
-    return out
+
+def page(title: str, caption: str, drawing: Drawing, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
+    """The picture, and the printed table below it."""
+    return Page(
+        brand="flockstep bench",
+        title=title,
+        footer="Measured on this machine; all that stand side by side took turns in one run.",
+        drawings=(report.Drawing("picture", title, caption, drawing),),
+        listings=(report.Listing("In figures", "", headings, rows),),
+    )

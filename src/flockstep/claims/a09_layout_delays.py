@@ -26,7 +26,7 @@ class LayoutDelays(Claim):
         "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on a naive parameter server and "
         "1.09 s on a ring, and eight layouts take what eight formulas say"
     )
-    source: ClassVar[str] = "Ben-Nun & Hoefler 2019, figure 14 (whose link speeds are not in the text)"
+    source: ClassVar[str] = "Langer, He, Rahayu & Xue 2020, figure 14 (whose link speeds are not in the text)"
     setting: ClassVar[str] = (
         f"formulas at 1.25e9 bytes/s, reducing 10 GiB/s, updating 2 GiB/s, n = {WORKERS}; the exchanges as programs in "
         "virtual time, without latency, computing included"

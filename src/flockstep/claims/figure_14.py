@@ -1,4 +1,4 @@
-"""The exchanges of figure 14 of Ben-Nun & Hoefler (2019) as programs, timed in virtual time without latency.
+"""The exchanges of figure 14 of Langer et al. (2020) as programs, timed in virtual time without latency.
 
 Reducing and updating are computing: `spend` so many units, of which reducing a whole model takes n and updating one
 `UPDATE` times as many. They begin when what they need is there, as the formulas have it. Rank n is the server, where

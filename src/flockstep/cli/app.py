@@ -207,13 +207,15 @@ def launch(
 
 @app.command("list")
 def list_components(
-    noun: Annotated[str | None, typer.Argument(help="strategy, consistency, topology, codec, workload, …")] = None,
+    noun: Annotated[
+        str | None, typer.Argument(help="strategy, consistency, topology, codec, workload, …; plurals too.")
+    ] = None,
     as_json: o.Json = False,
 ) -> None:
     """What there is to choose from, each with its arguments."""
-    from flockstep.cli.listing import listing
+    from flockstep.cli.listing import listing, singular
 
-    rows = [row for one in ([noun] if noun else registry.nouns()) for row in listing(one)]
+    rows = [row for one in ([singular(noun)] if noun else registry.nouns()) for row in listing(one)]
     if as_json:
         print(json.dumps(rows))
         return
@@ -239,7 +241,9 @@ def layers(
     what: Annotated[str, typer.Argument(help="A job, a file with model() and inputs(), or a reference such as vgg-a.")],
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples for each worker.")] = 32,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Workers that share the data, or the layer.")] = 16,
-    everything: Annotated[bool, typer.Option("--all", help="Also layers without parameters.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every layer: a table of many leaves out those without parameters.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Also draw a picture, as one HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
@@ -247,6 +251,23 @@ def layers(
     from flockstep.cli.layers import show_layers
 
     show_layers(what, batch, workers, as_json, out, everything)
+
+
+@app.command()
+def layouts(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(help="Jobs, files or references (default: vgg-a, resnet-152 and googlenet)."),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Workers.")] = 16,
+    bandwidth: Annotated[str, typer.Option(help="Of everyone's link, such as 1gbit.")] = "10gbit",
+    out: Annotated[Path | None, typer.Option(help="Also draw it over workers and bandwidth, as one HTML file.")] = None,
+    as_json: o.Json = False,
+) -> None:
+    """The least delay of a step by where the parameters lie: naive server, tree, ring and five others."""
+    from flockstep.cli.layouts import show_layouts
+
+    show_layouts(what or [], workers, bandwidth, as_json, out)
 
 
 @app.command()
@@ -270,11 +291,18 @@ def reproduce(
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="Also what is predicted on it: lab-1gbit, …, or a file of calibrate."),
+    ] = None,
 ) -> None:
     """Draw a report of runs that were recorded earlier."""
     from flockstep.cli.compare import runs_in
+    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.planning.check import for_report
     from flockstep.records.folder import RunFolder
     from flockstep.report.html import write_report
 
-    records = [RunFolder(folder).read() for given in folders for folder in runs_in(given)]
-    print(write_report(records, out))
+    found = [folder for given in folders for folder in runs_in(given)]
+    predictions = for_report(found, None if cluster is None else load_cluster(cluster))
+    print(write_report([RunFolder(folder).read() for folder in found], out, predictions=predictions))

@@ -9,10 +9,18 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
+
+NOISY = 0.5
+"""Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
+LEGEND = (
+    "time: median; GB/s: bytes of the array over that time; ~: the quartiles lie more than half the median apart, so "
+    "repeat it on a quieter machine. All ways took turns in one run."
+)
 
 app = typer.Typer(no_args_is_help=True, help="Measure transports, collectives, codecs and the simulator beside others.")
 Rounds = Annotated[int, typer.Option("--rounds", "-r", help="Repetitions; medians are shown.")]
@@ -78,18 +86,20 @@ def codecs(
         Codec.parse(text)
     with _progress() as say:
         figures = measure(codec, _at_least_one("elements", elements), _at_least_one("rounds", rounds), say)
-    if out is not None:
-        pictures.write(pictures.of_codecs(figures), out, "Rates of codecs, a copy being 1")
-    if as_json:
-        show.json([msgspec.to_builtins(figure) for figure in figures])
-        return
-    table = Table("codec", "bits an element", "encode", "encode + residual", "decode + add", "ms to encode")
+    headings = ("codec", "bits an element", "encode", "encode + residual", "decode + add", "ms to encode")
+    rows = []
     for one in figures:
         speeds = (one.encode, one.encode_residual, one.add_decoded)
         ms = "" if one.seconds is None else f"{one.seconds * 1000:.3g}"
         cells = [_number(one.bits), *map(_number, speeds), ms]
-        table.add_row(one.codec, *(["", one.missing, "", "", ""] if one.missing else cells))
-    show.page().print(table)
+        rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
+    if out is not None:
+        title, caption = "Rates of codecs, a copy being 1", pictures.OF_COPIES
+        pictures.page(title, caption, pictures.of_codecs(figures), headings, rows).write(out)
+    if as_json:
+        show.json([msgspec.to_builtins(figure) for figure in figures])
+        return
+    _table(headings, rows)
     show.page().print(
         f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
     )
@@ -108,42 +118,92 @@ def simulator(
 
     with _progress() as say:
         figures = measure(STRATEGIES, _numbers("replicas", replicas), _at_least_one("rounds", rounds), say)
+    headings = ("strategy", "replicas", "worker-steps/s", "of the loop's", "events/s")
+    rows = []
+    for one in figures:
+        events = "" if one.events is None else f"{one.events:,.0f}"
+        rows.append([one.strategy, str(one.replicas), f"{one.rate:,.0f}", f"{one.to_loop:.2f}", events])
     if out is not None:
-        pictures.write(pictures.of_simulator(figures), out, "Simulation beside a plain loop")
+        title, caption = "Simulation beside a plain loop", pictures.STEPS
+        pictures.page(title, caption, pictures.of_simulator(figures), headings, rows).write(out)
     if as_json:
         show.json([msgspec.to_builtins(figure) for figure in figures])
         return
-    table = Table("replicas", "strategy", "worker-steps/s", "of the loop's", "events/s")
-    for one in figures:
-        events = "" if one.events is None else f"{one.events:,.0f}"
-        table.add_row(str(one.replicas), one.strategy, f"{one.rate:,.0f}", f"{one.to_loop:.2f}", events)
-    show.page().print(table)
+    _table(headings, rows)
+
+
+@app.command()
+def prediction(
+    strategy: Annotated[
+        list[str] | None, typer.Option("--strategy", "-s", help="Only this one; repeat for each.")
+    ] = None,
+    bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
+    rounds: Rounds = 1,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Steps of real processes on shaped links, beside those predicted from one run; Linux, as root, some minutes."""
+    from flockstep.bench import pictures
+    from flockstep.bench import prediction as bench
+
+    names = [text.strip() for text in bandwidths.split(",")]
+    with _progress() as say:
+        found = bench.measure(strategy or bench.STRATEGIES, names, _at_least_one("rounds", rounds), say)
+    headings = ("strategy", "bandwidth", "predicted", "measured", "error")
+    rows = [
+        [one.strategy, one.bandwidth, _time(one.predicted), _time(one.measured), f"{one.error:+.1%}"]
+        for one in found.pairs
+    ]
+    if out is not None:
+        title = "Seconds of a step, predicted and measured"
+        pictures.page(title, pictures.PREDICTED, pictures.of_prediction(found), headings, rows).write(out)
+    if as_json:
+        show.json(found.document())
+        return
+    _table(headings, rows)
+    for line in found.sentences():
+        show.page().print(line, highlight=False, markup=False)
 
 
 def _answer(
     title: str, figures: Sequence[Any], out: Path | None, as_json: bool, draw: Callable[[], Any], beside: str
 ) -> None:
     """Print the figures, each rate also as a multiple of that of the way `beside` it; draw them if asked to."""
-    from flockstep.bench.pictures import write
+    from flockstep.bench import pictures
 
+    headings = ("way", "processes", "bytes", "time", "quartiles", "GB/s", f"of {beside}'s rate")
+    rows = rows_of(figures, beside)
     if out is not None:
-        write(draw(), out, title)
+        pictures.page(title, f"{pictures.RATES} {LEGEND}", draw(), headings, rows).write(out)
     if as_json:
         show.json([msgspec.to_builtins(figure) for figure in figures])
         return
-    table = Table("processes", "bytes", "way", "time", "quartiles", "GB/s", f"of {beside}'s rate", title=title)
+    _table(headings, rows, title)
+    show.page().print(LEGEND)
+
+
+def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
+    """The cells of a table: each rate also as a multiple of that of the way `beside` it; noisy ones are marked."""
     known = {(one.workers, one.bytes): one.seconds for one in figures if one.way == beside and one.seconds}
+    rows = []
     for one in figures:
+        start = [one.way, str(one.workers), f"{one.bytes:,}"]
         if one.seconds is None:
-            table.add_row(str(one.workers), f"{one.bytes:,}", one.way, "not here:", one.missing)
+            rows.append([*start, "not here:", one.missing, "", ""])
             continue
         other = known.get((one.workers, one.bytes))
+        noisy = " ~" if one.high - one.low > NOISY * one.seconds else ""
+        quartiles = f"{_time(one.low)} to {_time(one.high)}{noisy}"
         ratio = "" if other is None else f"{other / one.seconds:.2f}"
-        quartiles = f"{_time(one.low)} to {_time(one.high)}"
-        rate = f"{one.bytes / one.seconds / 1e9:.3g}"
-        table.add_row(str(one.workers), f"{one.bytes:,}", one.way, _time(one.seconds), quartiles, rate, ratio)
-    show.page().print(table)
-    show.page().print("time: median; GB/s: bytes of the array over that time. All ways took turns in one run.")
+        rows.append([*start, _time(one.seconds), quartiles, f"{one.bytes / one.seconds / 1e9:.3g}", ratio])
+    return rows
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+    made = Table(*headings, title=title)
+    for row in rows:
+        made.add_row(*map(escape, row))
+    show.page().print(made)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from flockstep.cli.options import slug
 from flockstep.cli.runs import as_data, missed
 from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
+from flockstep.planning.check import for_report
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
@@ -110,7 +111,7 @@ def _conclude(folders: Sequence[Path], out: Path, as_json: bool) -> None:
         return
     records = [RunFolder(folder).read() for folder in here]
     summaries = [record.summary for record in records]
-    path = write_report(records, out / "report.html")
+    path = write_report(records, out / "report.html", predictions=for_report(here))
     for sentence in filter(None, map(missed, summaries)):
         show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if as_json:

@@ -32,6 +32,15 @@ def listing(noun: str) -> list[dict[str, str]]:
     return rows
 
 
+def singular(noun: str) -> str:
+    """The noun of which this is the plural; itself where it is none."""
+    known = registry.nouns()
+    ones = [
+        noun.removesuffix(end) + instead for end, instead in (("ies", "y"), ("es", ""), ("s", "")) if noun.endswith(end)
+    ]
+    return next((one for one in [noun, *ones] if one in known), noun)
+
+
 def _stated(topology: Topology) -> str:
     """What holds of a topology, on as many workers as it takes."""
     for n in (8, 4):

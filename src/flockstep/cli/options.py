@@ -47,7 +47,10 @@ ComputeText = Annotated[
 ]
 Faults = Annotated[
     list[str] | None,
-    typer.Option("--fault", help="What goes wrong: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)'; repeatable."),
+    typer.Option(
+        "--fault",
+        help="What goes wrong: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)', 'narrows(1, 10)'; repeatable.",
+    ),
 ]
 Imports = Annotated[
     list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")

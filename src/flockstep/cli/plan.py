@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,9 +14,10 @@ from rich.table import Table
 
 from flockstep.cli import options as o
 from flockstep.cli import show
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, Interrupted
 
 if TYPE_CHECKING:
+    from flockstep.cli.search import Tried
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
     from flockstep.planning.plan import Outlook
@@ -29,47 +30,126 @@ Needs = Annotated[
     typer.Option("--need", help="unbalanced, reproducible, elastic, private or slow-links; repeatable."),
 ]
 
+Strategies = Annotated[
+    list[str] | None, typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).")
+]
+Records = Annotated[
+    list[Path] | None, typer.Option("--check", help="Compare with the record of a run of this job; repeatable.")
+]
+Simulate = Annotated[bool, typer.Option("--simulate", help="Also try the best in virtual time, with real gradients.")]
+Trials = Annotated[int | None, typer.Option(help="Trials of each strategy (default: 8).")]
+Budget = Annotated[float | None, typer.Option(help="Real seconds for all trials (default: 120, none with --trials).")]
+Top = Annotated[
+    int | None, typer.Option(help="Strategies to try, besides one worker (default: 5, or all of --strategy).")
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of trials and of the search (default: 0).")]
+SplitText = Annotated[str | None, typer.Option("--split", help="How data is split in trials (default: by the needs).")]
+Keep = Annotated[
+    Path | None,
+    typer.Option(help="Folder where trials are kept; name it again to go on (default: a new one in runs/)."),
+]
+BUDGET = 120.0
+"""Real seconds of all trials, where neither they nor their time are given."""
+
 
 def plan(
     what: Annotated[str, typer.Argument(help="A job, a file with job(), or a reference model such as vgg-a.")],
     cluster: Named = None,
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers (default: all it has).")] = None,
     need: Needs = None,
-    strategy: Annotated[
-        list[str] | None, typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).")
-    ] = None,
+    strategy: Strategies = None,
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", help="Samples per gradient (default: the job's).")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also rehearse strategies without a closed form.")] = False,
-    record: Annotated[
-        list[Path] | None, typer.Option("--check", help="Compare with the record of a run of this job; repeatable.")
-    ] = None,
+    record: Records = None,
+    simulate: Simulate = False,
+    trials: Trials = None,
+    budget: Budget = None,
+    top: Top = None,
+    target: o.Target = None,
+    seed: Seed = None,
+    split: SplitText = None,
+    keep: Keep = None,
     out: Annotated[Path | None, typer.Option(help="Also draw it, as one HTML file.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster before anything is run, and say which to take."""
-    if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+    asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
+    asked |= {"split": split, "keep": keep}
+    _refuse(what, simulate, bool(record), asked, out)
     if record:
         _check(what, cluster, record, as_json)
         return
+    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything)
+    needs = tuple(need or ())
+    tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
+    _conclude(outlook, needs, tried, out, as_json)
+
+
+def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: Path | None) -> None:
+    """Refuse options that mean nothing for what is asked for."""
+    for name, value in asked.items():
+        if value is not None and not simulate:
+            raise ConfigurationError(f"--{name} {value} matters for trials only; add --simulate")
+    if simulate and check:
+        raise ConfigurationError(
+            f"--check looks at a run and --simulate at none; write flockstep plan {what} --check …"
+        )
+    if out is not None and out.suffix != ".html":
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+
+
+def _conclude(outlook: Outlook, needs: tuple[str, ...], tried: Tried | None, out: Path | None, as_json: bool) -> None:
+    """Advise, draw and print, also where trials were interrupted."""
     from flockstep.planning.advice import advise
 
-    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything)
-    advice = advise(outlook, tuple(need or ()))
+    advice = advise(outlook, needs, () if tried is None else tried.found)
     if out is not None:
         from flockstep.planning.page import write_plan
 
         write_plan(outlook, advice, out)
+    _print(outlook, advice, tried, as_json)
+    if out is not None and not as_json:
+        print(out)
+    if tried is not None and tried.interrupted is not None:
+        raise Interrupted(tried.interrupted)
+
+
+def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:
+    from flockstep.cli.search import Asked, tried
+    from flockstep.planning.search import TRIALS
+
+    site = outlook.site
+    asked = Asked(
+        trials=TRIALS if given["trials"] is None else given["trials"],
+        # A number of trials that was asked for is made in full.
+        budget=BUDGET if given["budget"] is None and given["trials"] is None else given["budget"],
+        top=given["top"],
+        target=given["target"],
+        seed=given["seed"] or 0,
+        split=given["split"] or ("by-label" if "unbalanced" in needs else "iid"),
+        keep=o.folder(given["keep"], f"plan-{site.task.name}-{site.cluster.name}"),
+    )
+    return tried(outlook, needs, named, asked)
+
+
+def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool) -> None:
     if as_json:
-        show.json({**outlook.document(), "advice": advice.document()})
+        document = {**outlook.document(), "advice": advice.document()}
+        if tried is not None:
+            from flockstep.cli.search import document as of_trials
+
+            document["trials"] = of_trials(tried)
+        show.json(document)
         return
     page = show.page()
     page.print(_table(outlook, advice))
-    _say(page, outlook, advice)
-    if out is not None:
-        print(out)
+    if tried is not None and tried.found:
+        from flockstep.cli.search import table
+
+        page.print(table(tried))
+    _say(page, outlook, advice, tried)
 
 
 def _outlook(
@@ -105,16 +185,22 @@ def _table(outlook: Outlook, advice: Advice) -> Table:
     return table
 
 
-def _say(page: Console, outlook: Outlook, advice: Advice) -> None:
+def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -> None:
     from flockstep.planning.words import scaling_sentence, unplanned
 
+    unknown, about = outlook.left_out, tuple[str, ...]()
+    if tried is not None:
+        from flockstep.cli.search import left_out
+
+        unknown, about = (*unknown, *left_out()), tried.notes
     for sentence in advice.sentences:
         page.print(escape(sentence), style="bold", highlight=False)
     for heading, sentences in (
         ("why", advice.reasons),
         ("what would change this", advice.changes),
         ("scaling", tuple(map(scaling_sentence, outlook.curves))),
-        ("not in these figures", (*outlook.left_out, *unplanned(outlook))),
+        ("trials", about),
+        ("not in these figures", (*unknown, *unplanned(outlook))),
     ):
         if sentences:
             page.print(f"{heading}:", highlight=False)

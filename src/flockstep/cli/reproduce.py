@@ -17,6 +17,11 @@ from flockstep.claims.base import Claim
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
 
+LEGEND = (
+    "quick: a few seconds at most. flockstep reproduce A5 tries one and says how it was set up, what is asserted and "
+    "what came out; --all tries every one (minutes)."
+)
+
 
 def known() -> list[str]:
     """The claims' identifiers: by letter, then by number."""
@@ -49,7 +54,9 @@ def list_claims(as_json: bool) -> None:
     made = Table("claim", "statement", "source", "quick", box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         made.add_row(row["claim"], escape(row["statement"]), escape(row["source"]), "yes" if row["quick"] else "")
-    show.page().print(made)
+    page = show.page()
+    page.print(made)
+    page.print(LEGEND, highlight=False)
 
 
 def _described(claim: Claim) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Lower bounds on the delay of one step's communication, by where the parameters lie.
 
-The eight formulas of Ben-Nun & Hoefler (2019, figure 14). n is the number of workers; T, R and U are the seconds that
+The eight formulas of Langer et al. (2020, figure 14). n is the number of workers; T, R and U are the seconds that
 transmitting, reducing (adding one gradient to another) and updating a whole model take; latency is left out. What is
 shared among k nodes takes a k-th. Transmitting, reducing and updating follow one another.
 """

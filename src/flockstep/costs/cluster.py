@@ -164,13 +164,13 @@ class ClusterShape:
         among = [self._of("inside", tier[0]) for tier in tiers]
         if len(machines) == 1:
             wire = inside[0] or among[0] or next(iter(self.wires), None)
-            return Link(math.inf) if wire is None else wire.network
+            return Link(math.inf) if wire is None else wire.alone
         sizes = [size for _, size in machines]
         if len(set(places)) == 1 and _alike(sizes) and len(set(inside)) == 1:
             outer = among[places[0]]
             assert outer is not None
             if sizes[0] == 1:
-                return outer.network
+                return outer.alone
             inner = inside[0]
             assert inner is not None
             return TwoTier(sizes[0], inner.bandwidth, inner.latency, outer.bandwidth, outer.latency)

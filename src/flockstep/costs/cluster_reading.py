@@ -216,6 +216,7 @@ def _wire(table: _Table) -> Wire:
     kinds = [kind for kind in get_args(Reach) if kind in table]
     bandwidth = table.quantity("bandwidth", units.bandwidth, "1gbit")
     latency = table.quantity("latency", lambda text: units.duration(text, "latency"), "50us")
+    fair = table.take("fair", bool, "true or false")
     groups = [table.words(kind) for kind in kinds]
     table.knows(get_args(Reach))
     table.finish()
@@ -226,7 +227,7 @@ def _wire(table: _Table) -> Wire:
     if bandwidth is None:
         raise table.document.wrong("bandwidth of a link is missing; write bandwidth = '1gbit'", table.path)
     with table.document.telling(table.path):
-        return Wire(kinds[0], groups[0], bandwidth, latency or 0.0)
+        return Wire(kinds[0], groups[0], bandwidth, latency or 0.0, fair or False)
 
 
 def _rates(name: str, table: _Table) -> dict[str, float]:

@@ -49,6 +49,8 @@ def _wire(wire: Wire) -> dict[str, Any]:
     told: dict[str, Any] = {wire.reach: groups, "bandwidth": _scaled(wire.bandwidth * 8, "bit")}
     if wire.latency:
         told["latency"] = f"{wire.latency * 1e6:.12g}us"
+    if wire.fair:
+        told["fair"] = True
     return told
 
 

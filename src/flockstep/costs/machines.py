@@ -9,7 +9,8 @@ from typing import Literal
 
 from flockstep.collectives import costs
 from flockstep.errors import ConfigurationError
-from flockstep.simulation.network import Link
+from flockstep.simulation.fair import FairLink
+from flockstep.simulation.network import Link, Network
 
 Path = tuple[str | int, ...]
 Reach = Literal["node", "inside", "between"]
@@ -77,6 +78,8 @@ class Wire:
     """Bytes per second that a card takes in each direction."""
     latency: float = 0.0
     """Seconds; what a message inside a machine or a tier takes beside its bytes, or one between tiers on top of it."""
+    fair: bool = False
+    """Whether messages that pass it at once go on together, as over TCP, instead of in turn."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
@@ -101,8 +104,13 @@ class Wire:
 
     @property
     def network(self) -> Link:
-        """The same for virtual time."""
+        """The same for virtual time, messages in turn."""
         return Link(self.bandwidth, self.latency)
+
+    @property
+    def alone(self) -> Network:
+        """The same for virtual time, where it is the only kind of link."""
+        return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ Times = npt.NDArray[np.float64]
 
 SETTLE = 24
 """Rounds until constant times repeat themselves; as many count."""
+STEADY, EQUAL = 4, 1e-12
+"""Turns after which constant times have settled, if in each of them all workers took the same time, up to rounding."""
 WORK = 5_000_000
 """About how many numbers are handled in all."""
 DRAWS = 200_000
@@ -35,10 +37,14 @@ class Workers:
         self._clock: Clock = setting.compute.start(setting.workers, 0)
         streams = [] if setting.compute.sharing else [setting.compute.stream(0, rank) for rank in range(self.count)]
         self._next = [stream.__next__ for stream in streams]  # cores of their own: the order of draws does not matter
+        always = bool(streams) and order_statistics.certain(setting.compute)
+        self._always: Times | None = np.array([draw() for draw in self._next]) if always else None
         self.at: Times = np.zeros(setting.workers)
 
     def compute(self, times: int = 1) -> Times:
         """When each has computed that many gradients, from where it is; does not move it."""
+        if self._always is not None:
+            return self.at + times * self._always
         done = self.at.copy()
         for _ in range(times):
             if self._next:
@@ -60,11 +66,18 @@ def settled(setting: Setting, turn: Callable[[Workers], None], gradients: int = 
     drawn = max(4 if certain else 12, DRAWS // (setting.workers * gradients))
     count = min(SETTLE if certain else setting.turns, most, drawn)
     skip = count if certain else count // 8
-    begun = 0.0
+    begun, alike = 0.0, 0
     for number in range(skip + count):
         if number == skip:
             begun = float(workers.at.mean())
+        before = workers.at.copy()
         turn(workers)
+        if not certain:
+            continue
+        took = workers.at - before
+        alike = alike + 1 if np.ptp(took) <= EQUAL * took[0] else 0
+        if alike == STEADY:  # everyone is as much later as in the turns before: so it goes on
+            return float(took.mean())
     return (float(workers.at.mean()) - begun) / count
 
 

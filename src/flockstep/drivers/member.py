@@ -19,6 +19,7 @@ import contextlib
 import os
 import select
 import shutil
+import sysconfig
 import time
 import traceback
 from collections import deque
@@ -45,6 +46,9 @@ CONTROL_BYTES = 1 << 20
 LONGEST = 4000
 """Characters of a reason or a traceback that travel in a message's header."""
 GREETING = "flockstep.hello"
+KNOCKING = 20_000
+"""Milliseconds in which a knock must be heard: the first packets over a new link may be lost, and are sent again late.
+"""
 PAUSE = 0.05
 """Seconds before something is sent again to a process that takes nothing at the moment."""
 PATIENCE = 1.0
@@ -282,6 +286,7 @@ def knock(ticket: Ticket, words: Hello | Failure) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     control = context.socket(zmq.DEALER)
     harden(control, CONTROL_BYTES, ticket.heartbeat)
+    control.setsockopt(zmq.LINGER, KNOCKING)
     control.connect(ticket.control)
     control.send(msgspec.msgpack.encode(words))
     control.close()
@@ -293,7 +298,7 @@ def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:
     kind, reason = type(error).__name__, str(error)
     if not isinstance(error, FlockstepError):
         where = "" if step is None else f" at step {step}"
-        said = in_short(error)
+        said = in_short(error) + place_of(error)
         reason = f"{node_name(ticket.address)}{where} raised {said}; --debug shows the traceback"
         kind = RunError.__name__
     trace = "".join(traceback.format_exception(error))
@@ -304,6 +309,16 @@ def in_short(error: Exception) -> str:
     """An error's type and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def place_of(error: Exception) -> str:
+    """Where in a user's own files an error came from, as " (script.py, line 7)"; empty if it was in none of them."""
+    ours = str(Path(__file__).parents[1])
+    others = tuple(f"{path}{os.sep}" for path in (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*others, "<")):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
 
 
 def stopped(message: Message) -> Exception:

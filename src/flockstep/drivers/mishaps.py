@@ -11,7 +11,7 @@ from flockstep.messages import Address, Message
 from flockstep.nodes import Cluster
 from flockstep.simulation import units
 from flockstep.simulation.compute import Clock
-from flockstep.simulation.faults import Dies, Drops, Fault, Slows
+from flockstep.simulation.faults import Dies, Drops, Fault, Narrows, Slows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,16 @@ class Death:
     noticed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Event: from now on a node's link has a `factor`-th of its bandwidth."""
+
+    node: Address
+    factor: float
+
+
 class Mishaps:
-    """The faults of one run: which messages get lost, when who dies, and how long gradients take then."""
+    """The faults of one run: which messages get lost, when who dies, how long gradients and messages take then."""
 
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):
         for fault in faults:
@@ -31,6 +39,7 @@ class Mishaps:
         self._drops = {(f.source, f.to, f.nth) for f in faults if isinstance(f, Drops)}
         self._slows = [f for f in faults if isinstance(f, Slows)]
         self._deaths = [f for f in faults if isinstance(f, Dies)]
+        self._narrows = [f for f in faults if isinstance(f, Narrows)]
         self._sent: Counter[tuple[Address, Address]] = Counter()
 
     def deaths(self) -> list[tuple[float, Death]]:
@@ -40,6 +49,15 @@ class Mishaps:
             at = units.duration(fault.at)
             events += [(at, Death(fault.node, False)), (at + units.duration(fault.noticed), Death(fault.node, True))]
         return sorted(events, key=lambda event: event[0])
+
+    def narrowings(self) -> list[tuple[float, Narrowing]]:
+        """When each link changes, and to what; several faults of one node multiply."""
+        times = {(units.duration(end), fault.node) for fault in self._narrows for end in (fault.at, fault.until)}
+        events = []
+        for t, node in sorted(times):
+            factors = [fault.factor for fault in self._narrows if fault.node == node and fault.strikes(t)]
+            events.append((t, Narrowing(node, math.prod(factors))))
+        return events
 
     def lost(self, to: Address, message: Message) -> bool:
         """Whether this message gets lost; to be asked once for each that is sent."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
-from flockstep.drivers.mishaps import Death, Mishaps
+from flockstep.drivers.mishaps import Death, Mishaps, Narrowing
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.pool import ROWS, GradientPool
 from flockstep.drivers.seats import FORWARD, Arrival, Ready, Saved, Seat, doing, due
@@ -53,10 +53,12 @@ class Simulation:
         self._engine = engine
         self._emit = emit
         self._report = progress
-        self._queue: EventQueue[Arrival | Ready | Death] = EventQueue()
+        self._queue: EventQueue[Arrival | Ready | Death | Narrowing] = EventQueue()
         self._mishaps = Mishaps(faults, plan.cluster)
         self._clock = self._mishaps.clock(compute.start(n, plan.seed))
         self._fabric = network.start(plan.cluster)
+        for t, narrow in reversed(self._mishaps.narrowings()):  # whether they can be, and those there from the start
+            self._fabric.narrow(narrow.node, plan.cluster.addresses, 1.0 if t else narrow.factor)
         self._params = np.tile(engine.initial(), (n, 1))
         self._gradients = GradientPool(engine.schema.size, self._params.dtype)
         self._losses = np.zeros(n)
@@ -89,6 +91,8 @@ class Simulation:
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
             for address in (*self._progress, *range(self.plan.cluster.workers)):
                 self._resume(self.seats[address], None)
+            for t, narrowing in self._mishaps.narrowings():
+                self._queue.schedule(t, narrowing)
             for t, death in self._mishaps.deaths():
                 self._queue.schedule(t, death)
             while self._queue:
@@ -99,11 +103,13 @@ class Simulation:
             raise RunError(f"deadlock: every program waits for a message that nobody will send: {waits}")
         self.tracker.close()
 
-    def _handle(self, event: Arrival | Ready | Death) -> None:
+    def _handle(self, event: Arrival | Ready | Death | Narrowing) -> None:
         if isinstance(event, Ready):
             self._gradient_due(event)
         elif isinstance(event, Death):
             (self._notice if event.noticed else self._die)(event.node)
+        elif isinstance(event, Narrowing):
+            self._fabric.narrow(event.node, self.plan.cluster.addresses, event.factor)
         elif event.transit.done:
             self._deliver(event)
         else:

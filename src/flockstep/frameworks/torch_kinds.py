@@ -69,6 +69,11 @@ def is_known(module: nn.Module) -> bool:
     return _formula(module) is not None
 
 
+def register_kind(kind: type[nn.Module], formula: Formula | None = None) -> None:
+    """Let `formula` stand for a module of one's own; None: one operation on every element, as an activation."""
+    _KINDS[kind] = _activation if formula is None else formula
+
+
 def _formula(module: nn.Module) -> Formula | None:
     """That of the kind that the module is, unless its class computes something else than this kind."""
     for kind, formula in _KINDS.items():

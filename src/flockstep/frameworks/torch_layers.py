@@ -94,7 +94,9 @@ class _Finder:
         self._calls: Counter[str] = Counter()
         self._owners: dict[int, str] = {}
         self._frames: list[_Frame] = []
-        self._counter = FlopCounterMode(display=False)
+        # not where formulas say everything: entering it imports torch's compiler, which takes longer than all else
+        counts = any(not is_known(one) and type(one).forward is not nn.Sequential.forward for one in self._names)
+        self._counter = FlopCounterMode(display=False) if counts else None
 
     def _visit(self, path: str, module: nn.Module) -> None:
         """Name the modules to watch; what is inside a leaf is part of it."""
@@ -114,17 +116,22 @@ class _Finder:
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
             stack.enter_context(torch.enable_grad())
-            # the other kernels of attention are not all known to the counter
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(self._counter)
+            if self._counter is not None:
+                # the other kernels of attention are not all known to the counter
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+                stack.enter_context(self._counter)
             self.module(*inputs)
 
+    def _counted(self) -> int:
+        """Operations of products so far."""
+        return 0 if self._counter is None else self._counter.get_total_flops()
+
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self._frames.append(_Frame(self._counter.get_total_flops()))
+        self._frames.append(_Frame(self._counted()))
 
     def _leave(self, module: nn.Module, inputs: Any, keywords: Any, outputs: Any) -> None:
         frame = self._frames.pop()
-        spent = self._counter.get_total_flops() - frame.before
+        spent = self._counted() - frame.before
         if self._frames:
             self._frames[-1].inside += spent
         leaf = module in self._leaves

@@ -19,8 +19,16 @@ from flockstep.transports.base import Transport
 _NEW_NETWORK = 0x40000000
 _BRIDGE = re.compile(r"fs[0-9]+")
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
-BUFFER = "500ms"
-"""How long a packet may wait in a link's queue before it is dropped."""
+ADDRESS = "02:00:00:00:00:01"
+"""Of the bridge. Without one it takes that of a card, and changes it with every host that joins: what the first ones
+send then gets lost for a while."""
+BUFFER = "5s"
+"""How long a packet may wait in a link's queue before it is dropped: no link loses what was sent."""
+PACKETS = 3200
+"""Bytes of two packets."""
+TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
+"""On every host, whatever this machine has: windows grow until a link is full, and are kept between steps; connections
+take turns at a card."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +57,13 @@ class Namespaces(Transport):
         return f"tcp://{subnet}.{number}:*"
 
     def clean_up(self, directory: Path) -> None:
-        """Take the bridge away."""
-        if _exists(_label(os.getpid())):
-            _run(["ip", "link", "del", _label(os.getpid())])
+        """Take the bridge away, and its links: those of namespaces that go later would be in the next run's way."""
+        bridge = _label(os.getpid())
+        if _exists(bridge):
+            ends = [end.name for end in Path("/sys/class/net", bridge, "brif").glob("*")]
+            for link in (*ends, bridge):
+                with contextlib.suppress(ConfigurationError):  # it went with its namespace meanwhile
+                    _run(["ip", "link", "del", link])
 
     def _enter(self, label: str, host: str, number: int, supervisor: int) -> None:
         """Move this process into a new namespace, and join that to the bridge."""
@@ -68,19 +80,32 @@ class Namespaces(Transport):
         _run(["ip", "link", "set", inner, "up"])
         _run(["ip", "link", "set", "lo", "up"])
         _run(["tc", "qdisc", "add", "dev", inner, *limit])
+        for name, value in TCP.items():
+            Path("/proc/sys/net/ipv4", name).write_text(value)
 
     @property
     def _burst(self) -> str:
-        """A millisecond's worth of bytes, at least what the kernel's segmentation hands over at a time."""
-        return str(max(65536, round(units.bandwidth(self.bandwidth) / 1000)))
+        """A millisecond's worth of bytes: more would let messages pass faster than the link; with less, from 500 Mbit/s
+        on, the kernel has to cut up every segment, which is all that it can do.
+        """
+        return str(max(PACKETS, round(units.bandwidth(self.bandwidth) / 1000)))
 
 
-def _make_bridge(bridge: Path) -> str:
-    """A bridge in this namespace; the first three numbers of its addresses."""
+def require() -> None:
+    """Refuse where there can be no namespaces.
+
+    Raises:
+        ConfigurationError: not on Linux, not as root, or a command is missing.
+    """
     if sys.platform != "linux" or os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
         raise ConfigurationError(
             "namespaces need Linux, root, and the commands ip, tc and nsenter; use --transport tcp for one host"
         )
+
+
+def _make_bridge(bridge: Path) -> str:
+    """A bridge in this namespace; the first three numbers of its addresses."""
+    require()
     for left in Path("/sys/class/net").glob("fs*"):  # by a supervisor that was killed
         ours, used = _BRIDGE.fullmatch(left.name), any(left.glob("brif/*"))
         if ours and not used and not Path("/proc", left.name[2:]).exists():
@@ -88,7 +113,7 @@ def _make_bridge(bridge: Path) -> str:
                 _run(["ip", "link", "del", left.name])
     label, subnet = _label(os.getpid()), f"10.{64 + os.getpid() % 190}.{os.getpid() // 190 % 250}"
     if not _exists(label):
-        _run(["ip", "link", "add", label, "type", "bridge"])
+        _run(["ip", "link", "add", label, "address", ADDRESS, "type", "bridge"])
         _run(["ip", "addr", "add", f"{subnet}.1/24", "dev", label])
         _run(["ip", "link", "set", label, "up"])
     bridge.write_text(f"{label} {subnet} {os.getpid()}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flockstep.errors import UnknownName
-from flockstep.planning.criteria import TOLL, is_central, is_synchronous, worth
+from flockstep.planning.criteria import approximates, drops, is_central, is_synchronous
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
+from flockstep.planning.search import Found
 from flockstep.report import words
 
 NEEDS = {
@@ -19,6 +22,8 @@ NEEDS = {
     "slow-links": "links are slower at times than the cluster's description says",
 }
 """What can be asked for, and what it means."""
+DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
+"""Why something is not advised, whatever is needed."""
 SLOWER = 4.0
 """How many times slower links are taken to be at times under slow-links."""
 
@@ -51,8 +56,8 @@ class Advice:
         }
 
 
-def advise(outlook: Outlook, needs: tuple[str, ...] = ()) -> Advice:
-    """The strategy that is worth most among those that meet the needs.
+def advise(outlook: Outlook, needs: tuple[str, ...] = (), found: Sequence[Found] = ()) -> Advice:
+    """The strategy that is worth most among those that meet the needs; first those that trials `found` to be quick.
 
     Raises:
         UnknownName: a need that is not known.
@@ -62,33 +67,49 @@ def advise(outlook: Outlook, needs: tuple[str, ...] = ()) -> Advice:
             raise UnknownName.among("need", need, list(NEEDS))
     needs = tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
     left, excluded = list[Prospect](), list[tuple[str, str]]()
-    for found in outlook.prospects:
-        why = unfit(found, outlook, needs)
+    for one in outlook.prospects:
+        why = unfit(one, outlook, needs)
         if why is None:
-            left.append(found)
+            left.append(one)
         else:
-            excluded.append((found.name, why))
+            excluded.append((one.name, why))
     if not left:  # nothing meets every need: one worker is at least possible
         left = [outlook.alone]
-    ranked = sorted(left, key=lambda one: -value(one, outlook, needs))
+    times = {one.strategy: one.seconds for one in found if one.seconds is not None}
+    ranked = sorted(left, key=lambda one: (times.get(one.name, math.inf), -value(one, outlook, needs)))
     choice, second = ranked[0], ranked[1] if len(ranked) > 1 else None
     return Advice(
         choice,
         second,
         _sentences(outlook, choice),
-        _reasons(outlook, choice, second, needs),
+        (*_tried(choice, second, found), *_reasons(outlook, choice, second, needs)),
         _changes(outlook, choice, second),
         tuple(excluded),
         needs,
     )
 
 
+def _tried(choice: Prospect, second: Prospect | None, found: Sequence[Found]) -> tuple[str, ...]:
+    """What trials say of the choice and of the runner-up."""
+    known = {one.strategy: one.best for one in found}
+    said = []
+    for one in (choice, second):
+        best = None if one is None else known.get(one.name)
+        if one is not None and best is not None and best.seconds_to_target is not None:
+            how = f"{best.strategy}, learning rate {best.lr:g}"
+            said.append(
+                f"In trials {one.name} reached the target of {best.target:g} after "
+                f"{words.seconds(best.seconds_to_target)} ({how})."
+            )
+    return tuple(said)
+
+
 def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
-    """Samples a second after the toll of departures; with slow links, as if what waits took so much longer."""
+    """Samples a second in terms of plain training's; with slow links, as if what waits took so much longer."""
     rate = found.samples_per_second
     if "slow-links" in needs and found.strategy is not None:
         rate /= found.utilisation + SLOWER * (1 - found.utilisation)
-    return worth(rate, outlook.departures(found))
+    return rate / outlook.need(found)
 
 
 def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | None:
@@ -107,6 +128,8 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
         return "the order of updates differs from run to run (ERB)"
     if "elastic" in needs and not traits.survives:
         return "stops when a worker is gone (RSOI)"
+    if drops(found):
+        return DROPS
     return None
 
 
@@ -122,19 +145,24 @@ def _sentences(outlook: Outlook, choice: Prospect) -> tuple[str, ...]:
             said.append(
                 f"The most that {outlook.workers} workers of {cluster} get through is "
                 f"{words.number(best.samples_per_second)}, with {best.name}, or {words.times(more)} as many: "
-                "not enough for what it departs from plain training."
+                f"but {words.number(outlook.need(best))} of those are taken to do the work of one of plain training."
             )
         return tuple(said)
     more = choice.samples_per_second / single.samples_per_second
     said = [
         f"Take {choice.name} on {choice.workers} workers: {rate}, {words.times(more)} what one worker gets through."
     ]
-    compressed = [one for one in outlook.prospects if not one.lossless]
-    if choice.lossless and compressed:
+    compressed = [one for one in outlook.prospects if approximates(one)]
+    if not approximates(choice) and compressed:
         best = compressed[0]
         ratio = best.samples_per_second / choice.samples_per_second
         said.append(f"Do not compress: the fastest that does, {best.name}, gets through {words.times(ratio)} as many.")
     return tuple(said)
+
+
+def _ahead(outlook: Outlook, found: Prospect) -> float:
+    """How many times as quickly as one worker it is taken to advance."""
+    return outlook.worth(found) / outlook.alone.samples_per_second
 
 
 def _reasons(outlook: Outlook, choice: Prospect, second: Prospect | None, needs: tuple[str, ...]) -> tuple[str, ...]:
@@ -164,14 +192,15 @@ def _reasons(outlook: Outlook, choice: Prospect, second: Prospect | None, needs:
     departs = outlook.departures(choice)
     if departs:
         said.append(
-            f"It departs from plain training in {len(departs)} way(s), each of which has to buy {TOLL - 1:.0%} more "
-            f"samples: {', '.join(departs)}."
+            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.need(choice))} of its "
+            f"samples are taken to do the work of one, so that it advances {words.times(_ahead(outlook, choice))} as "
+            "one worker."
         )
     said += [f"It counts that {NEEDS[need]}." for need in needs]
     if second is not None:
         said.append(
             f"The runner-up is {second.name} with {words.number(second.samples_per_second)} samples a second and "
-            f"{len(outlook.departures(second))} departure(s)."
+            f"{words.number(outlook.need(second))} of them to one of plain training."
         )
     return tuple(said)
 
@@ -188,11 +217,8 @@ def _changes(outlook: Outlook, choice: Prospect, second: Prospect | None) -> tup
         other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
         said.append(f"{side} {quantity(one.quantity, one.value)} it would be {other}")
     if second is not None:
-        ours, theirs = (len(outlook.departures(one)) for one in (choice, second))
-        ahead = worth(choice.samples_per_second, outlook.departures(choice)) / max(
-            worth(second.samples_per_second, outlook.departures(second)), 1e-300
-        )
-        if theirs > ours and second.samples_per_second > choice.samples_per_second:
+        ahead = outlook.worth(choice) / max(outlook.worth(second), 1e-300)
+        if outlook.need(second) > outlook.need(choice) and second.samples_per_second > choice.samples_per_second:
             said.append(
                 f"if lateness, approximation and models apart cost this job nothing, {second.name} would be better: it "
                 f"gets through {words.times(second.samples_per_second / choice.samples_per_second)} as many samples"

@@ -11,17 +11,18 @@ from typing import Any
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.setting import Setting
-from flockstep.costs.steps import NoForm, step_cost
+from flockstep.costs.steps import NoForm, has_form, step_cost
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.planning.fit import _by_worker, _first, _usual
 from flockstep.planning.prospect import prospect
 from flockstep.planning.rehearsal import STEPS, rehearse
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import BATCH, Site, Task, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Step, Update
 from flockstep.records.folder import RunFolder
+from flockstep.report.prediction import Prediction
 from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Ideal, Link, Network
@@ -93,9 +94,46 @@ def check(folder: Path | str, cluster: ClusterShape | None = None) -> Check:
         predicted, source = _in_virtual_time(strategy, task, config)
         where = f"{config.network}, {config.compute}"
     else:
-        found = prospect(strategy, Site(task, cluster), config.workers)
+        found = prospect(strategy, Site(task, cluster), config.workers, steps=_rehearsed_steps(config))
         predicted = Figures(found.seconds, found.sent, found.utilisation, found.staleness)
         source, where = found.source, cluster.name
+    return Check(task.name, config.strategy, config.workers, where, source, predicted, measured)
+
+
+def for_report(folders: Sequence[Path], cluster: ClusterShape | None = None) -> list[Prediction | None]:
+    """What a report shows beside each run: a prediction for `cluster`, or else that of a simulated run's closed form.
+
+    None where there is neither, or nothing to compare it with. Without a cluster nothing but the record is looked at.
+    """
+    return [_told(RunFolder(folder), cluster) for folder in folders]
+
+
+def _told(record: RunFolder, cluster: ClusterShape | None) -> Prediction | None:
+    try:
+        found = _by_form(record) if cluster is None else check(record.path, cluster)
+    except (ConfigurationError, NoForm):
+        return None
+    if found is None:
+        return None
+    source = f"{'closed form' if found.source == 'form' else 'rehearsal'}, {found.cluster}"
+    sent = found.predicted.sent, found.measured.sent
+    return Prediction(found.predicted.seconds, found.measured.seconds, *sent, source)
+
+
+def _by_form(record: RunFolder) -> Check | None:
+    """A simulated run without mishaps, whose strategy and network have a closed form."""
+    config = record.read_config()
+    if config.kind != "simulate" or config.faults or not isinstance(_network(config), (Ideal, Link)):
+        return None
+    strategy = Strategy.parse(config.strategy)
+    if not has_form(strategy):
+        return None
+    schema = record.read_result()[1]
+    tensors = tuple(entry.shape for entry in schema.entries)
+    task = Task(config.job, schema.size, tensors, schema.dtype, int(config.batch or BATCH))
+    measured = measure(record.read_events(), config.workers)
+    predicted, source = _in_virtual_time(strategy, task, config)
+    where = f"{config.network or 'ideal'}, {config.compute}"
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured)
 
 
@@ -124,9 +162,18 @@ def _busy(steps: Sequence[Step]) -> float:
     return sum(one.compute for one in steps)
 
 
+def _network(config: RunConfig) -> Network:
+    return Network.parse(config.network or "ideal")
+
+
+def _rehearsed_steps(config: RunConfig) -> int:
+    """As many as the run had, if they are not too many."""
+    return max(2, min(STEPS, int(config.steps or STEPS)))
+
+
 def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> tuple[Figures, str]:
     """A simulated run's, where nothing but gradients and messages takes time."""
-    network, compute = Network.parse(config.network or "ideal"), ComputeModel.parse(config.compute or "constant(0)")
+    network, compute = _network(config), ComputeModel.parse(config.compute or "constant(0)")
     if isinstance(network, (Ideal, Link)):
         setting = Setting(
             config.workers,
@@ -154,7 +201,7 @@ def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> tuple
         tensors=task.sizes,
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
-        steps=max(2, min(STEPS, int(config.steps or STEPS))),
+        steps=_rehearsed_steps(config),
         seed=config.seed,
     )
     return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness), "rehearsal"

@@ -6,6 +6,8 @@ and bandwidth are those with which the rehearsals take as long as the runs did.
 
 A step of one strategy at one model size takes t = f(L, 1/B), one equation for two unknowns: both can be told apart only
 by records in which bytes and messages weigh differently. With one record one of the two has to be given.
+
+Real runs are rehearsed on links that messages share, as TCP connections do (`fair_link`), simulated ones on theirs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Step
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Ideal, Link
 from flockstep.strategies.base import Strategy
 
@@ -52,6 +55,7 @@ ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
 """Of least squares: iterations, the step of a slope and when to stop, on a logarithmic scale."""
 SEARCH = 40
 """Rounds of a search for one unknown, at the most."""
+FAIR = "fair_link"
 NOTHING = 0.01
 """Share of a step's time below which the network counts as no part of it."""
 
@@ -86,13 +90,19 @@ class _Run:
         """Of each worker."""
         return len(self.compute[0])
 
+    @property
+    def fair(self) -> bool:
+        """Whether messages go on together: over TCP, and over the like in virtual time."""
+        return self.config.kind != "simulate" or (self.config.network or "").startswith(FAIR)
+
     def counted(self, rank: int) -> tuple[float, ...]:
         """Seconds of a worker's gradients, those at the beginning left out."""
         return self.compute[rank][_first(self.steps) :]
 
     def takes(self, latency: float, bandwidth: float) -> float:
         """What a step would take over such links, in seconds."""
-        network = Ideal() if math.isinf(bandwidth) and not latency else Link(bandwidth, latency)
+        link = FairLink if self.fair else Link
+        network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
         events: list[Event] = []
         rehearse(
             self.strategy,
@@ -135,7 +145,8 @@ def fit_records(
     wires: tuple[Wire, ...] = ()
     if first.config.workers > 1:
         found = _link(runs, latency, bandwidth, notes)
-        wires = (Wire("inside", tuple(group.name for group in groups), found[1], found[0]),)
+        names = tuple(group.name for group in groups)
+        wires = (Wire("inside", names, found[1], found[0], all(run.fair for run in runs)),)
         errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
         notes.append(
             f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from flockstep.planning.criteria import worth
 from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.scaling import Contender, best, faster
 from flockstep.planning.words import HEADINGS, TABLE_2, cells, row_of_table_2, scaling_sentence, unplanned
-from flockstep.report.html import _environment, _plotly_source, _script_safe
-from flockstep.report.style import COLOURS, INK, Figure, axis, layout, safe
+from flockstep.report.layers import amount
+from flockstep.report.layouts import speed
+from flockstep.report.page import Drawing, Listing, Page
+from flockstep.report.style import COLOURS, INK, Figure, axis, decades, layout, safe
+from flockstep.report.words import NONE
 
-CELLS = 9
+CELLS = 13
 """Of the map, in each direction."""
 RANGE = 100.0
 """How far bandwidth and model size go, up and down."""
@@ -23,50 +26,66 @@ RANGE = 100.0
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str) -> Path:
     """Write the page to `path` and return it; the folder is made if need be."""
-    path = Path(path)
-    text = render_plan(outlook, advice)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return plan_page(outlook, advice).write(path)
 
 
 def render_plan(outlook: Outlook, advice: Advice) -> str:
     """The page as text."""
-    figures = []
+    return plan_page(outlook, advice).render()
+
+
+def plan_page(outlook: Outlook, advice: Advice) -> Page:
+    """Advice, pictures, and everything in them as tables too."""
+    chosen = next((place for place, one in enumerate(outlook.prospects) if one is advice.choice), None)
+    listings = [
+        Listing("Predictions", PREDICTED, HEADINGS, [cells(outlook, one) for one in outlook.prospects], chosen),
+        Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in outlook.prospects], chosen),
+    ]
+    drawings = []
     if outlook.curves:
-        figures.append(("scaling", "How it scales", SCALING, scaling_picture(outlook)))
+        drawings.append(Drawing("scaling", "How it scales", SCALING, scaling_picture(outlook)))
+        listings.append(scaling_table(outlook))
     if outlook.workers > 1 and math.isfinite(outlook.site.link[1]):
-        figures.append(("map", "Where what is best", MAP, best_map(outlook)))
-    chosen = {True: "chosen", False: ""}
-    ranked = [(chosen[one is advice.choice], cells(outlook, one)) for one in outlook.prospects]
-    graded = [(chosen[one is advice.choice], row_of_table_2(outlook, one)) for one in outlook.prospects]
-    return (
-        _environment()
-        .get_template("plan.html.j2")
-        .render(
-            title=f"{outlook.task.name} on {outlook.workers} workers of {outlook.site.cluster.name}",
-            sentences=advice.sentences,
-            lists=(
-                ("Why", advice.reasons),
-                ("What would change this", advice.changes),
-                ("Scaling", [scaling_sentence(one) for one in outlook.curves]),
-                ("Not in these figures", [*outlook.left_out, *unplanned(outlook)]),
-            ),
-            figures=figures,
-            tables=[("Predictions", HEADINGS, ranked), ("Criteria", TABLE_2, graded)],
-            json=_script_safe,
-            plotly=_plotly_source(),
-        )
+        best_there = best_map(outlook)
+        drawings.append(Drawing("map", "Where what is best", MAP, best_there.picture(outlook)))
+        listings.append(best_there.table())
+    return Page(
+        brand="flockstep plan",
+        title=f"{outlook.task.name} on {outlook.workers} workers of {outlook.site.cluster.name}",
+        footer="Predictions, not measurements. MB = 1,000,000 bytes.",
+        sentences=advice.sentences,
+        lists=(
+            ("Why", advice.reasons),
+            ("What would change this", advice.changes),
+            ("Scaling", [scaling_sentence(one) for one in outlook.curves]),
+            ("Not in these figures", [*outlook.left_out, *unplanned(outlook)]),
+        ),
+        drawings=drawings,
+        listings=listings,
     )
 
 
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+_DASHES = ("solid", "dot", "dashdot")
+PREDICTED = (
+    "Samples per second of all workers; seconds between two gradients of a worker; the share of them that it computes; "
+    "bytes that a worker sends in a step, and that pass the busiest server; versions by which an update is late, in "
+    "the mean and at most; memory on a worker; from a closed form or a rehearsal. The row in green is what is advised."
+)
+GRADED = (
+    "Table 2 of Langer et al. (2020), computed: whether the workers' data have to be alike, whether the best learning "
+    "rate is higher or lower than one worker's, versions by which updates are late, hyper-parameters that the strategy "
+    "adds, how much of the slowest worker's delay everyone takes on, whether the others go on when a worker is gone, "
+    "how hard it is to get the same result again, and departures from plain training."
+)
 SCALING = (
     "Samples per second over workers, from closed forms: constant times, and on top what the slowest worker costs. "
-    "Dashed: one worker alone."
+    "The thick dashed line: one worker alone."
 )
 MAP = (
-    "The strategy that is worth most, samples per second after the toll of its departures, over bandwidth and "
-    "parameters; the work of a gradient stays the same. The cross: this cluster and model."
+    "The strategy that is worth most, samples per second in terms of plain training's, over bandwidth and "
+    "parameters; the work of a gradient stays the same. The letters stand in the legend. The cross: this cluster and "
+    "model."
 )
 
 
@@ -79,7 +98,8 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "name": safe(one.name),
             "x": one.workers,
             "y": one.samples_per_second,
-            "line": {"color": COLOURS[place % len(COLOURS)]},
+            "line": {"color": COLOURS[place % len(COLOURS)], "dash": _DASHES[place % len(_DASHES)]},
+            "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
             "hovertemplate": "%{x} workers: %{y:.4s} samples/s<extra>" + safe(one.name) + "</extra>",
         }
         for place, one in enumerate(outlook.curves)
@@ -92,56 +112,130 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "name": "one worker",
             "x": [1, largest],
             "y": [outlook.alone.samples_per_second] * 2,
-            "line": {"color": "#3d4f66", "dash": "dash"},
+            "line": {"color": "#3d4f66", "width": 3, "dash": "dash"},
         }
     )
-    across = axis("workers", type="log", tickvals=list(outlook.curves[0].workers), title_standoff=8)
-    up = axis("samples per second", type="log", exponentformat="SI")
-    return {"data": data, "layout": layout(460, xaxis=across, yaxis=up, hovermode="closest")}
+    sizes = sorted({n for one in outlook.curves for n in one.workers})
+    across = axis("workers", type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
+    rates = [rate for one in outlook.curves for rate in one.samples_per_second]
+    up = axis("samples per second", type="log", **decades(rates, amount))
+    legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    return {"data": data, "layout": layout(520, xaxis=across, yaxis=up, hovermode="closest", legend=legend)}
 
 
-def best_map(outlook: Outlook) -> Figure:
+def scaling_table(outlook: Outlook) -> Listing:
+    """The same in figures."""
+    sizes = sorted({n for one in outlook.curves for n in one.workers})
+    rows = []
+    for one in outlook.curves:
+        known = dict(zip(one.workers, one.samples_per_second, strict=True))
+        rows.append((one.name, *(_rate(known.get(n)) for n in sizes)))
+    headings = ("strategy", *(f"{n:,}" for n in sizes))
+    return Listing("How it scales, in figures", "Samples per second over workers.", headings, rows)
+
+
+def _rate(value: float | None) -> str:
+    return NONE if value is None else amount(value)
+
+
+@dataclass(frozen=True)
+class Map:
     """Bandwidth × model size → the best strategy."""
+
+    bandwidths: tuple[float, ...]
+    """Bytes per second, ascending."""
+    sizes: tuple[float, ...]
+    """Parameters, ascending."""
+    names: tuple[tuple[str, ...], ...]
+    """A row for each size, a column for each bandwidth."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """All names, in the order in which they get their letters."""
+        return list(dict.fromkeys(name for row in self.names for name in row))
+
+    def letter(self, name: str) -> str:
+        """A, B, C and so on."""
+        return chr(ord("A") + self.kinds.index(name))
+
+    @property
+    def key(self) -> str:
+        """What the letters mean."""
+        meant = "; ".join(f"{self.letter(name)}: {name}" for name in self.kinds)
+        return f"Parameters over the bandwidth of the slowest link. {meant}."
+
+    def table(self) -> Listing:
+        """In letters, the largest model first as in the picture."""
+        rows = [(amount(size), *map(self.letter, row)) for size, row in zip(self.sizes, self.names, strict=True)]
+        headings = ("parameters", *map(speed, self.bandwidths))
+        return Listing("Where what is best, in letters", self.key, headings, rows[::-1])
+
+    def picture(self, outlook: Outlook) -> Figure:
+        """A coloured cell with a letter for each point."""
+        kinds, count = self.kinds, len(self.kinds)
+        colours = [COLOURS[place % len(COLOURS)] for place in range(count)]
+        heat = {
+            "type": "heatmap",
+            "x": self.bandwidths,
+            "y": self.sizes,
+            "z": [[kinds.index(name) for name in row] for row in self.names],
+            "text": [[self.letter(name) for name in row] for row in self.names],
+            "texttemplate": "%{text}",
+            "textfont": {"size": 12, "color": "#ffffff"},
+            "customdata": [
+                [
+                    f"{speed(x)}, {amount(y)} parameters: {safe(name)}"
+                    for x, name in zip(self.bandwidths, row, strict=True)
+                ]
+                for y, row in zip(self.sizes, self.names, strict=True)
+            ],
+            "zmin": -0.5,
+            "zmax": count - 0.5,
+            "colorscale": [[(place + end) / count, colour] for place, colour in enumerate(colours) for end in (0, 1)],
+            "showscale": False,
+            "xgap": 1,
+            "ygap": 1,
+            "hovertemplate": "%{customdata}<extra></extra>",
+        }
+        keys = [
+            _mark(f"{self.letter(kind)}: {kind}", None, None, colour, "square")
+            for kind, colour in zip(kinds, colours, strict=True)
+        ]
+        here = _mark("this cluster and model", outlook.site.link[1], outlook.site.task.elements, INK, "x")
+        across = axis("bandwidth of the slowest link", type="log", **decades(self.bandwidths, speed, 1 / 8))
+        up = axis("parameters", type="log", **decades(self.sizes, amount))
+        legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+        return {
+            "data": [heat, *keys, here],
+            "layout": layout(560, xaxis=across, yaxis=up, hovermode="closest", legend=legend),
+        }
+
+
+def best_map(outlook: Outlook) -> Map:
+    """What is best around this cluster and model."""
     site = outlook.site
     factors = [RANGE ** (2 * i / (CELLS - 1) - 1) for i in range(CELLS)]
     rivals = _rivals(outlook)
-    names = [[_best(outlook, rivals, size, speed) for speed in factors] for size in factors]
-    kinds = list(dict.fromkeys(name for row in names for name in row))
-    colours = [COLOURS[place % len(COLOURS)] for place in range(len(kinds))]
-    bandwidth = site.link[1] * 8e-6
-    heat = {
-        "type": "heatmap",
-        "x": [bandwidth * one for one in factors],
-        "y": [site.task.elements * one for one in factors],
-        "z": [[kinds.index(name) for name in row] for row in names],
-        "text": [[safe(name) for name in row] for row in names],
-        "zmin": -0.5,
-        "zmax": len(kinds) - 0.5,
-        "colorscale": [[(place + end) / len(kinds), colour] for place, colour in enumerate(colours) for end in (0, 1)],
-        "showscale": False,
-        "opacity": 0.75,
-        "hovertemplate": "%{x:.3s} Mbit/s, %{y:.3s} parameters: %{text}<extra></extra>",
-    }
-    keys = [_mark(kind, None, None, colour, "square") for kind, colour in zip(kinds, colours, strict=True)]
-    here = _mark("here", bandwidth, site.task.elements, INK, "x")
-    across = axis("Mbit/s of the slowest link", type="log", exponentformat="SI")
-    up = axis("parameters", type="log", exponentformat="SI")
-    return {"data": [heat, *keys, here], "layout": layout(460, xaxis=across, yaxis=up, hovermode="closest")}
+    return Map(
+        tuple(site.link[1] * one for one in factors),
+        tuple(site.task.elements * one for one in factors),
+        tuple(tuple(_best(outlook, rivals, size, quick) for quick in factors) for size in factors),
+    )
 
 
 def _rivals(outlook: Outlook) -> list[Contender]:
     """Those that are worth most here, and one worker."""
     ranked = sorted(
         (one for one in outlook.contenders if combines(one.found)),
-        key=lambda one: -worth(one.found.samples_per_second, one.said),
+        key=lambda one: -worth(one.found.samples_per_second, one.need),
     )
     return [one for one in ranked if one.pace is not None][:KEEN] + [one for one in ranked if one.pace is None]
 
 
-def _best(outlook: Outlook, rivals: list[Contender], size: float, speed: float) -> str:
+def _best(outlook: Outlook, rivals: list[Contender], size: float, quick: float) -> str:
     """With so many times the parameters, and the bandwidth."""
     site = outlook.site
-    there = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, speed))
+    there = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
     return best(rivals, there, outlook.workers)
 
 

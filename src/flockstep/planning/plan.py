@@ -9,7 +9,7 @@ from typing import Any
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import Criteria, criteria, departures, worth
+from flockstep.planning.criteria import Criteria, criteria, departures, need, worth
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, pace, prospect
 from flockstep.planning.scaling import Contender, Crossover, Curve, crossovers, curve
 from flockstep.planning.task import Site, Task
@@ -79,7 +79,15 @@ class Outlook:
 
     def departures(self, found: Prospect) -> tuple[str, ...]:
         """In what a strategy departs from plain training."""
-        return departures(found, self.task.nbytes, self.site.transit)
+        return departures(found, self.site)
+
+    def need(self, found: Prospect) -> float:
+        """How many of its samples do the work of one of plain training."""
+        return need(found, self.site)
+
+    def worth(self, found: Prospect) -> float:
+        """Its samples a second, in terms of those of plain training: what strategies are compared by."""
+        return worth(found.samples_per_second, self.need(found))
 
     def criteria(self, found: Prospect) -> Criteria:
         """Its row of Table 2."""
@@ -100,6 +108,7 @@ class Outlook:
                 {
                     **found.document(),
                     "departures": list(self.departures(found)),
+                    "need": self.need(found),
                     "criteria": self.criteria(found).document(),
                 }
                 for found in self.prospects
@@ -185,12 +194,12 @@ def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
     for one in found:
         known = pace(one, site)
         if known is not None or one.strategy is None:
-            rivals.append(Contender(one, departures(one, site.task.nbytes, site.transit), known))
+            rivals.append(Contender(one, need(one, site), known))
     return sorted(rivals, key=lambda one: one.pace is not None)
 
 
 def _further(outlook: Outlook) -> Outlook:
-    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.said))
+    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.need))
     combining = [one for one in ranked if one.pace is None or combines(one.found)]
     many = [one for one in combining if one.pace is not None]
     curves = [curve(one, outlook.site, outlook.alone.samples_per_second) for one in many[:CURVES]]

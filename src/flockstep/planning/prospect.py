@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from flockstep.codecs.base import Codec
 from flockstep.costs import order_statistics
+from flockstep.costs.setting import Rates as Free
 from flockstep.costs.setting import StepCost
 from flockstep.costs.steps import NoForm, step_cost
 from flockstep.errors import ConfigurationError
@@ -61,7 +62,7 @@ class Prospect:
     @property
     def lossless(self) -> bool:
         """Whether what is sent says exactly what is meant."""
-        return all(one.lossless for one in _codecs(self.strategy))
+        return all(one.lossless for one in codecs_of(self.strategy))
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -72,12 +73,13 @@ class Prospect:
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
 
 
-def _codecs(part: Any) -> list[Codec]:
+def codecs_of(part: Any) -> list[Codec]:
+    """Codecs among the parts of a component."""
     if part is None:
         return []
     inner = [value for value in vars(part).values() if hasattr(value, "noun")]
     found = [part] if isinstance(part, Codec) else []
-    return found + [codec for one in inner for codec in _codecs(one)]
+    return found + [codec for one in inner for codec in codecs_of(one)]
 
 
 def alone(site: Site) -> Prospect:
@@ -92,10 +94,11 @@ def alone(site: Site) -> Prospect:
     return Prospect(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, task.nbytes * (2.0 + task.slots), "form")
 
 
-def prospect(strategy: Strategy, site: Site, workers: int, may_rehearse: bool = True) -> Prospect:
+def prospect(strategy: Strategy, site: Site, workers: int, may_rehearse: bool = True, steps: int = STEPS) -> Prospect:
     """The prediction for a strategy; rehearsed where there is no form, or where links differ and workers are few.
 
-    Unless it `may_rehearse`: then what has no form is refused, and every link counts as slow as the slowest.
+    Unless it `may_rehearse`: then what has no form is refused, and every link counts as slow as the slowest. A
+    rehearsal has so many `steps`.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers, or nothing can tell what it would take.
@@ -103,13 +106,13 @@ def prospect(strategy: Strategy, site: Site, workers: int, may_rehearse: bool = 
     strategy.check(workers)
     uneven = not isinstance(site.cluster.network(workers), Link)
     if uneven and workers <= FEW and may_rehearse:
-        return _rehearsed(strategy, site, workers)
+        return _rehearsed(strategy, site, workers, steps)
     try:
         cost = step_cost(strategy, site.setting(strategy, workers))
     except NoForm:
         if not may_rehearse:
             raise
-        return _rehearsed(strategy, site, workers)
+        return _rehearsed(strategy, site, workers, steps)
     notes = cost.notes + (("every link counts as slow as the slowest",) if uneven else ())
     least = _least(cost.sent, site)
     if least > cost.seconds:
@@ -148,7 +151,19 @@ def _of_cost(strategy: Strategy, workers: int, cost: StepCost, notes: tuple[str,
     )
 
 
-def _rehearsed(strategy: Strategy, site: Site, workers: int) -> Prospect:
+def _apart(strategy: Strategy, site: Site, workers: int) -> float:
+    """Seconds of a step that go into coding and updating, of which a rehearsal knows nothing."""
+    setting = site.setting(strategy, workers)
+    try:
+        return max(
+            0.0, step_cost(strategy, setting).seconds - step_cost(strategy, replace(setting, rates=Free())).seconds
+        )
+    except NoForm:
+        coding = any(not one.lossless for one in codecs_of(strategy))
+        return setting.updating(setting.elements) + (setting.elements / setting.rates.encode if coding else 0.0)
+
+
+def _rehearsed(strategy: Strategy, site: Site, workers: int, steps: int) -> Prospect:
     if workers > MOST:
         raise ConfigurationError(
             f"{strategy} has no closed form, and {workers} workers are too many to rehearse; plan for {MOST} or fewer"
@@ -163,12 +178,10 @@ def _rehearsed(strategy: Strategy, site: Site, workers: int) -> Prospect:
         tensors=task.sizes,
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
-        steps=STEPS,
+        steps=steps,
     )
     server = found.server_sent_per_step
-    rates = site.rates(strategy)
-    codec = any(not one.lossless for one in _codecs(strategy))
-    extra = task.elements / rates.optimizer + (task.elements / rates.encode if codec else 0.0)
+    extra = _apart(strategy, site, workers)
     seconds = found.seconds_per_step + extra
     return Prospect(
         str(strategy),
@@ -183,7 +196,7 @@ def _rehearsed(strategy: Strategy, site: Site, workers: int) -> Prospect:
         workers * task.batch / seconds if seconds else float("inf"),
         task.nbytes * (2.0 + task.slots),
         "rehearsal",
-        (f"{STEPS} steps in virtual time", "memory is the least: parameters, gradient, optimiser"),
+        (f"{steps} steps in virtual time", "memory is the least: parameters, gradient, optimiser"),
     )
 
 
@@ -199,7 +212,7 @@ class Pace:
     exposure: float
     """How much of the slowest worker's delay everyone takes on: about 1 with a barrier, about 0 without."""
     used: float = 1.0
-    """Share of the gradients that count."""
+    """Share of the gradients that count, over what that would be with constant times."""
 
     def seconds(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Of a step.
@@ -207,14 +220,19 @@ class Pace:
         Raises:
             ConfigurationError: the strategy, or the cluster, cannot have so many workers.
         """
-        steady, late = _steady(site.compute(workers) if law is None else law, workers)
-        self.strategy.check(workers)
-        cost = step_cost(self.strategy, site.setting(self.strategy, workers, steady))
-        return max(cost.seconds + self.exposure * late, _least(cost.sent, site), LEAST)
+        return self._step(site, workers, law)[0]
 
     def samples_per_second(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Of all workers."""
-        return self.used * workers * site.task.batch / self.seconds(site, workers, law)
+        seconds, share = self._step(site, workers, law)
+        return self.used * share * workers * site.task.batch / seconds
+
+    def _step(self, site: Site, workers: int, law: ComputeModel | None) -> tuple[float, float]:
+        """Its seconds, and the share of gradients that would count with constant times."""
+        steady, late = _steady(site.compute(workers) if law is None else law, workers)
+        self.strategy.check(workers)
+        cost = step_cost(self.strategy, site.setting(self.strategy, workers, steady))
+        return max(cost.seconds + self.exposure * late, _least(cost.sent, site), LEAST), _counted(cost, site, workers)
 
 
 def pace(found: Prospect, site: Site) -> Pace | None:
@@ -223,15 +241,20 @@ def pace(found: Prospect, site: Site) -> Pace | None:
         return None
     law = site.compute(found.workers)
     steady, late = _steady(law, found.workers)
-    bare = step_cost(found.strategy, site.setting(found.strategy, found.workers, steady)).seconds
-    seconds = found.seconds
+    constant = step_cost(found.strategy, site.setting(found.strategy, found.workers, steady))
+    bare, seconds = constant.seconds, found.seconds
     if late <= SPREAD * order_statistics.mean(steady, found.workers):
         law = SlowSpells(steady, OFTEN, FACTOR, LENGTH)
         steady, late = _steady(law, found.workers)
         bare = step_cost(found.strategy, site.setting(found.strategy, found.workers, steady)).seconds
         seconds = step_cost(found.strategy, site.setting(found.strategy, found.workers, law)).seconds
-    used = found.samples_per_second * found.seconds / (found.workers * site.task.batch) if found.seconds else 1.0
+    used = _counted(found, site, found.workers) / (_counted(constant, site, found.workers) or 1.0)
     return Pace(found.strategy, max(0.0, (seconds - bare) / late) if late else 0.0, used)
+
+
+def _counted(cost: StepCost | Prospect, site: Site, workers: int) -> float:
+    """Share of the gradients that count; above 1 where workers take more steps than the mean says."""
+    return cost.samples_per_second * cost.seconds / (workers * site.task.batch) if cost.seconds else 1.0
 
 
 def _steady(law: ComputeModel, workers: int) -> tuple[ComputeModel, float]:

@@ -20,7 +20,7 @@ WORKERS = tuple(1 << power for power in range(11))
 """1, 2, 4, … 1,024."""
 GRAPHS = ("graph", "closed ring")
 """Places whose mixing has to be worked out for every number of workers."""
-GRAPH = 256
+GRAPH = 1024
 """Workers up to which it is."""
 PAYS = 1.1
 """How many times as many samples a second twice the workers have to give, to pay."""
@@ -39,8 +39,8 @@ class Contender:
     """A strategy that can be asked about other circumstances; `pace` None: one worker."""
 
     found: Prospect
-    said: tuple[str, ...]
-    """Its departures from plain training."""
+    need: float
+    """How many of its samples do the work of one of plain training."""
     pace: Pace | None
 
     @property
@@ -131,7 +131,7 @@ def crossovers(contenders: Sequence[Contender], site: Site, workers: int) -> tup
 
 def best(contenders: Sequence[Contender], site: Site, workers: int, law: ComputeModel | None = None) -> str:
     """The name of the one that is worth most."""
-    return max(contenders, key=lambda one: worth(one.rate(site, workers, law), one.said)).name
+    return max(contenders, key=lambda one: worth(one.rate(site, workers, law), one.need)).name
 
 
 def faster(cluster: ClusterShape, factor: float) -> ClusterShape:

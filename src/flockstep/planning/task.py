@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Task:
     work: float | None = None
     """Floating-point operations of a gradient; None: not known."""
     optimizer: Optimizer | None = None
+    job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
+    """The job of a run with that seed; None: only sizes are known, and nothing can be trained."""
 
     @property
     def itemsize(self) -> int:
@@ -69,7 +72,7 @@ class Task:
 
     def scaled(self, factor: float) -> Task:
         """The same with so many times the parameters, in one tensor, and the same work."""
-        return replace(self, elements=max(1, round(self.elements * factor)), tensors=())
+        return replace(self, elements=max(1, round(self.elements * factor)), tensors=(), job=None)
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
         raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own")
     if what in MODELS:
         return _of_shape(reference(what), batch)
+    given = imported
     if imported is None:
         if what.endswith(".py") and not _has_job(Path(what)):
             return _of_shape(file_shape(what), batch)
@@ -178,7 +182,12 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
         if not what.endswith(".py") and name not in known and name not in registry.aliases("workload"):
             raise UnknownName.among("workload or reference model", name, [*known, *MODELS])
         imported = load_job(what, 0)
-    return _of_job(imported, batch)
+    task = _of_job(imported, batch)
+
+    def job(seed: int) -> Job:
+        return replace(load_job(what, seed) if given is None else given, batch=task.batch)
+
+    return replace(task, job=job)
 
 
 def _has_job(path: Path) -> bool:

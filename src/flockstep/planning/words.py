@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from flockstep.planning.check import Check
+from typing import TYPE_CHECKING
+
 from flockstep.planning.plan import Outlook
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Curve
 from flockstep.report.words import NONE, number, seconds, share, size
+
+if TYPE_CHECKING:
+    from flockstep.planning.check import Check
 
 HEADINGS = (
     "strategy",

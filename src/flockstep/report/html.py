@@ -17,6 +17,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, words
 from flockstep.report.findings import findings
+from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
 from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
 from flockstep.report.table import cells, headings
@@ -65,17 +66,22 @@ class _Drawing:
     figure: Figure
 
 
-def write_report(records: Sequence[Record], path: Path | str, title: str | None = None) -> Path:
+def write_report(
+    records: Sequence[Record],
+    path: Path | str,
+    title: str | None = None,
+    predictions: Sequence[Prediction | None] = (),
+) -> Path:
     """Write the page to `path` and return it; the folder is made if need be."""
     path = Path(path)
-    text = render(records, title)
+    text = render(records, title, predictions)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def render(records: Sequence[Record], title: str | None = None) -> str:
-    """The page as text; `records` in any order.
+def render(records: Sequence[Record], title: str | None = None, predictions: Sequence[Prediction | None] = ()) -> str:
+    """The page as text; `records` in any order, `predictions` of them in the same, None where there is none.
 
     Raises:
         ConfigurationError: the runs cannot be compared, or there are none.
@@ -84,7 +90,8 @@ def render(records: Sequence[Record], title: str | None = None) -> str:
         raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")
     summaries = [record.summary for record in records]
     require_comparable(summaries)
-    ranked = [records[index] for index in order(summaries)]
+    places = order(summaries)
+    ranked = [records[index] for index in places]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
     template = _environment().get_template("report.html.j2")
@@ -95,6 +102,8 @@ def render(records: Sequence[Record], title: str | None = None) -> str:
         findings=findings(series),
         headings=[full for full, _ in headings(ranked[0].summary)],
         rows=[(one, cells(one.place + 1, one.label, one.record.summary)) for one in series],
+        predicted_headings=HEADINGS,
+        predicted=_predicted(series, [predictions[index] for index in places] if predictions else []),
         troubles=_troubles(series),
         activities=list(ACTIVITIES.values()),
         drawings=_drawings(series),
@@ -141,6 +150,12 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
         elif lost:
             found.append((one, "finished, but lost nodes", lost))
     return found
+
+
+def _predicted(series: Sequence[Series], predictions: Sequence[Prediction | None]) -> list[list[str]]:
+    """A row for each run of which there is a prediction."""
+    pairs = zip(series, predictions, strict=bool(predictions))
+    return [prediction.cells(one.label) for one, prediction in pairs if prediction is not None]
 
 
 def _drawings(series: Sequence[Series]) -> list[_Drawing]:

@@ -28,13 +28,22 @@ HEADINGS = (
     "split",
     "cheaper",
 )
-PANELS = {"parameters": (0.73, 1.0), "average parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
+PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
 """Title of each plot of the picture → its range from bottom to top."""
 CAPTION = (
+    "From the input on the left to the output on the right; of many layers, every second or third is named. "
     "Multiply-adds are those of the forward pass of one sample. "
     "Work counts floating-point operations forward and backward, depth the longest chain of them that wait for one "
     "another. Bytes are what one worker sends in a step: to average the gradient (2 (P-1)/P of it), or to gather and "
     "hand back the activations of a layer that is split, in the cheaper of its two directions."
+)
+
+
+EXPLAINED = (
+    "mult.-add: multiply-adds forward, of one sample; work W and depth D: operations, in all and one after the other; "
+    "W/D: how many can go on at once in the mean; activ.: activations of the batch; data par. and split: bytes that a "
+    "worker sends in a step if data, or this layer, are shared; cheaper: which of them is less (coloured where it is "
+    "split), and in the last row the bytes when every layer goes its cheaper way."
 )
 
 
@@ -233,7 +242,8 @@ def picture(model: ModelShape, batch: int, workers: int) -> Figure:
             categoryorder="array",
             categoryarray=names,
             range=[-0.7, len(names) - 0.3],
-            showticklabels=last and len(names) <= MANY,
+            showticklabels=last,
+            tickvals=names[:: -(-len(names) // MANY)],
             tickangle=-60,
             **({} if last else {"matches": ref("x", len(PANELS) - 1)}),
         )

@@ -34,6 +34,7 @@ def render_layers(model: ModelShape, batch: int, workers: int) -> str:
             title=f"{model.name}: {batch} samples on each of {workers} workers",
             sentences=layers.sentences(model, batch, workers),
             caption=layers.CAPTION,
+            explained=layers.EXPLAINED,
             figure=layers.picture(model, batch, workers),
             headings=layers.HEADINGS,
             rows=[*listed, ("total", layers.total_cells(model, batch, workers))],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ ACTIVITIES = {
     "comm": ("communicating", "#e8a33d"),
     "wait": ("waiting", "#cfd5dd"),
 }
+WIDE = 100.0
+"""Ratio of the ends of an axis above which powers of ten are ticks enough."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
 
 
@@ -114,6 +117,15 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
     if title:
         made["title"] = {"text": title, "standoff": 8}
     return made
+
+
+def decades(values: Sequence[float], said: Callable[[float], str], unit: float = 1.0) -> dict[str, Any]:
+    """For `axis`: ticks at powers of ten of a unit between these values; where those are close, also at 2 and 5."""
+    low, high = (math.log10(end / unit) for end in (min(values), max(values)))
+    steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
+    every = [unit * step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
+    ticks = [tick for tick in every if min(values) * 0.9 <= tick <= max(values) * 1.1]
+    return {"tickvals": ticks, "ticktext": [said(tick) for tick in ticks]}
 
 
 def key(letter: str, index: int) -> str:

@@ -50,7 +50,7 @@ def rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 def headings(summary: Summary) -> list[tuple[str, str]]:
     """The columns' titles, in full and narrow; all rows share the clock and the metric of `summary`."""
     unit = "s" if summary.clock == "real" else "virtual s"
-    narrow = "target" if summary.target is None else f"{summary.target:g}"
+    narrow = "the end" if summary.target is None else f"{summary.target:g}"
     full = narrow if summary.target is None else f"{summary.metric} {narrow}"
     return [
         ("#", "#"),
@@ -67,12 +67,11 @@ def headings(summary: Summary) -> list[tuple[str, str]]:
 
 
 def cells(place: int, label: str, summary: Summary) -> list[str]:
-    """One row as text, in the order of `headings`."""
-    reached = words.number(summary.time_to_target) if summary.time_to_target is not None else "never"
+    """One row as text, in the order of `headings`; a run that has not reached its target says how long it tried."""
     return [
         words.NONE if summary.status == "failed" else str(place),
         label,
-        reached if summary.target is not None else words.NONE,
+        _time(summary),
         words.metric(summary.final_metric),
         f"{words.number(summary.sent_per_worker / 1e6)}/{words.number(summary.received_per_worker / 1e6)}",
         words.staleness(summary),
@@ -81,6 +80,12 @@ def cells(place: int, label: str, summary: Summary) -> list[str]:
         words.share(summary.completeness),
         summary.status,
     ]
+
+
+def _time(summary: Summary) -> str:
+    if summary.time_to_target is not None:
+        return words.number(summary.time_to_target)
+    return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
 
 
 def table(summaries: Sequence[Summary]) -> Table:

@@ -1,4 +1,4 @@
-"""What goes wrong in virtual time: nodes that die, messages that get lost, workers that slow down."""
+"""What goes wrong in virtual time: nodes that die, messages that get lost, workers and links that slow down."""
 
 from __future__ import annotations
 
@@ -87,6 +87,35 @@ class Slows(Fault):
         """By what a gradient of that worker, begun at second t, is longer."""
         until = units.duration(self.until) or math.inf
         return self.factor if rank == self.worker and units.duration(self.at) <= t < until else 1.0
+
+
+@dataclass(frozen=True)
+class Narrows(Fault):
+    """A node's own link has a `factor`-th of its bandwidth, both ways, in [at, until) seconds; 0: for ever.
+
+    A message that is being sent when it begins, or ends, goes on at the pace at which it began.
+    """
+
+    node: int
+    factor: float
+    at: str | float = 0.0
+    until: str | float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 10 leaves a tenth")
+        at, until = units.duration(self.at, "at"), units.duration(self.until, "until")
+        if until and until <= at:
+            raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means for ever")
+
+    def check(self, cluster: Cluster) -> None:
+        """The node takes part."""
+        _takes_part(self.node, cluster)
+
+    def strikes(self, t: float) -> bool:
+        """Whether the link is narrow at second t."""
+        until = units.duration(self.until) or math.inf
+        return units.duration(self.at) <= t < until
 
 
 def _takes_part(node: Address, cluster: Cluster) -> None:

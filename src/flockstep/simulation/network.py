@@ -22,7 +22,7 @@ the order in which they were scheduled.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,15 +36,15 @@ from flockstep.simulation import units
 class Hop:
     """A shared resource of the network.
 
-    `bandwidth` in bytes per second; `free`: when all that was accepted is served; `passed`: when the last message that
-    came through began to leave.
+    `bandwidth` in bytes per second, of `full` when nothing is wrong; `free`: when all that was accepted is
+    served; `passed`: when the last message that came through began to leave.
     """
 
-    __slots__ = ("bandwidth", "free", "name", "passed")
+    __slots__ = ("bandwidth", "free", "full", "name", "passed")
 
     def __init__(self, name: str, bandwidth: float) -> None:
         self.name = name
-        self.bandwidth = bandwidth
+        self.bandwidth = self.full = bandwidth
         self.free = 0.0
         self.passed = 0.0
 
@@ -105,6 +105,21 @@ class Fabric:
             self.advance(transit)
         return transit
 
+    def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
+        """From now on the node's own link has a `factor`-th of its full bandwidth.
+
+        Raises:
+            ConfigurationError: the node has no link that could be narrow.
+        """
+        ways = [self._route(*pair)[0] for other in others if other != node for pair in ((node, other), (other, node))]
+        if not any(ways):
+            raise ConfigurationError(
+                f"the link of {node_name(node)} cannot be narrow: its messages pass none; take link('1gbit', '50us')"
+            )
+        for index, hops in enumerate(ways):
+            own = hops[0] if index % 2 == 0 else hops[-1]
+            own.bandwidth = own.full / factor
+
     def advance(self, transit: Transit) -> bool:
         """Reserve the next hop, at time `transit.head`; return whether it was the last."""
         index = transit.hop
@@ -146,7 +161,7 @@ class Ideal(Network):
         return Fabric(lambda source, to: _HERE)
 
 
-def _cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
+def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
     """Egress and ingress of every node."""
     return (
         {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.addresses},
@@ -171,7 +186,7 @@ class Link(Network):
     def start(self, cluster: Cluster) -> Fabric:
         """Two hops between any two nodes: the sender's egress, the receiver's ingress."""
         bandwidth = units.bandwidth(self.bandwidth)
-        egress, ingress = _cards(cluster, bandwidth)
+        egress, ingress = cards(cluster, bandwidth)
         between = gaps([bandwidth] * 2, [units.duration(self.latency)])
 
         def route(source: Address, to: Address) -> Route:
@@ -196,7 +211,7 @@ class Switch(Network):
     def start(self, cluster: Cluster) -> Fabric:
         """Three hops between any two nodes: egress, backbone, ingress."""
         bandwidth = units.bandwidth(self.bandwidth)
-        egress, ingress = _cards(cluster, bandwidth)
+        egress, ingress = cards(cluster, bandwidth)
         backbone = Hop("backbone", units.bandwidth(self.backbone))
         between = gaps([bandwidth, backbone.bandwidth, bandwidth], [units.duration(self.latency) / 2] * 2)
 
@@ -241,7 +256,7 @@ class TwoTier(Network):
         """Two hops inside a group, four between groups: egress, uplink, downlink, ingress."""
         group = self.groups(cluster)
         inner, outer = units.bandwidth(self.inner_bandwidth), units.bandwidth(self.outer_bandwidth)
-        egress, ingress = _cards(cluster, inner)
+        egress, ingress = cards(cluster, inner)
         uplinks = [Hop(f"uplink of group {g}", outer) for g in range(max(group.values()) + 1)]
         downlinks = [Hop(f"downlink of group {g}", outer) for g in range(max(group.values()) + 1)]
         latency = units.duration(self.inner_latency)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 -- what every user of torch calls it
 from torch import Tensor, nn
 
+from flockstep.frameworks.torch_kinds import register_kind
+
 MEAN_PIXEL = 0.3
 """About the mean of the digits' pixels; without it the first layer learns it, in some fifty steps."""
 
@@ -120,6 +122,9 @@ class Shift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` plus the constant, in the shape of `x`."""
         return x + self.amount
+
+
+register_kind(Shift)
 
 
 class Transformer(nn.Module):

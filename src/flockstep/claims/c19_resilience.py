@@ -1,0 +1,170 @@
+"""What everyone feels when one fails, or is slow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.failure_table import FAMILIES, Cell, Family
+from flockstep.claims.slowed import alone, measured, predicted
+from flockstep.claims.struck import killed, narrowed, why_not
+from flockstep.errors import PeerLost
+from flockstep.records.events import Step
+from flockstep.strategies.base import Strategy
+from flockstep.testing import failures
+from flockstep.testing.strategies import equal_bits
+
+WORKERS = 8
+SLOWED = {
+    ("central", "synchronous"): ("ps(bsp)", "all_reduce"),
+    ("decentral", "synchronous"): ("dpsgd", "local_sgd(period=4)"),
+    ("central", "asynchronous"): ("asgd", "ps(softsync(1))"),
+    ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
+}
+"""Optimisation and scheduling, as the taxonomy has them → strategies."""
+FAULTS = {"one worker 4× slower": "slows(1, 4)", "one link a fortieth": "narrows(1, 40)"}
+SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
+KILLED = {"all_reduce": False, "ps(bsp)": False, "asgd": True, "gossip": True}
+"""Strategy → whether the others go on without a killed worker."""
+SHAPED = {"all_reduce": True, "asgd": False}
+"""Strategy → whether everyone feels one narrow link."""
+
+
+@dataclass(frozen=True)
+class Resilience(Claim):
+    """Resilience to stragglers and to what fails: by injection, cell by cell."""
+
+    statement: ClassVar[str] = (
+        "What a dead worker, a lost message and a slow worker do to each family of methods, and when its replicas are "
+        "equal, is what the table of failures says; one slow worker, or link, of n costs everyone as much as itself "
+        "where training is synchronous, and at most an n-th of that where it is not"
+    )
+    source: ClassVar[str] = (
+        "the cited papers' algorithms, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
+        "for synchronous, high for asynchronous methods)"
+    )
+    setting: ClassVar[str] = (
+        "virtual time: 4 workers, 24 steps, one fault a run; 8 workers for what everyone feels of one slow worker or "
+        "narrow link; real processes: SIGKILL, and a link narrowed between network namespaces"
+    )
+    tolerance: ClassVar[str] = (
+        "every cell as the table says; shares within 0.06 of 1, or at most 1/n + 0.06; those of virtual time and of "
+        "the plan within 0.15 of each other; real narrow link: everyone's share ≥ 0.7 or ≤ 0.5"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Go through the table, then through what is slow, then through real processes."""
+        rows: list[Row] = []
+        short: dict[str, int] = {}
+        for family in FAMILIES:
+            say(family.name)
+            for row, why in cells(family):
+                rows.append(row)
+                if not row.holds:
+                    short[why] = short.get(why, 0) + 1
+        held = sum(row.holds for row in rows)
+        figures = {"cells of the table": float(len(rows)), "of which hold": float(held)}
+        rows += beyond_cells()
+        say("slow workers and narrow links")
+        rows += shares()
+        rows += foreseen()
+        say("real processes")
+        rows += real(say)
+        reasons = [f"{held} of {figures['cells of the table']:.0f} cells of the table hold"]
+        reasons += [f"{count} not, because {why}" for why, count in short.items()]
+        reasons += [f"not tried on a real link: {why}" for why in (why_not(),) if why]
+        return Verdict(tuple(rows), "; ".join(reasons), figures)
+
+
+def cells(family: Family) -> Iterator[tuple[Row, str]]:
+    """What is observed of every example, cell by cell; where a cell does not hold, also why."""
+    for example in family.examples:
+        strategy = Strategy.parse(example)
+        yield _cell(f"{example}, replicas equal", family.equal, failures.replicas_equal(strategy))
+        yield _cell(f"{example}, dead worker", family.dead, failures.dead_worker(strategy))
+        lost = failures.lost_message(strategy)
+        if isinstance(lost, str):
+            yield _cell(f"{example}, lost message", family.lost[0], lost)
+        else:
+            for kind, word in lost.items():
+                cell = next(cell for cell in family.lost if cell.kind in (kind, ""))
+                yield _cell(f"{example}, lost {kind}", cell, word)
+        yield _cell(f"{example}, slow worker", family.slow, failures.slow_worker(strategy))
+
+
+def _cell(what: str, cell: Cell, word: str) -> tuple[Row, str]:
+    return Row(what, cell.expected, word, cell.holds(word)), cell.short or "of something unexpected"
+
+
+def beyond_cells() -> list[Row]:
+    """What the words leave out: state that is kept, agreement of survivors, servers, repetition."""
+    dies = f"dies(1, {failures.DEATH}, noticed={failures.UNNOTICED})"
+    rows = []
+    for text in ("all_reduce", "scatter_reduce"):
+        run = failures.observe(text, faults=[dies])
+        last = [run.params[rank] for rank in (0, 2, 3)]
+        same = isinstance(run.failure, PeerLost) and equal_bits(*last)
+        ours = "named, survivors equal" if same else "survivors differ"
+        rows.append(Row(f"{text}, dead worker: no state is lost", "named, survivors equal", ours, same))
+    run = failures.observe("broadcast", faults=[dies])
+    agree = all(np.allclose(run.params[0], run.params[rank], rtol=1e-5, atol=1e-6) for rank in (2, 3))
+    rows.append(Row("broadcast, dead worker: survivors agree", "yes", "yes" if agree else "no", agree))
+    run = failures.observe("broadcast", faults=["drops(1, 2, 5)"])
+    apart = not np.allclose(run.params[1], run.params[2], rtol=1e-5, atol=1e-6)
+    rows.append(Row("broadcast, lost message: replicas agree", "no", "no" if apart else "yes", apart))
+    for text in SERVED:
+        run = failures.observe(text, faults=[f"dies(-1, {failures.DEATH})"])
+        named = isinstance(run.failure, PeerLost) and "server 0 died" in str(run.failure)
+        rows.append(Row(f"{text}, dead server", failures.ENDS, failures.ENDS if named else str(run.failure), named))
+    every = [example for family in FAMILIES for example in family.examples]
+    alike = sum(_repeats(example, [dies, "slows(2, 3)"]) for example in every)
+    rows.append(Row("runs with faults that repeat bit for bit", len(every), alike, alike == len(every)))
+    return rows
+
+
+def _repeats(example: str, faults: list[str]) -> bool:
+    one, two = (failures.observe(example, faults=faults) for _ in range(2))
+    return all(equal_bits(one.params[a], two.params[a]) for a in one.params) and one.of(Step) == two.of(Step)
+
+
+def shares() -> Iterator[Row]:
+    """How much of one worker's loss everyone takes on; and that the pace comes back when the fault is over."""
+    for (where, how), strategies in SLOWED.items():
+        wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
+        for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
+            share = measured(text, WORKERS, fault)
+            holds = share <= wanted + 0.06 and (how == "asynchronous" or share >= wanted - 0.06)
+            yield Row(f"{text} ({where}, {how}), {name}: everyone's share", said, share, holds)
+    for text in ("all_reduce", "asgd"):
+        before, during, after = alone(text, WORKERS)
+        back = abs(after / before - 1) <= 0.02 and during < 0.95 * before
+        ours = f"{during / before:.2f}, then {after / before:.2f}"
+        yield Row(f"{text}: pace while a link is narrow, and afterwards", "less, then 1.00", ours, back)
+
+
+def foreseen() -> Iterator[Row]:
+    """The share of random delays that a plan predicts, beside that of virtual time."""
+    for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
+        plan, ours = predicted(text, WORKERS)
+        yield Row(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
+
+
+def real(say: Say) -> Iterator[Row]:
+    """Processes that are killed, and a link that becomes narrow."""
+    for text, survives in KILLED.items():
+        say(f"SIGKILL of a worker of {text}")
+        wanted = failures.GOES_ON if survives else failures.ENDS
+        ours = killed(text)
+        yield Row(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
+    if why_not():
+        return
+    for text, everyone in SHAPED.items():
+        say(f"a link of {text} becomes narrow")
+        share = narrowed(text)
+        holds = share >= 0.7 if everyone else share <= 0.5
+        yield Row(f"{text}, real link a tenth: everyone's share", "≥ 0.7" if everyone else "≤ 0.5", share, holds)

@@ -1,0 +1,99 @@
+"""How much of one worker's delay everyone takes on, in virtual time, and by a plan's closed form.
+
+A share compares two runs, one of them with a fault: what all workers together lose of their steps a second, over what
+the one that was struck loses. 1: everyone goes at its pace; 1/n: nobody but itself is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.costs import order_statistics
+from flockstep.costs.cluster_reading import read_cluster
+from flockstep.messages import HEADER_BYTES
+from flockstep.planning.prospect import pace, prospect
+from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.task import Site, Task
+from flockstep.records.events import Step
+from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.strategies.base import Strategy
+from flockstep.testing.strategies import run_strategy, small_job
+
+STEPS, REHEARSED = 240, 1000
+MODEL = 18 * 4
+"""Bytes of the small job's model."""
+TRANSIT = 0.05
+"""Seconds that the model takes over a link; a gradient takes one."""
+NETWORK = f"link({(MODEL + HEADER_BYTES) / TRANSIT!r}, 0.001)"
+EMPTY = 0.01
+"""A loss below which nobody has lost anything."""
+VICTIM = 1
+WINDOW = (60.0, 120.0)
+"""Seconds between which the link is narrow where the pace is to come back."""
+
+CLUSTER = """
+compute = "{compute}"
+[nodes.machines]
+count = {workers}
+[[links]]
+inside = "machines"
+bandwidth = "1gbit"
+latency = "50us"
+"""
+SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
+"""Every fiftieth gradient begins ten that take five times as long."""
+
+
+def measured(strategy: str, workers: int, fault: str) -> float:
+    """The share with that fault; 0 where it makes nobody slower."""
+    whole, struck = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
+    loss = float(1 - struck[VICTIM] / whole[VICTIM])
+    return float(1 - struck.sum() / whole.sum()) / loss if loss > EMPTY else 0.0
+
+
+def alone(strategy: str, workers: int) -> tuple[float, float, float]:
+    """The worker's own steps a second before its link is narrow, meanwhile, and afterwards."""
+    begin, end = WINDOW
+    own = ends(strategy, workers, (f"narrows({VICTIM}, 10, at={begin}, until={end})",))[VICTIM]
+    before, during, after = own[own < begin], own[(own >= begin) & (own < end)], own[own > end + 10]
+    return _pace(before[len(before) // 4 :]), _pace(during[1:]), _pace(after)
+
+
+def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
+    """When each gradient of every worker was there."""
+    run = run_strategy(
+        strategy, workers, STEPS, job=small_job(), compute="constant(1)", network=NETWORK, faults=faults
+    )  # fmt: skip
+    steps = run.of(Step)
+    return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
+
+
+def paces(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
+    """Steps a second of every worker while all of them train, the first quarter of that left out."""
+    end = min(own[-1] for own in times)
+    return np.array([_pace(own[(own > end / 4) & (own <= end)]) for own in times])
+
+
+def _pace(times: npt.NDArray[np.float64]) -> float:
+    return (len(times) - 1) / float(times[-1] - times[0])
+
+
+def predicted(strategy: str, workers: int) -> tuple[float, float]:
+    """What a plan takes everyone's share of random delays to be beyond their mean, and what virtual time makes of it.
+
+    0: everyone loses the mean delay; 1: everyone loses that of the slowest of each step.
+    """
+    composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
+    site = Site(Task("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even"))
+    plan = pace(prospect(composed, site, workers), site)
+    assert plan is not None, f"{strategy} has no closed form"
+    network = site.cluster.network(workers)
+    random, steady = (
+        rehearse(composed, workers, site.task.nbytes, compute, network, steps=REHEARSED).seconds_per_step
+        for compute in (law, Constant(order_statistics.mean(law, workers)))
+    )
+    late = order_statistics.slowest(law, workers) - order_statistics.mean(law, workers)
+    return plan.exposure, (random - steady) / late

@@ -1,0 +1,191 @@
+"""Faults of real processes: a worker that is killed, and a link between network namespaces that becomes narrow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.errors import RunError
+from flockstep.testing import failures
+
+WORKERS, VICTIM = 3, 1
+STEPS = 6000
+"""Of the runs in which somebody is killed: so many that the kill comes in their midst."""
+PATIENCE = 60.0
+"""Seconds after which what has to happen counts as never happening."""
+FULL, NARROW = "50mbit", "5mbit"
+LONG = 4000
+"""Steps of a run whose link becomes narrow; it is interrupted long before."""
+HELD_BACK = 8
+"""Steps that a record may be behind."""
+_LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
+_TIME = re.compile(rb'"type":"step","t":([0-9.e+-]+)')
+
+
+@dataclass(frozen=True)
+class Run:
+    """A `flockstep train` on its way."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def times(self, rank: int) -> list[float]:
+        """When the gradients of a worker were there, by now, in seconds."""
+        try:
+            text = (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes()
+        except FileNotFoundError:
+            return []
+        return [float(t) for t in _TIME.findall(text)]
+
+    def wait_for(self, steps: int) -> None:
+        """Until every worker has made so many steps.
+
+        Raises:
+            RunError: the run has ended before that, or it takes too long.
+        """
+        wait(lambda: self.ended or min(len(self.times(r)) for r in range(WORKERS)) >= steps, f"{steps} steps")
+        if self.ended:
+            raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
+
+    def gained(self, steps: int) -> int:
+        """Wait until the victim has made so many steps more; return how many it had made before.
+
+        Raises:
+            RunError: as `wait_for`.
+        """
+        made = len(self.times(VICTIM))
+        wait(lambda: self.ended or len(self.times(VICTIM)) >= made + steps, f"{steps} steps of worker {VICTIM}")
+        if self.ended:
+            raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
+        return made
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has."""
+        return self.process.poll() is not None
+
+    def pid(self, rank: int) -> int:
+        """The process of a worker: the one that has its events open."""
+        wanted = str(self.folder.resolve() / "events" / f"worker-{rank}.jsonl")
+        for process in Path("/proc").iterdir():
+            if process.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if any(str(link.readlink()) == wanted for link in (process / "fd").iterdir()):
+                        return int(process.name)
+        raise RunError(f"no process writes {wanted}; the run may have ended before its fault")
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    """Until it is true.
+
+    Raises:
+        RunError: that takes too long.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise RunError(f"waited {PATIENCE:.0f} s in vain for {what}")
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Run]:
+    """A run in processes of its own; whatever happens, none of them is left."""
+    with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, "-m", "flockstep", "train", job, "-s", strategy, "-n", str(WORKERS)]
+        command += ["--steps", str(steps), "--out", str(folder), *options]
+        process = subprocess.Popen(  # noqa: S603
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            yield Run(process, folder)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def killed(strategy: str) -> str:
+    """What the others do when a worker is killed; the words of `testing.failures`, or else what was seen."""
+    with running("softmax", strategy, STEPS) as run:
+        run.wait_for(50)
+        os.kill(run.pid(VICTIM), signal.SIGKILL)
+        wait(lambda: run.ended, "the end of the run")
+        said = run.process.communicate()[1].strip()
+        summary = msgspec.json.decode((run.folder / "summary.json").read_bytes())
+        steps = {worker["rank"]: worker["steps"] for worker in summary["per_worker"]}
+    if [lost["node"] for lost in summary["lost"]] != [VICTIM]:
+        return f"lost {summary['lost']}"
+    others = [steps[rank] for rank in range(WORKERS) if rank != VICTIM]
+    if run.process.returncode == 0 and set(others) == {STEPS} and steps[VICTIM] < STEPS:
+        return failures.GOES_ON
+    if run.process.returncode == 1 and f"worker {VICTIM} was killed by SIGKILL" in said and max(others) < STEPS:
+        return failures.ENDS
+    return f"exit code {run.process.returncode}, steps {steps}, {said!r}"
+
+
+def why_not() -> str:
+    """Why no real link can be narrowed here; empty if one can."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if os.geteuid():
+        return "network namespaces need root"
+    missing = [name for name in ("ip", "tc", "nsenter") if shutil.which(name) is None]
+    return f"the commands {', '.join(missing)} are missing" if missing else ""
+
+
+def narrowed(strategy: str) -> float:
+    """Everyone's share, as in `slowed`, of what a worker loses whose link is left a tenth of its bandwidth."""
+    with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
+        run.wait_for(HELD_BACK)
+        before = watched(run, 4 * HELD_BACK)
+        squeeze(run.pid(VICTIM))
+        run.gained(HELD_BACK)
+        during = watched(run, HELD_BACK)
+    return float(1 - during.sum() / before.sum()) / float(1 - during[VICTIM] / before[VICTIM])
+
+
+def watched(run: Run, steps: int) -> npt.NDArray[np.float64]:
+    """Steps a second of every worker, from now on until the victim has made so many."""
+    made = run.gained(steps)
+    own = run.times(VICTIM)[made:]
+    between = [[t for t in run.times(rank) if own[0] <= t <= own[-1]] for rank in range(WORKERS)]
+    return np.array([(len(times) - 1) / max(times[-1] - times[0], 1e-9) for times in between])
+
+
+def squeeze(pid: int) -> None:
+    """Leave both directions of the link of that process's host a tenth."""
+    inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
+    found = _LINK.search(_said([*inside, "ip", "-o", "link"]))
+    if found is None:
+        raise RunError(f"process {pid} is in no namespace of its own; train with --transport \"namespaces('1gbit')\"")
+    label, number = found.groups()
+    for where, device in ((inside, f"{label}c{number}"), ([], f"{label}h{number}")):
+        limit = ["rate", NARROW, "burst", "3200", "latency", "500ms"]
+        _said([*where, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *limit])
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        raise RunError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

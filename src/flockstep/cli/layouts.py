@@ -1,0 +1,52 @@
+"""`flockstep layouts`: the least delay of a step by where the parameters lie, for models by their size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from flockstep.cli import show
+from flockstep.cli.layers import shape_named
+from flockstep.errors import ConfigurationError
+from flockstep.report import words
+from flockstep.report.layouts import Delays, Model, layouts_page
+from flockstep.simulation import units
+
+MODELS = ("vgg-a", "resnet-152", "googlenet")
+"""Those of the figure."""
+
+
+def show_layouts(
+    what: Sequence[str], workers: int = 16, bandwidth: str = "10gbit", as_json: bool = False, out: Path | None = None
+) -> None:
+    """Print the delays of each model, and draw them over workers and bandwidth in the file `out`.
+
+    Raises:
+        ConfigurationError: there is no such model, or workers or bandwidth are not above 0.
+    """
+    if out is not None and out.suffix != ".html":
+        raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
+    shapes = [shape_named(name) for name in what or MODELS]
+    models = tuple(Model(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
+    delays = Delays(models, workers, units.bandwidth(bandwidth))
+    if out is not None:
+        layouts_page(delays).write(out)
+    if as_json:
+        show.json(delays.document())
+        return
+    title = f"Least delay of a step, {workers} workers with {delays.link} each"
+    made = Table("layout", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for model in models:
+        made.add_column(escape(f"{model.name}, {words.size(model.nbytes)}"), justify="right")
+    for row in delays.rows():
+        made.add_row(*(escape(text) for text in row))
+    page = show.page()
+    page.print(made)
+    for sentence in delays.sentences():
+        page.print(escape(sentence), highlight=False)
+    if out is not None:
+        print(out)

@@ -1,0 +1,187 @@
+"""What `flockstep plan --simulate` adds: trials with their progress, kept as they finish, and a table of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from flockstep.cli import show
+from flockstep.planning.advice import advise
+from flockstep.planning.kept import Kept, settings_of
+from flockstep.planning.plan import Outlook
+from flockstep.planning.search import TOP, Found, Search, Step, keenest
+from flockstep.planning.trials import LEFT_OUT, Bench, Trial, goal_of
+from flockstep.report import words
+
+HEADINGS = ("strategy", "as written", "best found", "with", "steps", "sends", "trials")
+
+BAR = 16
+"""Columns of the progress bar."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `--simulate`."""
+
+    trials: int
+    budget: float | None
+    top: int | None
+    target: float | None
+    seed: int
+    split: str
+    keep: Path
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What trials found, and why there are no more."""
+
+    found: tuple[Found, ...]
+    target: float
+    notes: tuple[str, ...]
+    interrupted: str | None
+    """What to say at the end where the user interrupted it."""
+
+
+def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -> Tried:
+    """Try the plan's most promising strategies, or all that are `named`.
+
+    Raises:
+        ConfigurationError: the job has no data or no target, or the folder holds trials of something else.
+    """
+    bench = Bench(outlook.site)
+    target = goal_of(bench.job(asked.seed), asked.target)
+    excluded = () if named else (name for name, _ in advise(outlook, needs).excluded)
+    top = asked.top if asked.top is not None else len(outlook.prospects) if named else TOP
+    kept = Kept(settings_of(bench, outlook.workers, target, asked.seed, asked.split), asked.keep)
+    search = Search(
+        outlook,
+        keenest(outlook, top, excluded),
+        kept,
+        asked.trials,
+        asked.budget,
+        target,
+        asked.seed,
+        asked.split,
+        bench,
+    )
+    interrupted = None
+    try:
+        with _progress() as say:
+            search.run(say)
+    except KeyboardInterrupt:
+        interrupted = f"interrupted; finished trials are kept: repeat the command with --keep {asked.keep} to go on"
+    return Tried(search.found(), target, _notes(search, asked), interrupted)
+
+
+def _notes(search: Search, asked: Asked) -> tuple[str, ...]:
+    said = [f"trials are kept in {asked.keep}"]
+    if search.out_of_budget:
+        said.append(
+            f"the budget of {asked.budget:g} s was used up after {search.done} of "
+            f"{search.trials * len(search.candidates)} trials; the same command with --keep {asked.keep} goes on"
+        )
+    return tuple(said)
+
+
+def table(tried: Tried) -> Table:
+    """Time to target of what was tried, the shortest first."""
+    title = f"virtual time until the target of {tried.target:g}, in trials with real gradients"
+    made = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(HEADINGS):
+        made.add_column(heading, no_wrap=place not in (0, 3), justify="left" if place in (0, 3) else "right")
+    for one in sorted(tried.found, key=lambda one: (one.seconds is None, one.seconds or 0.0)):
+        made.add_row(*map(escape, _cells(one)))
+    return made
+
+
+def _cells(one: Found) -> tuple[str, ...]:
+    best = one.best
+    if best is None:
+        return one.strategy, words.NONE, words.NONE, one.refused or "", "", "", "0"
+    return (
+        one.strategy,
+        outcome(one.trials[0]),
+        outcome(best),
+        _with(one, best),
+        words.number(best.steps),
+        words.size(best.bytes),
+        str(len(one.trials)),
+    )
+
+
+def _with(one: Found, best: Trial) -> str:
+    own = "" if best.strategy == one.strategy else f"{best.strategy}, "
+    return f"{own}lr {best.lr:g}"
+
+
+def outcome(trial: Trial) -> str:
+    """How a trial ended, in few words."""
+    if trial.seconds_to_target is not None:
+        return words.seconds(trial.seconds_to_target)
+    if trial.end == "diverged":
+        return "diverged"
+    return f"not in {words.seconds(trial.seconds)}"
+
+
+def left_out() -> Sequence[str]:
+    """What trials do not know."""
+    return (*LEFT_OUT, "the best of several trials with one seed is a little lucky")
+
+
+def document(tried: Tried) -> dict[str, Any]:
+    """As plain data."""
+    return {
+        "target": tried.target,
+        "found": [one.document() for one in tried.found],
+        "interrupted": tried.interrupted is not None,
+        "notes": list(tried.notes),
+        "left_out": list(left_out()),
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Step], None]]:
+    """A bar over all trials where somebody watches, else a line for each."""
+    if not show.console.is_terminal:
+        yield _line
+        return
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=BAR), TimeElapsedColumn(), text)
+    with Progress(*columns, console=show.console, transient=True, expand=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def say(step: Step) -> None:
+            if step.trial is not None or int(step.steps) == step.steps:
+                progress.update(task, description=escape(_where(step)), completed=step.done, total=step.all_trials)
+
+        yield say
+
+
+def _where(step: Step) -> str:
+    now = "" if step.trial is not None else f", virtual {words.seconds(step.seconds)}"
+    return f"{step.strategy}: trial {step.number} of {step.trials}{now}; {_best(step)}"
+
+
+def _best(step: Step) -> str:
+    if step.best is None:
+        return "target not reached so far"
+    return f"best so far {outcome(step.best[1])} with {step.best[0]}"
+
+
+def _line(step: Step) -> None:
+    if step.trial is None:
+        return
+    what = f"{step.trial.strategy}, lr {step.trial.lr:g}: {outcome(step.trial)}"
+    before = " (kept from before)" if step.again else ""
+    where = f"{step.done} of {step.all_trials}: {step.strategy}, trial {step.number} of {step.trials}"
+    line = f"{where}: {what}{before}; {_best(step)}"
+    show.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,324 @@
+"""Time to target of the most promising strategies, each with the best hyper-parameters that a budget can find."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flockstep.errors import ConfigurationError, RunError
+from flockstep.planning.kept import Kept
+from flockstep.planning.plan import Outlook, combines
+from flockstep.planning.prospect import Prospect
+from flockstep.planning.space import Knob, changed, knobs, learning_rate
+from flockstep.planning.trials import Bench, Trial, trial
+from flockstep.strategies.base import Strategy
+from flockstep.workloads.base import require
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.study import Study
+
+TRIALS = 8
+"""Of each strategy."""
+TOP = 5
+"""Strategies that are searched, besides one worker."""
+SLACK = 2.0
+"""Times the shortest time to target of all strategies: longer runs are of no interest and end there."""
+RANDOM = 3
+"""Trials before Optuna's sampler makes use of what it has seen; the strategy as it is written is the first of them,
+with another learning rate, where Table 2 says that it is better, the second."""
+TRIES = 4
+"""Draws of hyper-parameters for one trial, where combinations are not allowed."""
+FAR = 1e9
+"""Added to the objective where the target was not reached: behind everything that did."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What trials say about one strategy of a plan."""
+
+    strategy: str
+    """As it is called in the plan."""
+    trials: tuple[Trial, ...]
+    """In order; the first is the strategy as it is written, with the job's own learning rate."""
+    refused: str | None = None
+    """Why there are none, or no more."""
+
+    @property
+    def best(self) -> Trial | None:
+        """The first to reach the target; else the one that came nearest."""
+        return min(self.trials, key=_cost, default=None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Virtual seconds to target, with the best hyper-parameters that were found; None: not reached."""
+        return None if self.best is None else self.best.seconds_to_target
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        best = self.best
+        return {
+            "strategy": self.strategy,
+            "seconds_to_target": self.seconds,
+            "best": None if best is None else best.document(),
+            "trials": [one.document() for one in self.trials],
+            "refused": self.refused,
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a search is: in or after the trial `number` of a strategy."""
+
+    strategy: str
+    number: int
+    trials: int
+    """Of each strategy."""
+    done: int
+    all_trials: int
+    steps: float
+    """Of a worker in the trial that is under way, in the mean."""
+    seconds: float
+    """Virtual time there."""
+    trial: Trial | None
+    """What came of it; None while it is under way."""
+    again: bool
+    """Whether it was kept from before."""
+    best: tuple[str, Trial] | None
+    """The shortest time to target so far, and the strategy in the plan that it is of."""
+
+
+def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[Prospect, ...]:
+    """One worker, and the strategies that are worth most by the plan, without those to `leave`.
+
+    Raises:
+        ConfigurationError: less than one is asked for.
+    """
+    if top < 1:
+        raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
+    out = set(leave)
+    fit = [one for one in outlook.prospects if one.strategy is not None and combines(one) and one.name not in out]
+    ranked = sorted(fit, key=lambda one: -outlook.worth(one))
+    return (outlook.alone, *ranked[:top])
+
+
+@dataclass
+class Search:
+    """Trials of several strategies in turn. What is found so far can be had at any time, also after an interruption."""
+
+    outlook: Outlook
+    candidates: Sequence[Prospect]
+    kept: Kept
+    trials: int = TRIALS
+    budget: float | None = None
+    """Real seconds after which no more is tried, except that one worker is tried once; what was kept costs nothing."""
+    target: float | None = None
+    seed: int = 0
+    split: str = "iid"
+    bench: Bench | None = None
+    """Saves reading the data again."""
+    out_of_budget: bool = False
+    _studies: list[_Candidate] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.trials < 1 or (self.budget is not None and not self.budget > 0):
+            raise ConfigurationError(
+                f"trials must be >= 1 and a budget > 0 s, got {self.trials} and {self.budget}; 8 trials are usual"
+            )
+        require("optuna", "search", "a search for hyper-parameters")
+        self._bench = self.bench or Bench(self.outlook.site)
+        lr = self._bench.engine(self._bench.job(self.seed), self.seed).optimizer.lr
+        self._studies = [
+            _Candidate(one, lr, self.outlook.workers, self.seed, _guess(self.outlook, one)) for one in self.candidates
+        ]
+
+    def found(self) -> tuple[Found, ...]:
+        """What is known of every strategy that was tried."""
+        known = [Found(one.prospect.name, tuple(one.done), one.refused) for one in self._studies]
+        return tuple(one for one in known if one.trials or one.refused)
+
+    @property
+    def done(self) -> int:
+        """Finished trials, those from before among them."""
+        return sum(len(one.done) for one in self._studies)
+
+    @property
+    def best(self) -> tuple[str, Trial] | None:
+        """The shortest time to target, and the strategy in the plan that it is of."""
+        reached = [(one.strategy, one.best) for one in self.found() if one.best is not None and one.seconds is not None]
+        return min(reached, key=lambda pair: _cost(pair[1]), default=None)
+
+    def run(self, say: Callable[[Step], None] = lambda step: None) -> tuple[Found, ...]:
+        """Try every strategy in turn until trials or budget are used up; `say` hears of every gradient and trial.
+
+        Raises:
+            ConfigurationError: there is nothing to train with.
+        """
+        began = time.monotonic()
+        try:
+            for number in range(1, self.trials + 1):
+                for one in self._studies:
+                    if one.refused is None:
+                        self._turn(one, number, began, say)
+        except _OutOfBudget:
+            self.out_of_budget = True
+        return self.found()
+
+    def _turn(self, one: _Candidate, number: int, began: float, say: Callable[[Step], None]) -> None:
+        def heed(steps: float, seconds: float, done: Trial | None = None, again: bool = False) -> None:
+            at = self.done
+            whole = self.trials * len(self._studies)
+            say(Step(one.prospect.name, number, self.trials, at, whole, steps, seconds, done, again, self.best))
+            if self.budget is not None and at and time.monotonic() - began > self.budget:
+                raise _OutOfBudget
+
+        try:
+            choice = one.next()
+            if choice is None:
+                return
+            strategy, lr = choice
+            name = one.prospect.name if strategy is None else str(strategy)
+            within = self._within(one)
+            known = self.kept.find(name, lr, within)
+            result = known or self._run(strategy, lr, within, heed)
+        except (ConfigurationError, RunError) as error:
+            one.refused = str(error)
+            if one.prospect.strategy is None:
+                raise
+            return
+        if known is None:
+            self.kept.add(result, lr, within)
+        one.tell(result)
+        heed(result.steps, result.seconds, result, known is not None)
+
+    def _run(
+        self, strategy: Strategy | None, lr: float, within: float | None, heed: Callable[[float, float], None]
+    ) -> Trial:
+        return trial(
+            self.outlook.site,
+            strategy,
+            self.outlook.workers,
+            target=self.target,
+            lr=lr,
+            seed=self.seed,
+            within=within,
+            split=self.split,
+            bench=self._bench,
+            heed=heed,
+        )
+
+    def _within(self, one: _Candidate) -> float | None:
+        """Virtual seconds after which a trial cannot say anything new."""
+        limits = [result.seconds_to_target for result in one.done if result.seconds_to_target is not None]
+        if self.best is not None:
+            limits.append(SLACK * _cost(self.best[1]))
+        elif one.prospect.strategy is not None:  # one worker did not get there either
+            limits += [SLACK * result.seconds for result in self._studies[0].done if self._studies[0] is not one]
+        return min(limits, default=None)
+
+
+class _OutOfBudget(Exception):
+    """The real time that a search was given is used up."""
+
+
+class _Candidate:
+    """One strategy: what was tried, and what to try next."""
+
+    def __init__(self, prospect: Prospect, lr: float, workers: int, seed: int, guess: float):
+        """`guess`: how many times the job's own learning rate is tried first; 1: none."""
+        self.prospect = prospect
+        self.done: list[Trial] = []
+        self.refused: str | None = None
+        self._workers = workers
+        strategy = prospect.strategy
+        own = () if strategy is None else tuple(knobs(strategy, workers))
+        self._knobs = {knob.name: knob for knob in (learning_rate(lr), *own)}
+        self._seed = zlib.crc32(f"{seed} {prospect.name}".encode())
+        self._study: Study | None = None
+        self._asked: Any = None
+        self._guess = guess
+
+    def next(self) -> tuple[Strategy | None, float] | None:
+        """The strategy and the learning rate to try; None where no allowed combination was drawn."""
+        if not self.done:
+            return self.prospect.strategy, self._knobs["lr"].value
+        from optuna.trial import TrialState
+
+        study = self._begun()
+        for _ in range(TRIES):
+            self._asked = study.ask(self._space())
+            try:
+                return self._built(self._asked.params)
+            except ConfigurationError:
+                study.tell(self._asked, state=TrialState.FAIL)
+        return None
+
+    def tell(self, result: Trial) -> None:
+        """Learn from a finished trial."""
+        self.done.append(result)
+        if self._asked is not None:
+            self._begun().tell(self._asked, _cost(result))
+            self._asked = None
+
+    def _built(self, params: dict[str, Any]) -> tuple[Strategy | None, float]:
+        strategy = self.prospect.strategy
+        for name, knob in self._knobs.items():
+            if name != "lr" and strategy is not None:
+                strategy = changed(strategy, knob.path, params[name] if knob.whole else _short(params[name]))
+        if strategy is not None:
+            strategy.check(self._workers)
+        return strategy, _short(params["lr"])
+
+    def _begun(self) -> Study:
+        """The study, which knows of the first trial."""
+        if self._study is None:
+            import optuna
+
+            optuna.logging.set_verbosity(optuna.logging.ERROR)
+            sampler = optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=RANDOM, multivariate=True)
+            self._study = optuna.create_study(sampler=sampler)
+            first = {name: knob.value for name, knob in self._knobs.items()}
+            self._study.add_trial(
+                optuna.trial.create_trial(params=first, distributions=self._space(), value=_cost(self.done[0]))
+            )
+            rate = self._knobs["lr"]
+            guess = max(rate.low, min(rate.value * self._guess, rate.high))
+            if guess != rate.value:
+                self._study.enqueue_trial({**first, "lr": guess})
+        return self._study
+
+    def _space(self) -> dict[str, BaseDistribution]:
+        return {name: _distribution(knob) for name, knob in self._knobs.items()}
+
+
+def _guess(outlook: Outlook, found: Prospect) -> float:
+    """How the best learning rate is likely to change, by Table 2: with the square root of the workers, up or down."""
+    if found.strategy is None:
+        return 1.0
+    root = math.sqrt(found.workers)
+    return {"higher": root, "lower": 1 / root, "likely": 1.0}[outlook.criteria(found).learning_rate]
+
+
+def _distribution(knob: Knob) -> BaseDistribution:
+    from optuna.distributions import FloatDistribution, IntDistribution
+
+    if knob.whole:
+        return IntDistribution(int(knob.low), int(knob.high), log=knob.log)
+    return FloatDistribution(knob.low, knob.high, log=knob.log)
+
+
+def _short(value: float) -> float:
+    """Three digits: more would only look exact."""
+    return float(f"{value:.3g}")
+
+
+def _cost(result: Trial) -> float:
+    """What is made small: seconds to target, or, behind all of these, how far from the target it ended."""
+    if result.seconds_to_target is not None:
+        return result.seconds_to_target
+    gap = math.inf if result.best is None else abs(result.target - result.best)
+    return FAR * (1 + min(gap, FAR))

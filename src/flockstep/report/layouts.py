@@ -1,0 +1,204 @@
+"""Figure 14 of Langer et al. (2020) redrawn: the least delay of a step, by where the parameters lie.
+
+Eight layouts, as lines over the number of workers and over the link's speed, a panel for each model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flockstep.collectives.layouts import LAYOUTS, Times
+from flockstep.errors import ConfigurationError
+from flockstep.report import words
+from flockstep.report.page import Drawing, Listing, Page
+from flockstep.report.style import COLOURS, GRID, Figure, axis, key, layout, ref, safe
+
+WORKERS = tuple(1 << power for power in range(11))
+SPEEDS = tuple(1e8 / 8 * 10 ** (step / 2) for step in range(7))
+"""Bytes per second: 100 Mbit/s to 100 Gbit/s."""
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
+DASHES = ("solid", "dash", "dot", "dashdot", "solid", "dash", "dot", "dashdot")
+MOST = 4
+"""Models for which there is room."""
+PANEL_PX, GAP_PX, TOP_PX = 330, 120, 120
+CAPTION = (
+    "The least time that one step spends on exchanging and updating the parameters: transmitting, adding gradients "
+    "(10 GiB/s) and updating (2 GiB/s), one after the other, without latency; what a step computes comes on top. "
+    "Above: over the number of workers. Below: over the speed of everyone's link."
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by its bytes."""
+
+    name: str
+    parameters: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Models on so many workers, each with a link of so many bytes per second."""
+
+    models: tuple[Model, ...]
+    workers: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigurationError(f"layouts need >= 1 worker, got {self.workers}; 16 is usual")
+        if not 1 <= len(self.models) <= MOST:
+            raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; vgg-a is one")
+
+    def seconds(self, model: Model, name: str) -> float:
+        """Of one layout, here."""
+        return LAYOUTS[name](self.workers, Times.of(model.nbytes, self.bandwidth))
+
+    @property
+    def link(self) -> str:
+        """The bandwidth in words."""
+        return speed(self.bandwidth)
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        found = {model.name: {name: self.seconds(model, name) for name in LAYOUTS} for model in self.models}
+        sizes = {model.name: {"parameters": model.parameters, "bytes": model.nbytes} for model in self.models}
+        return {"workers": self.workers, "bandwidth": self.bandwidth, "models": sizes, "seconds": found}
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row for each layout, a column for each model."""
+        return [(name, *(words.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
+
+    def sentences(self) -> list[str]:
+        """What it comes to."""
+        shared = [name for name in LAYOUTS if not name.startswith("asynchronous")]
+        said = []
+        for model in self.models:
+            least, most = min(shared, key=lambda n: self.seconds(model, n)), "naive server"
+            times = self.seconds(model, most) / self.seconds(model, least)
+            said.append(
+                f"{model.name} ({words.size(model.nbytes)}) on {self.workers} workers with {self.link}: at least "
+                f"{words.seconds(self.seconds(model, most))} a step with a {most}, "
+                f"{words.seconds(self.seconds(model, least))} with a {least}, {words.number(times)} times less."
+            )
+        return said
+
+
+def speed(bandwidth: float) -> str:
+    """Bytes per second as bits per second, in words."""
+    bits = 8 * bandwidth
+    for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= 0.9995 * scale:
+            return f"{bits / scale:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"
+
+
+def layouts_page(delays: Delays) -> Page:
+    """The picture, and its figures as tables."""
+    headings = ("layout", *(f"{model.name} ({words.size(model.nbytes)})" for model in delays.models))
+    note = f"Seconds a step, {delays.workers} workers, {delays.link} each."
+    return Page(
+        brand="flockstep layouts",
+        title=f"Least delay of a step by layout, {delays.workers} workers, {delays.link}",
+        footer="Lower bounds after Langer et al. (2020), figure 14. MB = 1,000,000 bytes.",
+        lists=(("In words", delays.sentences()),),
+        drawings=(Drawing("layouts", "Where the parameters lie", CAPTION, picture(delays)),),
+        listings=(
+            Listing("Least delay", note, headings, delays.rows()),
+            *(_over_workers(delays, model) for model in delays.models),
+        ),
+    )
+
+
+def _over_workers(delays: Delays, model: Model) -> Listing:
+    times = Times.of(model.nbytes, delays.bandwidth)
+    rows = [(name, *(words.seconds(form(n, times)) for n in WORKERS)) for name, form in LAYOUTS.items()]
+    heading = f"{model.name}: a step over the number of workers"
+    return Listing(heading, f"{delays.link} each.", ("layout", *(f"{n:,}" for n in WORKERS)), rows)
+
+
+def picture(delays: Delays) -> Figure:
+    """Two rows of panels, a column for each model, a line for each layout."""
+    count = len(delays.models)
+    width = (1 - 0.06 * (count - 1)) / count
+    height = 2 * PANEL_PX + GAP_PX
+    domains = [[1 - PANEL_PX / height, 1.0], [0.0, PANEL_PX / height]]
+    made: dict[str, Any] = {}
+    data: list[dict[str, Any]] = []
+    titles = []
+    for column, model in enumerate(delays.models):
+        left = column * (width + 0.06)
+        for row, domain in enumerate(domains):
+            place = row * count + column
+            data += _lines(delays, model, row, place)
+            made[key("x", place)] = _across(row, place, [left, left + width])
+            title = "seconds a step" if column == 0 else ""
+            made[key("y", place)] = axis(
+                title, domain=domain, anchor=ref("x", place), type="log", dtick=1, exponentformat="SI", ticksuffix=" s"
+            )
+            there = delays.link if row == 0 else f"{delays.workers} workers"
+            titles.append(_title(f"{model.name} ({words.size(model.nbytes)}), {there}", left, domain[1]))
+    legend = {"orientation": "h", "x": 0, "y": 1 + 44 / height, "yanchor": "bottom"}
+    margin = {"l": 64, "r": 24, "t": TOP_PX, "b": 56}
+    whole = layout(height + TOP_PX + 56, legend=legend, hovermode="closest", annotations=titles, **made)
+    return {"data": data, "layout": {**whole, "margin": margin}}
+
+
+def _lines(delays: Delays, model: Model, row: int, place: int) -> list[dict[str, Any]]:
+    made = []
+    for index, (name, form) in enumerate(LAYOUTS.items()):
+        if row == 0:
+            x: Sequence[float] = WORKERS
+            y = [form(n, Times.of(model.nbytes, delays.bandwidth)) for n in WORKERS]
+            where = "%{x} workers"
+        else:
+            x = [8e-6 * one for one in SPEEDS]
+            y = [form(delays.workers, Times.of(model.nbytes, one)) for one in SPEEDS]
+            where = "%{x:.3s} Mbit/s"
+        made.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": safe(name),
+                "legendgroup": name,
+                "showlegend": place == 0,
+                "x": x,
+                "y": y,
+                "line": {"color": COLOURS[index], "dash": DASHES[index], "width": 1.6},
+                "marker": {"symbol": SYMBOLS[index], "size": 6},
+                "xaxis": ref("x", place),
+                "yaxis": ref("y", place),
+                "hovertemplate": f"{where}: %{{y:.3s}}s<extra>{safe(name)}</extra>",
+            }
+        )
+    return made
+
+
+def _across(row: int, place: int, domain: list[float]) -> dict[str, Any]:
+    more: dict[str, Any] = {"domain": domain, "anchor": ref("y", place), "type": "log", "gridcolor": GRID}
+    if row == 0:
+        shown = WORKERS[::2]
+        return axis("workers", tickvals=list(shown), ticktext=[f"{n:,}" for n in shown], **more)
+    return axis(
+        "everyone's link",
+        tickvals=[100, 1000, 10_000, 100_000],
+        ticktext=["100 Mbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"],
+        tickangle=0,
+        **more,
+    )
+
+
+def _title(text: str, left: float, top: float) -> dict[str, Any]:
+    return {
+        "text": f"<b>{safe(text)}</b>",
+        "x": left,
+        "y": top,
+        "xref": "paper",
+        "yref": "paper",
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "showarrow": False,
+    }

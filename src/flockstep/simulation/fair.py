@@ -1,0 +1,158 @@
+"""Links as TCP connections use them: what a node sends at once goes on together, and queues where it arrives."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flockstep.errors import ConfigurationError
+from flockstep.messages import Address
+from flockstep.nodes import Cluster
+from flockstep.simulation import units
+from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, Routing, Transit, cards
+
+CLOSE = 1e-3
+"""Share of a message by which its end may be taken to come too early or too late."""
+_TAG = int.from_bytes(b"fair", "big")
+
+
+@dataclass(frozen=True)
+class FairLink(Network):
+    """Like `Link`, but messages that leave a node at once share its card instead of waiting for each other.
+
+    Shares are those of a host whose connections take turns packet by packet, uneven by a factor that is drawn for each
+    message: lognormal with sigma `spread`, 0 for equal shares. What arrives queues in the order of its bytes, those of
+    several senders mixed. Between the same two nodes messages keep their order. Durations are exact to a thousandth.
+    """
+
+    bandwidth: str | float
+    latency: str | float = 0.0
+    spread: float = 0.25
+
+    def __post_init__(self) -> None:
+        units.bandwidth(self.bandwidth)
+        units.duration(self.latency, "latency")
+        if not 0 <= self.spread < math.inf:
+            raise ConfigurationError(
+                f"spread must be >= 0 and finite, got {self.spread:g}; 0.25 is usual, 0 makes shares equal"
+            )
+
+    def start(self, cluster: Cluster) -> Fabric:
+        """Two hops between any two nodes: the sender's egress, shared, and the receiver's ingress, a queue."""
+        bandwidth = units.bandwidth(self.bandwidth)
+        if math.isinf(bandwidth):  # nothing to share
+            return Link(bandwidth, self.latency).start(cluster)
+        egress, ingress = cards(cluster, bandwidth)
+
+        def route(source: Address, to: Address) -> Route:
+            return ((egress[source], ingress[to]), ()) if source != to else ((), ())
+
+        return _Shared(route, units.duration(self.latency), self.spread)
+
+
+class _Stream:
+    """Messages from one node to another: the first leaves at `rate` bytes per second and has `left` to go."""
+
+    __slots__ = ("egress", "ingress", "left", "rate", "waiting", "weight")
+
+    def __init__(self, egress: Hop, ingress: Hop) -> None:
+        self.egress = egress
+        self.ingress = ingress
+        self.waiting: deque[Transit] = deque()
+        self.left = 0.0
+        self.rate = 0.0
+        self.weight = 1.0
+
+    def ahead(self, transit: Transit) -> float:
+        """Bytes that have to leave until the end of a message."""
+        place = self.waiting.index(transit)
+        return self.left + sum(one.nbytes for one in itertools.islice(self.waiting, 1, place + 1))
+
+
+class _Shared(Fabric):
+    """Bytes flow between events; a message is looked at again whenever it might have left, at the earliest."""
+
+    def __init__(self, route: Routing, latency: float, spread: float) -> None:
+        super().__init__(route)
+        self._latency = latency
+        self._spread = spread
+        self._random = np.random.default_rng(_TAG)
+        self._streams: dict[tuple[Address, Address], _Stream] = {}
+        self._busy: dict[tuple[Address, Address], _Stream] = {}
+        self._queued: dict[Hop, float] = {}
+        self._now = 0.0
+
+    def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
+        """Send a message at time `t`."""
+        transit = Transit(source, to, nbytes, t, self._route(source, to))
+        if transit.done:
+            return transit
+        self._flow(t)
+        pair = source, to
+        stream = self._streams.get(pair)
+        if stream is None:
+            stream = self._streams[pair] = _Stream(*transit.hops)
+        stream.waiting.append(transit)
+        if len(stream.waiting) == 1:
+            self._busy[pair] = stream
+            self._begin(stream)
+        transit.head = t + stream.ahead(transit) / stream.egress.full
+        return transit
+
+    def advance(self, transit: Transit) -> bool:
+        """Look after a message at time `transit.head`; return whether it has left."""
+        now = transit.head
+        self._flow(now)
+        pair = transit.source, transit.to
+        stream = self._streams[pair]
+        if stream.waiting[0] is transit and stream.left <= CLOSE * transit.nbytes:
+            stream.waiting.popleft()
+            if stream.waiting:
+                self._begin(stream)
+            else:
+                del self._busy[pair]
+                self._divide(stream.egress)
+            behind = self._queued.get(stream.ingress, 0.0) / stream.ingress.bandwidth
+            transit.tail, transit.done = now + behind + self._latency, True
+            return True
+        least = max(stream.ahead(transit), CLOSE * transit.nbytes) / stream.egress.full
+        transit.head = max(now + least, math.nextafter(now, math.inf))
+        return False
+
+    def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
+        """From now on the node's own link has a `factor`-th of its full bandwidth."""
+        super().narrow(node, others, factor)
+        for stream in self._busy.values():
+            self._divide(stream.egress)
+
+    def _begin(self, stream: _Stream) -> None:
+        """The first message of a stream goes on its way."""
+        stream.left = float(stream.waiting[0].nbytes)
+        stream.weight = math.exp(self._spread * self._random.standard_normal())
+        self._divide(stream.egress)
+
+    def _divide(self, egress: Hop) -> None:
+        """Shares of those that leave by one card."""
+        mine = [stream for stream in self._busy.values() if stream.egress is egress]
+        weights = sum(stream.weight for stream in mine)
+        for stream in mine:
+            stream.rate = egress.bandwidth * stream.weight / weights
+
+    def _flow(self, t: float) -> None:
+        """Let bytes leave, and pass the cards where they arrive, until time `t`."""
+        passed, self._now = t - self._now, max(t, self._now)
+        if passed <= 0:
+            return
+        for hop, queued in self._queued.items():
+            self._queued[hop] = queued - passed * hop.bandwidth
+        for stream in self._busy.values():
+            left = min(stream.left, passed * stream.rate)
+            stream.left -= left
+            self._queued[stream.ingress] = self._queued.get(stream.ingress, -passed * stream.ingress.bandwidth) + left
+        for hop, queued in self._queued.items():
+            self._queued[hop] = max(0.0, queued)
