@@ -23,7 +23,7 @@ import msgspec
 
 import flockstep
 
-PATIENCE = 40.0
+PATIENCE = 80.0
 """Seconds after which what is no promise of ours counts as never happening: a busy machine is no bug."""
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
 SOURCE = Path(flockstep.__file__).parents[1]

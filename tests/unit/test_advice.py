@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 import sys
 from functools import lru_cache
@@ -15,11 +16,13 @@ import pytest
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import UnknownName
+from flockstep.optimizers.sgd import SGD
 from flockstep.planning.advice import DROPS, NEEDS, Advice, advise, value
-from flockstep.planning.criteria import approximates, is_central, is_synchronous
+from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, need
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import ALONE
-from flockstep.planning.task import Task
+from flockstep.planning.prospect import ALONE, prospect
+from flockstep.planning.task import Site, Task
+from flockstep.strategies.base import Strategy
 
 TASK = Task("stand-in", 1_000_000, ((1000, 1000),))
 SOME = (
@@ -156,6 +159,35 @@ def test_doubts_are_paid_for() -> None:
     plain, packed = (predicted.named(name) for name in ("all_reduce", "all_reduce(codec=topk, feedback=residual)"))
     assert predicted.need(packed) >= 1.1 * predicted.need(plain)
     assert predicted.need(predicted.alone) == 1
+
+
+def needed(text: str, bandwidth: str, task: Task = TASK, workers: int = 8) -> float:
+    site = Site(task, cluster(bandwidth, "constant(0.1)"))
+    return need(prospect(Strategy.parse(text), site, workers), site)
+
+
+def test_free_running_messages_are_late_without_bound_where_links_are_full() -> None:
+    free, busy, full = (needed("broadcast", f"{mbit}mbit") for mbit in (100_000, 4_000, 1_000))
+    assert free < busy < 10 * free
+    assert full > 1000 * free
+    assert needed("ps", "1gbit") == needed("ps", "100gbit")
+
+
+def test_momentum_lets_workers_meet_more_seldom_and_hear_less_late() -> None:
+    heavy = dataclasses.replace(TASK, optimizer=SGD(lr=0.1, momentum=0.9))
+    rare, late, plain = "local_sgd(period=8)", "ps(consistency=asynchronous)", "all_reduce"
+    assert needed(rare, "1gbit", heavy) < needed(rare, "1gbit")
+    assert needed(late, "1gbit", heavy) > needed(late, "1gbit")
+    assert needed(plain, "1gbit", heavy) == needed(plain, "1gbit")
+
+
+def test_a_large_batch_is_worth_what_theory_says() -> None:
+    for workers in (2, 8):
+        assert needed("all_reduce", "1gbit", workers=workers) == pytest.approx((workers + NOISE) / (1 + NOISE))
+    late = 1 / math.sin(math.pi / 30)  # of seven versions
+    assert needed("ps(consistency=asynchronous)", "1gbit") == pytest.approx(
+        DOUBT * (late + NOISE) / (1 + NOISE), rel=0.05
+    )
 
 
 CASES = Path(__file__).parents[2] / "benchmarks" / "advice.py"

@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from flockstep.cli import options
 from flockstep.cli.app import app
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.planning.advice import NEEDS
@@ -113,6 +113,12 @@ def test_snippets_run(path: Path, tmp_path: Path) -> None:
 def test_a_snippet_that_fails_is_noticed(tmp_path: Path) -> None:
     assert execute("assert 1 == 2", tmp_path).returncode == 1
     assert execute("import warnings; warnings.warn('old')", tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks(path, "toml")], ids=shown)
+def test_cluster_files_are_read(path: Path) -> None:
+    for text in blocks(path, "toml"):
+        assert read_cluster(text).workers > 1
 
 
 def test_there_are_commands_and_snippets() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
-from flockstep.planning.page import CELLS, Map, best_map, render_plan, scaling_picture, scaling_table
+from flockstep.planning.page import CELLS, Map, best_map, plan_page, render_plan, scaling_picture, scaling_table
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import pace, prospect
 from flockstep.planning.scaling import WORKERS
 from flockstep.planning.task import Site, Task
+from flockstep.report.page import Listing
 from flockstep.strategies.base import Strategy
 
 TASK = Task("stand-in", 100_000, ((400, 200), (20_000,)))
@@ -51,6 +52,13 @@ def test_the_map_says_the_same_in_colours_and_in_letters(outlook: Outlook) -> No
     for kind in found.kinds:
         assert f"{found.letter(kind)}: {kind}" in listed.note
     assert len({heat["colorscale"][2 * i][1] for i in range(len(found.kinds))}) == len(found.kinds)
+
+
+def test_what_trials_found_stands_before_the_predictions(outlook: Outlook) -> None:
+    found = Listing("Trials", "in virtual time", ("strategy", "best found"), [("ps", "3 s")])
+    page = plan_page(outlook, advise(outlook), [found])
+    assert [one.heading for one in page.listings][:2] == ["Trials", "Predictions"]
+    assert "in virtual time" in page.render()
 
 
 def test_ticks_are_powers_of_ten_in_words() -> None:

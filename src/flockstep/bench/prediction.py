@@ -46,6 +46,7 @@ STRATEGIES = (
     "ps(consistency=asynchronous)",
     "dpsgd(topology=ring)",
     "local_sgd(period=4)",
+    "all_reduce(codec=half)",
     "all_reduce(codec=qsgd)",
     "ps(codec=topk(0.01))",
 )

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
     from flockstep.planning.plan import Outlook
+    from flockstep.report.page import Listing
 
 Named = Annotated[
     str | None, typer.Option("--cluster", "-c", help="laptop, lab-1gbit, edge, …, or a TOML file, as of calibrate.")
@@ -108,12 +109,18 @@ def _conclude(outlook: Outlook, needs: tuple[str, ...], tried: Tried | None, out
     if out is not None:
         from flockstep.planning.page import write_plan
 
-        write_plan(outlook, advice, out)
+        write_plan(outlook, advice, out, () if tried is None else (_listing(tried),))
     _print(outlook, advice, tried, as_json)
     if out is not None and not as_json:
         print(out)
     if tried is not None and tried.interrupted is not None:
         raise Interrupted(tried.interrupted)
+
+
+def _listing(tried: Tried) -> Listing:
+    from flockstep.cli.search import listing
+
+    return listing(tried)
 
 
 def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:

@@ -20,6 +20,7 @@ from flockstep.planning.plan import Outlook
 from flockstep.planning.search import TOP, Found, Search, Step, keenest
 from flockstep.planning.trials import LEFT_OUT, Bench, Trial, goal_of
 from flockstep.report import words
+from flockstep.report.page import Listing
 
 HEADINGS = ("strategy", "as written", "best found", "with", "steps", "sends", "trials")
 
@@ -94,13 +95,27 @@ def _notes(search: Search, asked: Asked) -> tuple[str, ...]:
 
 def table(tried: Tried) -> Table:
     """Time to target of what was tried, the shortest first."""
-    title = f"virtual time until the target of {tried.target:g}, in trials with real gradients"
-    made = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    made = Table(title=escape(_title(tried)), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(HEADINGS):
         made.add_column(heading, no_wrap=place not in (0, 3), justify="left" if place in (0, 3) else "right")
-    for one in sorted(tried.found, key=lambda one: (one.seconds is None, one.seconds or 0.0)):
-        made.add_row(*map(escape, _cells(one)))
+    for row in _rows(tried):
+        made.add_row(*map(escape, row))
     return made
+
+
+def listing(tried: Tried) -> Listing:
+    """The same for a page."""
+    note = f"Time to target: {_title(tried)}. Also to know: {'; '.join((*tried.notes, *left_out()))}."
+    return Listing("Trials", note, HEADINGS, _rows(tried))
+
+
+def _title(tried: Tried) -> str:
+    return f"virtual time until the target of {tried.target:g}, in trials with real gradients"
+
+
+def _rows(tried: Tried) -> list[tuple[str, ...]]:
+    ranked = sorted(tried.found, key=lambda one: (one.seconds is None, one.seconds or 0.0))
+    return [_cells(one) for one in ranked]
 
 
 def _cells(one: Found) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
-from flockstep.codecs.quantiser import LARGEST
+from flockstep.codecs.quantiser import LARGEST, computed_in
 from flockstep.errors import ProtocolError
 
 
@@ -36,8 +36,7 @@ class Bfloat16(Codec):
         if kernels.name_of(array) in LARGEST:
             whole: Bytes = k.as_bytes(k.copied(array))
             return whole
-        floats = k.cast(k.saturated(k.as_floats(array), LARGEST["bfloat16"]), "float32")
-        data: Bytes = k.as_bytes(k.cast(floats, "bfloat16"))
+        data: Bytes = k.as_bytes(k.narrowed(k.as_floats(array), "bfloat16", LARGEST["bfloat16"]))
         return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
@@ -46,11 +45,34 @@ class Bfloat16(Codec):
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements.
         """
+        k = kernels.of(data)
+        array: FlatArray = k.widened(self._rounded(data, size, dtype), dtype)
+        return array
+
+    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
+        """out += scale * decode(data), in one pass.
+
+        Raises:
+            ProtocolError: as of `decode`.
+        """
+        if not computed_in(out):
+            super().add_decoded(data, out, scale)
+            return
+        k = kernels.of(out)
+        k.add_widened(self._rounded(data, len(out), kernels.name_of(out)), out, scale)
+
+    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
+        """The rounded elements of `error + array`; `error` becomes what rounding left."""
+        error += array.reshape(-1)
+        data = self.encode(error, random)
+        self.add_decoded(data, error, -1.0)
+        return data
+
+    def _rounded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         if len(data) != 2 * size:
             raise ProtocolError(f"bfloat16 needs {2 * size} bytes for {size} elements, got {len(data)}")
-        k = kernels.of(data)
-        array: FlatArray = k.cast(k.from_bytes(data, dtype if dtype in LARGEST else "bfloat16"), dtype)
-        return array
+        rounded: FlatArray = kernels.of(data).from_bytes(data, dtype if dtype in LARGEST else "bfloat16")
+        return rounded
 
     def error_bound(self, array: FlatArray) -> float:
         """Half a unit in the last place of each: 2⁻⁸ of it, at least 2⁻¹³⁴; what is cut off beyond the range."""

@@ -144,7 +144,7 @@ def _sentences(outlook: Outlook, choice: Prospect) -> tuple[str, ...]:
             more = best.samples_per_second / single.samples_per_second
             said.append(
                 f"The most that {outlook.workers} workers of {cluster} get through is "
-                f"{words.number(best.samples_per_second)}, with {best.name}, or {words.times(more)} as many: "
+                f"{words.number(best.samples_per_second)}, with {best.name}, or {words.times(more)} as many, "
                 f"but {words.number(outlook.need(best))} of those are taken to do the work of one of plain training."
             )
         return tuple(said)
@@ -152,7 +152,7 @@ def _sentences(outlook: Outlook, choice: Prospect) -> tuple[str, ...]:
     said = [
         f"Take {choice.name} on {choice.workers} workers: {rate}, {words.times(more)} what one worker gets through."
     ]
-    compressed = [one for one in outlook.prospects if approximates(one)]
+    compressed = [one for one in outlook.prospects if approximates(one) and not drops(one)]
     if not approximates(choice) and compressed:
         best = compressed[0]
         ratio = best.samples_per_second / choice.samples_per_second

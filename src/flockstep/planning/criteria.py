@@ -32,7 +32,7 @@ DEPTH = 50.0
 APART = 0.5
 """Share of the noise that models of the workers' own keep, where they hardly ever meet."""
 HALF = 4.0
-"""Steps between meetings at which half of that is reached."""
+"""Steps between meetings at which half of that is reached, without momentum."""
 USUAL = 0.9
 """Momentum of optimisers that have it under another name."""
 NEVER = 1e6
@@ -143,8 +143,9 @@ def need(found: Prospect, site: Site) -> float:
     * asynchronous: c(tau) + r, where c(tau) = 1 / sin(pi / (2 (2 tau + 1))) is how much smaller the learning rate has
       to be, so that updates which are late by tau stay stable (Levin & May 1976): about 1.3 tau; with a momentum near 1
       it is pi / 2 times that, as x'' + (1 - mu) x' + eta x(t - tau) = 0 is stable for eta tau < 1 - mu;
-    * models apart: n + r + r (n - 1) w, where w is the share of the noise that is not averaged out in time, less with
-      momentum, which averages each worker's own; and at the end two transits to have the mean, which nobody has before;
+    * models apart: n + r + r (n - 1) w, where w is the share of the noise that is averaged out too late, which begins
+      later with momentum, as that averages each worker's own over 1 / (1 - mu) steps; and at the end two transits to
+      have the mean, which nobody has before;
     * what error feedback holds back comes 1 / delta - 1 steps later in the mean, once: c = 1 + (1 / delta - 1) / S,
       where a codec keeps the share delta of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
@@ -163,7 +164,7 @@ def need(found: Prospect, site: Site) -> float:
         depth, apart, last = n * late, 0.0, 0.0
     else:
         met = min(horizon(found, site), NEVER) - 1
-        apart = APART * (1 - momentum(site)) * met / (met + HALF)
+        apart = APART * met / (met + HALF / (1 - momentum(site)))
         depth, last = n * late, 2 * site.transit * n / max(found.seconds, LEAST) / DEPTH
     waits = is_synchronous(cell, traits)
     replicas = not is_central(cell) or (not waits and not found.strategy.servers_for(n))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ RANGE = 100.0
 """How far bandwidth and model size go, up and down."""
 
 
-def write_plan(outlook: Outlook, advice: Advice, path: Path | str) -> Path:
-    """Write the page to `path` and return it; the folder is made if need be."""
-    return plan_page(outlook, advice).write(path)
+def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
+    """Write the page to `path` and return it; the folder is made if need be. `further`: tables that come first."""
+    return plan_page(outlook, advice, further).write(path)
 
 
 def render_plan(outlook: Outlook, advice: Advice) -> str:
@@ -34,10 +35,11 @@ def render_plan(outlook: Outlook, advice: Advice) -> str:
     return plan_page(outlook, advice).render()
 
 
-def plan_page(outlook: Outlook, advice: Advice) -> Page:
+def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
     """Advice, pictures, and everything in them as tables too."""
     chosen = next((place for place, one in enumerate(outlook.prospects) if one is advice.choice), None)
     listings = [
+        *further,
         Listing("Predictions", PREDICTED, HEADINGS, [cells(outlook, one) for one in outlook.prospects], chosen),
         Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in outlook.prospects], chosen),
     ]

@@ -25,6 +25,11 @@ from flockstep.arrays.kernels.torch_blocks import (
     quantise,
     steps,
 )
+from flockstep.arrays.kernels.torch_floats import (
+    add_widened,
+    narrowed,
+    widened,
+)
 from flockstep.arrays.kernels.torch_matrices import (
     add_product,
     cosines,
@@ -85,6 +90,7 @@ __all__ = [
     "add_powers",
     "add_product",
     "add_signs",
+    "add_widened",
     "all_indices",
     "as_bytes",
     "as_codes",
@@ -116,6 +122,7 @@ __all__ = [
     "largest_of_buckets",
     "largest_of_rows",
     "less_sides",
+    "narrowed",
     "number_bytes",
     "orthonormal",
     "pack",
@@ -140,6 +147,7 @@ __all__ = [
     "unpack",
     "unpacked_integers",
     "untiled",
+    "widened",
     "within_buckets",
     "zeros",
 ]

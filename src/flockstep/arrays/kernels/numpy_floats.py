@@ -1,0 +1,123 @@
+"""Between float32 and the formats of 16 bits, float16 and bfloat16, for numpy.
+
+numpy's own conversion to float16 and back goes through branches and, for results that are subnormal, through flags of
+the processor: many times slower. Here every case is computed for every element and one is selected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flockstep.arrays.kernels import numpy_basics, numpy_dtype
+from flockstep.arrays.kernels.jit import jit
+from flockstep.arrays.kernels.numpy_bits import locked
+from flockstep.arrays.schema import FlatArray
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)
+_LEAST_NORMAL = np.uint32(0x38800000)
+"""float32's bits of 2⁻¹⁴, float16's smallest normal number."""
+_ONE_HALF = np.uint32(0x3F000000)
+"""float32's bits of 0.5, whose last place is worth 2⁻²⁴: float16's smallest number."""
+
+
+@jit
+def _to_half(x: Any, words: Any, top: Any, out: Any) -> None:
+    for i in range(len(words)):
+        w = words[i]
+        m = np.uint32(w & _MAGNITUDE)
+        odd = np.uint32((m >> np.uint32(13)) & np.uint32(1))
+        # The exponent 112 lower, and half a last place less one bit, which the odd ones get, so that ties go to even.
+        normal = np.uint32(np.uint32(np.uint32(m + np.uint32(0xC8000FFF)) + odd) >> np.uint32(13))
+        tiny = np.uint32(np.float32(abs(x[i]) + np.float32(0.5)).view(np.uint32) - _ONE_HALF)  # the addition rounds
+        code = tiny if m < _LEAST_NORMAL else min(normal, top)
+        payload = np.uint32((m >> np.uint32(13)) & np.uint32(0x3FF))
+        special = np.uint32(np.uint32(0x7C00) | (payload if payload > np.uint32(0) else np.uint32(m > _INFINITY)))
+        code = code if m < _INFINITY else special
+        out[i] = np.uint16(code | ((w >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@jit
+def _to_bfloat16(words: Any, top: Any, out: Any) -> None:
+    for i in range(len(words)):
+        w = words[i]
+        m = np.uint32(w & _MAGNITUDE)
+        odd = np.uint32((m >> np.uint32(16)) & np.uint32(1))
+        code = np.uint32(np.uint32(np.uint32(m + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+        code = code if code < top or m == _INFINITY else top
+        code = code if m <= _INFINITY else np.uint32(0x7FC0)
+        out[i] = np.uint16(code | ((w >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@jit
+def _of_half(h: Any) -> Any:
+    """float32's bits of a float16, whose bits are `h`."""
+    m = np.uint32(h & np.uint32(0x7FFF))
+    shifted = np.uint32(m << np.uint32(13))
+    normal = np.uint32(shifted + np.uint32(112 << 23))
+    tiny = np.float32(np.uint32(_ONE_HALF + m).view(np.float32) - np.float32(0.5)).view(np.uint32)
+    bits = tiny if m < np.uint32(0x400) else normal
+    bits = bits if m < np.uint32(0x7C00) else np.uint32(shifted + np.uint32(224 << 23))
+    return np.uint32(bits | np.uint32((h & np.uint32(0x8000)) << np.uint32(16)))
+
+
+@jit
+def _put_half(codes: Any, out: Any) -> None:
+    for i in range(len(codes)):
+        out[i] = np.uint32(_of_half(np.uint32(codes[i]))).view(np.float32)
+
+
+@jit
+def _add_half(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(len(codes)):
+        out[i] += scale * out.dtype.type(np.uint32(_of_half(np.uint32(codes[i]))).view(np.float32))
+
+
+@jit
+def _add_bfloat16(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(len(codes)):
+        out[i] += scale * out.dtype.type(np.uint32(np.uint32(codes[i]) << np.uint32(16)).view(np.float32))
+
+
+def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
+    """Float32 or float64 as float16 or bfloat16: the nearest, of two the even one.
+
+    float64 becomes bfloat16 by way of float32. Finite values beyond ±largest, a number of `dtype`, become that;
+    infinities stay, and NaN with its sign: of float16 with the first bits of its fraction or, where they are zero, a 1;
+    of bfloat16 as the quiet one.
+    """
+    kind = numpy_dtype(dtype)
+    if x.dtype == np.float64:
+        with np.errstate(all="ignore"):
+            x = numpy_basics.saturated(x, largest).astype(kind if dtype == "float16" else np.float32)
+        if dtype == "float16":
+            return x
+    x, out = _aligned(x), np.empty(len(x), np.uint16)
+    top = np.uint32(np.array(largest, kind).view(np.uint16))
+    if dtype == "float16":
+        _to_half(x, x.view(np.uint32), top, out)
+    else:
+        _to_bfloat16(x.view(np.uint32), top, out)
+    return out.view(kind)
+
+
+def widened(x: FlatArray, dtype: str) -> FlatArray:
+    """float16 or bfloat16 in the dtype of that name; may share memory."""
+    if x.dtype != np.float16 or dtype not in ("float32", "float64"):
+        return numpy_basics.cast(x, dtype)
+    out = np.empty(len(x), dtype)
+    _put_half(_aligned(x).view(np.uint16), out)
+    return out
+
+
+def add_widened(x: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
+    """out += scale * x: float16 or bfloat16 to float32 or float64, flat and contiguous, and computed in that."""
+    add = _add_half if x.dtype == np.float16 else _add_bfloat16
+    add(_aligned(x).view(np.uint16), out.dtype.type(scale), out)
+
+
+def _aligned(x: Any) -> Any:
+    """Contiguous, read-only and aligned, which bytes from the middle of a message need not be."""
+    return locked(x if x.flags.aligned else x.copy())
