@@ -39,7 +39,7 @@ class UnknownName(ConfigurationError):
     def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
         """The error for `name`, with the nearest of `known` as the way out."""
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
         return cls(f"no {kind} is called {name!r}; {hint}")
 

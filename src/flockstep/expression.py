@@ -31,6 +31,10 @@ _INFINITIES = {"inf": math.inf, "-inf": -math.inf}
 
 SHOWN = {"shown": True}
 """Metadata of a field that belongs in the text even at its default: without it the text would not say what is meant."""
+SIZED = {"sized": True}
+"""Metadata of a field that is in bytes or elements, or bytes a second: on a model that is smaller it means another."""
+ELEMENTS = {"counts": "elements"}
+"""Metadata of a whole number that counts elements, whatever the model, and not steps."""
 
 
 class Component(ABC):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.claims import c19_resilience, slowed, struck
-from flockstep.claims.failure_table import FAMILIES, Cell
+from flockstep.claims.failure_table import FAMILIES, Cell, Short
 from flockstep.strategies.base import Strategy
 from flockstep.testing import failures
 from flockstep.testing.failure_matrix import WORDS
@@ -47,7 +47,8 @@ def test_a_cell_that_does_not_hold_says_why() -> None:
 @pytest.mark.negative_control("strategy:gossip")
 def test_a_wrong_cell_is_noticed() -> None:
     wrong = dataclasses.replace(BY_NAME["GoSGD"], slow=Cell("everyone s×", (failures.EVERYONE,)))
-    assert [row.what for row, _ in c19_resilience.cells(wrong) if not row.holds] == ["gossip(p=0.5), slow worker"]
+    short = [(row.what, why) for row, why in c19_resilience.cells(wrong) if not row.holds]
+    assert short == [("gossip(p=0.5), slow worker", f"unexpected: {failures.FREE}")]
 
 
 def test_a_word_may_go_on_where_its_cell_says_so() -> None:
@@ -59,7 +60,49 @@ def test_a_word_may_go_on_where_its_cell_says_so() -> None:
 
 @pytest.mark.parametrize(("strategy", "share"), [("ps(bsp)", 1.0), ("asgd", 1 / 4), ("gossip", 1 / 4)])
 def test_the_share_of_a_slow_worker(strategy: str, share: float) -> None:
-    assert slowed.measured(strategy, 4, "slows(1, 4)") == pytest.approx(share, abs=0.03)
+    loss = slowed.measured(strategy, 4, "slows(1, 4)")
+    assert loss.exercised
+    assert loss.share == pytest.approx(share, abs=0.03)
+
+
+def test_a_fault_that_costs_its_victim_nothing_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = slowed.measured("gossip", 4, "narrows(1, 40)")
+    assert not loss.exercised
+    assert np.isnan(loss.share)
+    monkeypatch.setattr(c19_resilience, "SLOWED", {("central", "asynchronous"): ("asgd",)})
+    monkeypatch.setattr(c19_resilience, "FAULTS", {"a link as before": "narrows({}, 1.001)"})
+    (row,) = c19_resilience.shares_of_losses()
+    assert "not exercised" in str(row.ours)
+    assert not row.holds
+
+
+def test_the_link_of_who_asks_matters_to_itself_and_that_of_who_answers_to_those_who_ask() -> None:
+    asks = slowed.measured("adpsgd", 8, "narrows(2, 40)", victim=2)
+    assert asks.share == pytest.approx(1 / 8, abs=0.03)
+    answers = slowed.measured("adpsgd", 8, "narrows(1, 40)", victim=1)
+    assert not answers.exercised
+    assert answers.everyone > 0.1
+
+
+def test_nobody_waits_for_gossip_and_who_does_is_noticed() -> None:
+    assert c19_resilience.waits_for_nobody("gossip").holds
+    assert not c19_resilience.waits_for_nobody("asgd").holds
+
+
+def test_links_that_were_not_tried_are_rows_that_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c19_resilience, "KILLED", {})
+    monkeypatch.setattr(c19_resilience, "why_not", lambda: "network namespaces need root")
+    rows = list(c19_resilience.real(lambda what: None))
+    assert [row.ours for row in rows] == ["not tried: network namespaces need root"] * len(c19_resilience.SHAPED)
+    assert not any(row.holds for row in rows)
+
+
+def test_a_reason_is_of_what_it_explains_only() -> None:
+    cell = Cell("yes", ("yes",), Short("it has none", ("no",)))
+    assert [cell.why(word) for word in ("yes", "no", "perhaps")] == ["", "it has none", "unexpected: perhaps"]
+    for family in FAMILIES:
+        for one in (family.equal, family.dead, *family.lost, family.slow):
+            assert one.short is None or not any(map(one.holds, one.short.seen))
 
 
 def test_paces_are_of_the_time_in_which_all_train() -> None:

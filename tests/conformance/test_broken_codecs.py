@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from flockstep.codecs.base import Codec
 from flockstep.codecs.half import Half
 from flockstep.codecs.identity import Identity
 from flockstep.errors import Diverged
@@ -160,6 +161,9 @@ class Negates(Half):
     def decode(self, data, size, dtype):
         decoded = super().decode(data, size, dtype)
         return np.where(np.isfinite(decoded), -decoded, decoded)
+
+    def add_decoded(self, data, out, scale=1.0):
+        Codec.add_decoded(self, data, out, scale)
 
     def error_bound(self, array):
         return 1e300

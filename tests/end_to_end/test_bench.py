@@ -132,8 +132,10 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
         (["collectives", "--sizes", "many"], "sizes must be whole numbers >= 4"),
         (["transport", "-r", "0"], "rounds must be >= 1, got 0; 20 is usual"),
         (["codecs", "haf"], "no codec is called 'haf'; did you mean 'half'?"),
-        (["codecs", "--elements", "0"], "elements must be >= 1"),
+        (["codecs", "--elements", "0"], "elements must be >= 1, got 0; 4194304 is usual"),
         (["simulator", "-n", "0"], "replicas must be whole numbers >= 1"),
+        (["prediction", "--bandwidths", "1gbit,20"], "bandwidths must have a unit, got '20'; write it like '100mbit'"),
+        (["prediction", "--rounds", "0"], "rounds must be >= 1, got 0; 1 is usual"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run
+from flockstep.costs.cluster_reading import names
+from flockstep.costs.reference import MODELS
 
 FAST = ["--steps", "20", "--seed", "1"]
 
@@ -50,6 +52,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "gossip is given 2 times; give each once",
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
+        (["list", "clustr"], "no noun is called 'clustr'; did you mean 'cluster'?"),
         (["list", "stratgies"], "no noun is called 'stratgies'; did you mean 'strategy'?"),
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
@@ -198,10 +201,23 @@ def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_nouns_may_be_plural(capsys: pytest.CaptureFixture[str]) -> None:
-    for one, many in (("topology", "topologies"), ("strategy", "strategies"), ("codec", "codecs")):
+    for one, many in (("topology", "topologies"), ("strategy", "strategies"), ("cluster", "clusters")):
         code, out, _ = outcome(["list", many, "--json"], capsys)
         assert code == 0
         assert {row["noun"] for row in json.loads(out)} == {one}
+
+
+def test_what_a_plan_takes_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["list", "cluster", "--json"], capsys)
+    said = {row["write"]: row["summary"] for row in json.loads(out)}
+    assert code == 0
+    assert set(said) == set(names())
+    assert "16 workers on 16 machines; the slowest link has 20 Mbit/s and 30.0 ms." in said["edge"]
+    code, out, _ = outcome(["list", "model", "--json"], capsys)
+    said = {row["write"]: row["summary"] for row in json.loads(out)}
+    assert code == 0
+    assert set(said) == set(MODELS)
+    assert said["vgg-a"].startswith("132,863,336 parameters in 11 layers")
 
 
 def test_the_list_of_claims_explains_its_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -117,3 +118,42 @@ def test_the_queue_is_bounded_by_what_it_can_serve() -> None:
         assert workers / (1.1 + wait) <= 10 * (1 + 1e-12)
         assert wait >= 0
     assert waiting(1, 1.0, 0.1) == 0
+
+
+SPELLS = "slow_spells(constant(0.1), probability=0.01, factor=5, length=10)"
+
+
+def drawn(law: ComputeModel, workers: int, steps: int) -> float:
+    """Mean of the slowest of some workers after so many gradients, by drawing; spells have begun by then."""
+    times, rounds = [], 80_000 // steps
+    for rank in range(workers):
+        stream = law.stream(1, rank)
+        row = np.fromiter(itertools.islice(stream, steps * (rounds + 20)), float)[20 * steps :]
+        times.append(row.reshape(rounds, steps).sum(1))
+    return float(np.max(times, axis=0).mean())
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(8, 10), (16, 32), (3, 2)])
+@pytest.mark.parametrize("text", [SPELLS, SPELLS.replace("constant(0.1)", "lognormal(0.1, sigma=0.5)")])
+def test_sums_know_that_slow_spells_last(text: str, workers: int, steps: int) -> None:
+    law = ComputeModel.parse(text)
+    assert order_statistics.slowest(law, workers, steps) == pytest.approx(drawn(law, workers, steps), rel=0.05)
+
+
+def test_spells_of_one_gradient_are_another_law() -> None:
+    """The negative control: as many slow gradients, each by itself."""
+    apart = ComputeModel.parse("slow_spells(constant(0.1), probability=0.0917, factor=5, length=1)")
+    lasting = ComputeModel.parse(SPELLS)
+    assert order_statistics.mean(apart) == pytest.approx(order_statistics.mean(lasting), rel=0.03)
+    assert order_statistics.slowest(apart, 8, 10) < 0.75 * order_statistics.slowest(lasting, 8, 10)
+
+
+def test_heavy_tails_of_sums_are_not_cut_off() -> None:
+    law = ComputeModel.parse("lognormal(0.1, sigma=1.5)")
+    assert order_statistics.slowest(law, 16, 32) == pytest.approx(drawn(law, 16, 32), rel=0.04)
+
+
+def test_crowded_machines_of_one_speed_have_a_form() -> None:
+    law = ComputeModel.parse("shared_cores(speeds(lognormal(0.1, sigma=0.2), (0.5,)), cores=2)")
+    plain = ComputeModel.parse("shared_cores(lognormal(0.1, sigma=0.2), cores=2)")
+    assert order_statistics.slowest(law, 8) == pytest.approx(order_statistics.slowest(plain, 8) / 2, rel=1e-3)

@@ -14,7 +14,7 @@ from flockstep.costs.chains import met
 from flockstep.costs.steps import NoForm, Rates, Setting, StepCost, has_form, step_cost
 from flockstep.errors import ConfigurationError
 from flockstep.planning.rehearsal import ELEMENTS, Rehearsal, rehearse
-from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.compute import ComputeModel, Constant
 from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
 
@@ -296,3 +296,37 @@ def test_large_clusters_are_quick_enough_to_have_a_form() -> None:
     known = setting(1024)
     for text in ("all_reduce", "ps(bsp)", "ps(asynchronous)", "local_sgd(10)", "scatter_reduce", "easgd(10)"):
         assert cost(text, known).seconds >= SECONDS
+
+
+FREE = ("ensemble", "gossip", "ps(consistency=asynchronous)", "easgd", "eamsgd", "deepspark", "downpour", "adpsgd")
+
+
+@pytest.mark.parametrize("text", FREE)
+def test_who_waits_for_nobody_counts_at_its_own_speed(text: str) -> None:
+    law = ComputeModel.parse("speeds(constant(0.1), (1, 4))")
+    cost = step_cost(Strategy.parse(text), Setting(8, 1000, law, 1e-6, 1e10))
+    assert cost.samples_per_second == pytest.approx(4 / 0.1 + 4 / 0.4, rel=0.02)
+    assert cost.seconds == pytest.approx((0.1 + 0.4) / 2, rel=0.02), "a step of a worker, in the mean"
+
+
+@pytest.mark.parametrize("text", ["adpsgd", "gossip", "ensemble", "ps(consistency=asynchronous)"])
+def test_nothing_computes_more_than_its_cores(text: str) -> None:
+    law = ComputeModel.parse("shared_cores(constant(0.1), cores=2)")
+    cost = step_cost(Strategy.parse(text), Setting(4, 1000, law, 1e-6, 1e10))
+    assert cost.samples_per_second <= 2 / 0.1 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("collective", ["ring", "recursive_doubling", "rabenseifner"])
+def test_with_two_speeds_the_rounds_are_followed(collective: str) -> None:
+    law, link = ComputeModel.parse("speeds(constant(0.1), (1, 2))"), Link(1e7, 1e-3)
+    strategy = Strategy.parse(f"all_reduce(collective={collective})")
+    cost = step_cost(strategy, Setting(4, 100_000, law, 1e-3, 1e7))
+    found = rehearse(strategy, 4, 400_000, law, link, steps=40)
+    assert cost.seconds == pytest.approx(found.seconds_per_step, rel=0.01)
+    assert not cost.notes
+
+
+@pytest.mark.parametrize("collective", ["recursive_doubling", "rabenseifner", "binomial_tree"])
+def test_what_folds_is_said_to_be_rough(collective: str) -> None:
+    cost = step_cost(Strategy.parse(f"all_reduce(collective={collective})"), Setting(5, 1000, Constant(0.1), 1e-3, 1e7))
+    assert any("as if the collective began when the last worker is there" in note for note in cost.notes)

@@ -15,7 +15,7 @@ from flockstep.launchers.simulate import simulate
 from flockstep.planning import calibrate
 from flockstep.planning.fit import fit_records
 from flockstep.planning.laws import fit_law
-from flockstep.planning.rates import measure_rates
+from flockstep.planning.rates import measure_operations, measure_rates
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Figure, Step
 from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
@@ -141,6 +141,13 @@ def test_the_law_of_durations_is_found(text: str, kind: type[ComputeModel]) -> N
             assert np.quantile(again, share) == pytest.approx(np.quantile(draws, share), rel=0.12)
 
 
+def test_why_a_law_was_taken_is_said_in_words() -> None:
+    assert "no named law fits 400 durations" in fit_law([0.01] * 200 + [0.05] * 200).why
+    assert fit_law([0.01] * 5).why.startswith("constant, for 5 durations")
+    logs = np.random.default_rng(0).normal(size=400)
+    assert fit_law(np.exp(logs)).why.startswith("lognormal, which fits 400 durations")
+
+
 def test_a_law_needs_durations() -> None:
     for wrong in ([0.1], [0.1, 0.0], [0.1, float("inf")]):
         with pytest.raises(ConfigurationError, match="two or more durations > 0"):
@@ -158,7 +165,8 @@ def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> 
     ]
     for pair in ((0, 1), (0, 2), (1, 2)):
         events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
-    found = calibrate._described(events, "digits", workers, "tcp", steps, measure_rates(elements=10, rounds=1))
+    machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6)
+    found = calibrate._described(events, "digits", workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape
     return found.shape
 
@@ -168,9 +176,22 @@ def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     assert shape.wires[0].latency == pytest.approx(1e-4, rel=1e-3)
     assert shape.wires[0].bandwidth == pytest.approx(1e9, rel=1e-3)
     assert (shape.groups[0].cores, mean_of(shape.law)) == (2, pytest.approx(0.01, rel=0.01))
+    assert shape.operations == 1e9
+    assert shape.seconds_for(4e6) == pytest.approx(0.01, rel=0.01), "the job itself takes what it took"
+    assert shape.seconds_for(8e6) == pytest.approx(0.014, rel=0.01), "another job is not without overhead"
     assert probed(0.01, 0.0101).groups[0].cores == 4
     odd = probed(0.01, 0.0140)
     assert (odd.groups[0].cores, mean_of(odd.law)) == (4, pytest.approx(0.014, rel=0.01))
+
+
+def test_one_worker_is_compared_with_no_others() -> None:
+    notes: list[str] = []
+    assert calibrate._sharing([0.01], [0.008], 1, notes) == (1, [0.008])
+    assert notes == []
+
+
+def test_a_product_of_matrices_tells_operations() -> None:
+    assert measure_operations(size=32, rounds=2) > 0
 
 
 def test_rates_are_of_what_was_asked_for() -> None:
@@ -219,6 +240,13 @@ def test_the_command_fits_a_record_and_refuses_options_of_the_other_way(records,
     done = CliRunner().invoke(app, ["--from", folder, "--latency", "3ms"])
     assert done.exit_code == 0, done.output
     assert read_cluster(done.output).wires[0].bandwidth == pytest.approx(BANDWIDTH, rel=0.02)
-    for wrong in (["--from", folder, "-n", "3"], ["--bandwidth", "1gbit"]):
+    for wrong, rule in (
+        (["--from", folder, "-n", "3"], "is for measuring"),
+        (["--bandwidth", "1gbit"], "is for --from"),
+        (["--from", folder, "--latency", "100"], "--latency must have a unit, got '100'; write it like '100us'"),
+        (["--from", folder, "--bandwidth", "1"], "--bandwidth must have a unit, got '1'; write it like '1gbit'"),
+        (["--from", folder, "--out", "x.json"], "--out must be a .toml file, got 'x.json'; give it that ending"),
+    ):
         failed = CliRunner().invoke(app, wrong)
         assert isinstance(failed.exception, ConfigurationError), wrong
+        assert rule in str(failed.exception)

@@ -15,7 +15,9 @@ from flockstep.launchers.simulate import simulate
 from flockstep.launchers.train import train
 from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
+from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
+from flockstep.records.events import Snapshot, Step
 from flockstep.records.folder import RunFolder
 from flockstep.report.html import render
 
@@ -64,6 +66,39 @@ def test_a_prediction_for_other_links_is_noticed_to_be_wrong(tmp_path: Path) -> 
     folder = record(tmp_path / "run", "all_reduce", "link(bandwidth='1mbit')")
     assert abs(check(folder).error) < 0.05
     assert check(folder, load_cluster("lab-1gbit")).error < -0.5
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", "ps(consistency=asynchronous)", "ps(consistency=backup(1))", "easgd"]
+)
+def test_samples_a_second_are_those_of_the_whole_run(strategy: str, tmp_path: Path) -> None:
+    folder = record(tmp_path / "run", strategy, compute="lognormal(0.01, sigma=0.5)")
+    found = check(folder)
+    snapshots, steps = (
+        [one for one in RunFolder(folder).read_events() if isinstance(one, kind)] for kind in (Snapshot, Step)
+    )
+    end = max(one.t for one in steps)
+    assert found.measured.rate == pytest.approx(max(one.samples for one in snapshots) / end)
+    assert found.rate_error == pytest.approx(0.0, abs=0.05)
+    assert found.predicted.rate == pytest.approx((1 + found.rate_error) * found.measured.rate)
+
+
+def test_a_simulated_run_of_another_network_than_the_clusters_is_said_to_be_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = load_cluster("lab-1gbit")
+    site = Site(task_of("softmax"), shape)
+    note = "the run was simulated with link(bandwidth='10mbit', latency=0.001) and constant(mean=0.01)"
+    folder = record(tmp_path / "run", "all_reduce")
+    assert check(folder).notes == ()
+    assert check(folder, shape).notes == (f"{note}: how lab-1gbit differs is in the error",)
+    (told,) = for_report([folder], shape)
+    assert told is not None
+    assert note in told.source
+    assert run(["plan", "softmax", "--check", str(folder), "--cluster", "lab-1gbit"]) == 0
+    assert "the run was simulated with link(bandwidth='10mbit'" in capsys.readouterr().out
+    alike = record(tmp_path / "alike", "all_reduce", str(shape.network(4)), compute=str(site.compute(4)))
+    assert check(alike, shape).notes == ()
 
 
 def test_two_tiers_are_rehearsed(tmp_path: Path) -> None:

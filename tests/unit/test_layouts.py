@@ -67,7 +67,8 @@ def test_bandwidths_in_words() -> None:
     ("arguments", "sentence"),
     [
         (["-n", "0"], "layouts need >= 1 worker, got 0"),
-        (["--bandwidth", "fast"], "bandwidth"),
+        (["--bandwidth", "fast"], "--bandwidth must be a number"),
+        (["--bandwidth", "100"], "--bandwidth must have a unit, got '100'; write it like '1gbit'"),
         (["vgg"], "did you mean 'vgg-a'?"),
         (["--out", "picture.png"], "--out must be an .html file"),
         (["vgg-a"] * 5, "layouts need 1 to 4 models, got 5"),

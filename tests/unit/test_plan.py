@@ -12,12 +12,29 @@ from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.errors import ConfigurationError
+from flockstep.planning.advice import advise, slower, value
+from flockstep.planning.check import Check, Figures
 from flockstep.planning.criteria import need
-from flockstep.planning.plan import KEEN, Outlook, combines, plan
+from flockstep.planning.plan import MOST, Outlook, combines, plan
 from flockstep.planning.prospect import ALONE, alone, pace, prospect
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.scaling import best, faster
+from flockstep.planning.scaling import Crossover, Curve, best, faster
+from flockstep.planning.sentences import quantity
 from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.words import (
+    HEADINGS,
+    TABLE_2,
+    as_much,
+    cells,
+    check_cells,
+    exposed,
+    many,
+    row_of_table_2,
+    ruled_out,
+    scaling,
+    scaling_sentence,
+    short,
+)
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
@@ -41,7 +58,7 @@ def test_forms_and_rehearsals_agree(text: str) -> None:
     found = prospect(Strategy.parse(text), Site(TASK, shape), 4)
     assert found.source == "form"
     laws = shape.compute(), shape.network()
-    played = rehearse(Strategy.parse(text), 4, TASK.nbytes, *laws, tensors=TASK.sizes, steps=200)
+    played = rehearse(Strategy.parse(text), 4, TASK.nbytes, *laws, tensors=TASK.tensors)
     assert found.seconds == pytest.approx(played.seconds_per_step, rel=0.06)
     assert found.sent == pytest.approx(played.sent_per_step, rel=0.12)
 
@@ -61,9 +78,9 @@ def test_uneven_links_are_rehearsed_with_few_workers() -> None:
     assert found.named("all_reduce").source == "rehearsal"
 
 
-def test_ranked_by_samples_a_second(outlook: Outlook) -> None:
-    rates = [one.samples_per_second for one in outlook.prospects]
-    assert rates == sorted(rates, reverse=True)
+def test_ranked_by_what_samples_are_worth(outlook: Outlook) -> None:
+    worths = [outlook.worth(one) for one in outlook.prospects]
+    assert worths == sorted(worths, reverse=True)
     assert {one.name for one in outlook.prospects} >= {ALONE, "all_reduce", "local_sgd(period=8)"}
     assert outlook.alone.seconds == pytest.approx(0.01, rel=0.02)
 
@@ -98,17 +115,39 @@ def test_scaling_stops_where_the_server_is_full(outlook: Outlook) -> None:
     assert ring.workers == tuple(1 << power for power in range(11))
 
 
-def test_crossovers_are_where_the_best_changes(outlook: Outlook) -> None:
-    assert {one.quantity for one in outlook.crossovers} >= {"bandwidth", "parameters"}
+def test_crossovers_are_the_nearest_places_where_the_choice_is_overtaken(outlook: Outlook) -> None:
+    advice = advise(outlook)
+    assert advice.choice is not None
+    assert {one.quantity for one in advice.crossovers} >= {"bandwidth", "parameters"}
     rivals = [one for one in outlook.contenders if combines(one.found)]
-    assert len(rivals) <= KEEN + 1
-    for one in outlook.crossovers:
+    for one in advice.crossovers:
+        assert advice.choice.name == (one.below if one.value > one.here else one.above)
         if one.quantity != "bandwidth":
             continue
         for factor, name in ((0.8, one.below), (1.25, one.above)):
             shape = faster(outlook.site.cluster, factor * one.value / one.here)
             two = [rival for rival in rivals if rival.name in (one.below, one.above)]  # a third may be in between
             assert best(two, dataclasses.replace(outlook.site, cluster=shape), outlook.workers) == name
+        steps = [one.here * (one.value / one.here) ** (part / 8) for part in range(8)]
+        for bandwidth in steps:
+            site = dataclasses.replace(outlook.site, cluster=faster(outlook.site.cluster, bandwidth / one.here))
+            assert best(rivals, site, outlook.workers) == advice.choice.name
+
+
+def test_crossovers_leave_out_what_needs_rule_out(outlook: Outlook) -> None:
+    for wanted in ("unbalanced", "reproducible", "slow-links"):
+        advice = advise(outlook, (wanted,))
+        out = {name for name, _ in advice.excluded}
+        assert not out & {name for one in advice.crossovers for name in (one.below, one.above)}
+        assert not any(f"it would be {name}" in said for said in advice.changes for name in out)
+
+
+def test_crossovers_are_by_the_value_that_advice_goes_by(outlook: Outlook) -> None:
+    for needs in ((), ("slow-links",)):
+        slow = slower(needs)
+        for one in outlook.contenders:
+            there = one.worth(outlook.site, outlook.workers, slower=slow)
+            assert there == pytest.approx(value(one.found, outlook, needs), rel=0.03)
 
 
 def test_messages_that_would_pile_up_count() -> None:
@@ -151,6 +190,23 @@ def test_too_many_to_rehearse_is_refused() -> None:
         prospect(Strategy.parse("tree_server"), Site(TASK, cluster(count=100)), 100)
 
 
+def test_more_workers_than_the_cluster_has_are_said_to_be_more_of_the_same() -> None:
+    def said(shape: ClusterShape, workers: int | None) -> str:
+        found = plan(TASK, shape, workers, strategies=("all_reduce",), further=False)
+        return "; ".join(found.left_out)
+
+    assert "test has 4 workers: 9 are taken to be on more machines of the same, 9 instead of 4" in said(cluster(), 9)
+    assert "laptop has 4 workers: 5 are taken to share its machines" in said(load_cluster("laptop"), 5)
+    for workers in (None, 4, 2):
+        assert "are taken" not in said(cluster(), workers)
+
+
+@pytest.mark.parametrize(("count", "workers"), [(4, MOST + 1), (10**6, None)])
+def test_a_plan_for_too_many_workers_is_refused_at_once(count: int, workers: int | None) -> None:
+    with pytest.raises(ConfigurationError, match=f"up to 1,024 workers, got {workers or count:,}; give 1,024"):
+        plan(TASK, cluster(count=count), workers)
+
+
 def test_hogwild_needs_one_machine() -> None:
     found = plan(TASK, cluster(), strategies=("hogwild",), further=False)
     assert [name for name, _ in found.refused] == ["hogwild"]
@@ -184,3 +240,77 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_wrong_words_are_refused(words: list[str], rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *words]) == 2
     assert rule in capsys.readouterr().err
+
+
+def test_strategies_that_were_named_and_cannot_run_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "softmax", "-c", "lab-1gbit", "-s", "hogwild"]) == 2
+    assert "hogwild: all workers must be on one machine" in capsys.readouterr().err
+    assert run(["plan", "softmax", "-c", "lab-1gbit", "-n", "2", "-s", "hogwild", "-s", "ps"]) == 0
+
+
+def test_the_cluster_that_is_taken_without_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    assert "default: (laptop" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
+    assert run([*words, "--json", "--need", "reproducible"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    worths = [one["worth"] for one in said["strategies"]]
+    assert worths == sorted(worths, reverse=True)
+    assert next(one["worth"] for one in said["strategies"] if one["name"] == ALONE) == 1
+    assert run([*words, "--need", "reproducible"]) == 0
+    text = capsys.readouterr().out
+    assert "ruled out:" in text
+    assert "gossip: the order of updates differs from run to run (ERB)" in text
+    assert "worth" in text
+    assert run(["plan", "softmax", "-n", "1", "-s", "all_reduce"]) == 0
+    assert "softmax on 1 worker of laptop" in capsys.readouterr().out
+
+
+def test_words_of_a_plan(outlook: Outlook) -> None:
+    assert short("auto(latency=3e-05, bandwidth=4000000000.0)") == "auto(latency=3e-5, bandwidth=4e9)"
+    assert short("local_sgd(period=1000)") == "local_sgd(period=1000)"
+    assert short("x(share=0.75)") == "x(share=0.75)"
+    text = "all_reduce(collective=auto(latency=3e-05, bandwidth=2500000.0))"
+    assert Strategy.parse(short(text)) == Strategy.parse(text)
+    assert many(1, "worker") == "1 worker"
+    assert many(1024, "worker") == "1,024 workers"
+    assert many(2, "process", "processes") == "2 processes"
+    assert as_much(0.01) == "1 % as many"
+    assert as_much(1.001) == "as many"
+    assert as_much(3.21) == "3.2 times as many"
+    assert exposed(1.35) == "over 100 %"
+    assert exposed(0.16) == "16 %"
+    one = Curve("ps", (1, 2, 4, 8), (10.0, 10.5, 11.0, 11.5), 1, 2)
+    assert scaling_sentence(one) == "ps beats one worker from 2 workers on; doubling them does not pay"
+    far = dataclasses.replace(one, pays_to=8)
+    assert scaling_sentence(far).endswith("doubling them pays as far as 8")
+    assert scaling([one], [("ps", "x")]) == (f"{scaling_sentence(one)} (ruled out)",)
+    assert ruled_out([("a", "x"), ("b", "y"), ("c", "x")]) == ("a, c: x", "b: y")
+
+
+def test_crossovers_in_words() -> None:
+    one = Crossover("bandwidth", 4.9943e10, 1.25e8, "a", "b")
+    assert quantity(one, "above") == "above 400 Gbit/s (now 1 Gbit/s)"
+    assert quantity(dataclasses.replace(one, quantity="straggling", value=3e-4), "above").startswith("with the first")
+    rare = dataclasses.replace(one, quantity="straggling", value=0.04)
+    assert quantity(rare, "above") == "where more than 4 % of steps begin a slow spell"
+
+
+def test_errors_that_round_to_nothing_have_no_sign() -> None:
+    figures = Figures(1.0, 100.0, 1.0, None)
+    slow = dataclasses.replace(figures, seconds=1.0001)
+    row = check_cells(Check("softmax", "ps", 2, "lab", "form", figures, slow))
+    assert row[4] == row[10] == "0 %"
+    far = check_cells(Check("softmax", "ps", 2, "lab", "form", figures, dataclasses.replace(figures, seconds=0.8)))
+    assert far[4] == "+25.0 %"
+
+
+def test_lateness_is_the_same_in_the_table_and_in_the_text() -> None:
+    found = plan(TASK, cluster("10gbit"), strategies=("gossip", "all_reduce", "ensemble"), further=False)
+    row = dict(zip(HEADINGS, cells(found, found.named("gossip"), 1.0), strict=True))
+    assert any(f"late by {row['late']} versions" in said for said in found.departures(found.named("gossip")))
+    assert dict(zip(TABLE_2, row_of_table_2(found, found.named("gossip")), strict=True))["late"] == row["late"]
+    assert dict(zip(HEADINGS, cells(found, found.named("ensemble"), 1.0), strict=True))["late"] == "–"

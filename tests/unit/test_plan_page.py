@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -43,7 +44,8 @@ def test_curves_go_to_1024_and_have_marks_of_their_own(outlook: Outlook) -> None
 
 
 def test_the_map_says_the_same_in_colours_and_in_letters(outlook: Outlook) -> None:
-    found = best_map(outlook)
+    found = best_map(outlook, advise(outlook))
+    assert found is not None
     assert len(found.names) == len(found.names[0]) == CELLS
     assert found.bandwidths[CELLS // 2] == pytest.approx(outlook.site.link[1])
     heat = found.picture(outlook)["data"][0]
@@ -94,3 +96,28 @@ def test_alone_a_strategy_is_no_faster_than_one_worker(text: str) -> None:
 def test_close_values_have_ticks_too(outlook: Outlook) -> None:
     up = scaling_picture(outlook)["layout"]["yaxis"]
     assert len(up["tickvals"]) == len(up["ticktext"]) >= 2
+
+
+def test_the_map_and_the_tables_heed_needs(outlook: Outlook) -> None:
+    advice = advise(outlook, ("unbalanced",))
+    found = best_map(outlook, advice)
+    assert found is not None
+    assert set(found.kinds) <= {"all_reduce", "ps(consistency=bsp)", "one worker"}
+    page = plan_page(outlook, advice)
+    assert any(heading == "Ruled out" and said for heading, said in page.lists)
+    rows = next(one.rows for one in page.listings if one.heading == "Predictions")
+    worths = [advice.worths[row[0]] for row in rows]
+    assert worths == sorted(worths, reverse=True)
+
+
+def test_without_anything_that_fits_there_is_no_map() -> None:
+    small = dataclasses.replace(
+        CLUSTER, groups=tuple(dataclasses.replace(one, memory=1000.0) for one in CLUSTER.groups)
+    )
+    outlook = plan(TASK, small, strategies=("all_reduce", "ps"))
+    advice = advise(outlook)
+    assert advice.choice is None
+    assert best_map(outlook, advice) is None
+    text = render_plan(outlook, advice)
+    assert "Nothing here meets what is asked" in text
+    assert '<tr class="chosen">' not in text

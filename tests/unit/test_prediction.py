@@ -91,10 +91,15 @@ def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
 
 
 def test_rates_are_those_of_workers_that_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "cores", lambda: 1)
-    rates = rates_of(["all_reduce", "ps(codec=qsgd)"])
-    assert len(rates.encode) == 1
-    assert all(name.startswith("qsgd") and rate > 0 for name, rate in rates.encode.items())
+    alone = Rates({"qsgd": 8e6}, {"qsgd": 4e6}, {"sgd": 2e6})
+    monkeypatch.setattr(prediction, "measure_rates", lambda codecs, *rest, **more: alone)
+    found = {}
+    for count in (1, 4):
+        monkeypatch.setattr(prediction, "cores", lambda count=count: count)
+        found[count] = rates_of(["all_reduce", "ps(codec=qsgd)"])
+    assert found[4] == alone
+    for one, every in ((found[1].encode, alone.encode), (found[1].decode, alone.decode)):
+        assert one == {name: rate / 4 for name, rate in every.items()}
 
 
 def record(folder: Path, strategy: str, bandwidth: str) -> Path:

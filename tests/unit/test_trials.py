@@ -26,7 +26,7 @@ from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found, Search, Step, keenest
 from flockstep.planning.space import RANGES, changed, knobs
 from flockstep.planning.task import Site, Task, task_of
-from flockstep.planning.trials import Bench, Trial, averaging, trial
+from flockstep.planning.trials import Bench, Trial, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.base import Strategy
 
@@ -131,12 +131,12 @@ def test_a_trial_ends_after_the_time_it_was_given(site: Site) -> None:
     found = trial(site, Strategy.parse("all_reduce"), 4, target=TARGET, within=whole.seconds_to_target / 2)
     assert (found.end, found.seconds_to_target) == ("time", None)
     assert found.seconds <= whole.seconds_to_target / 2
-    short = trial(site, Strategy.parse("all_reduce"), 4, target=1.5, steps=3)
+    short = trial(site, Strategy.parse("all_reduce"), 4, target=1.0, steps=3)
     assert (short.end, short.seconds_to_target, short.steps) == ("steps", None, 3)
 
 
 def test_a_learning_rate_that_is_too_high_ends_a_trial(site: Site) -> None:
-    found = trial(site, None, 1, target=1.5, lr=1e30)
+    found = trial(site, None, 1, target=1.0, lr=1e30)
     assert found.seconds_to_target is None
     assert found.end in ("diverged", "steps")
 
@@ -362,6 +362,18 @@ def test_options_of_trials_without_trials_are_refused(capsys: pytest.CaptureFixt
     assert "--trials 3 matters for trials only; add --simulate" in capsys.readouterr().err
     assert run_command(["plan", "vgg-a", "-c", "edge", "--simulate", "-s", "all_reduce"]) == 2
     assert "vgg-a has sizes but no data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["2", "0", "-0.5"])
+def test_a_target_that_is_no_accuracy_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["plan", JOB, "--simulate", "-s", "all_reduce", "--target", target]) == 2
+    assert f"must be an accuracy, above 0 and up to 1, got {target}" in capsys.readouterr().err
+
+
+def test_a_target_of_another_metric_may_be_any(site: Site) -> None:
+    job = Bench(site).job(0)
+    assert goal_of(job, 1.0) == 1.0
+    assert goal_of(dataclasses.replace(job, metric=lambda outputs, targets: 3.0), 2.0) == 2.0
 
 
 def test_gradients_that_leave_something_behind_get_a_bench_of_their_own(

@@ -219,7 +219,7 @@ def measure(
     for text in strategies:
         Strategy.parse(text).check(WORKERS)
     for text in bandwidths:
-        units.bandwidth(text)
+        units.bandwidth(units.with_unit(text, "bandwidths", "100mbit"), "bandwidths")
     namespaces.require()
     task = task_of(job, None, load_job(job, 0))
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.failure_table import FAMILIES, Cell, Family
-from flockstep.claims.slowed import alone, measured, predicted
+from flockstep.claims.slowed import VICTIM, alone, lateness, measured, predicted
 from flockstep.claims.struck import killed, narrowed, why_not
 from flockstep.errors import PeerLost
 from flockstep.records.events import Step
@@ -20,6 +20,7 @@ from flockstep.testing import failures
 from flockstep.testing.strategies import equal_bits
 
 WORKERS = 8
+NARROW = "one link a fortieth"
 SLOWED = {
     ("central", "synchronous"): ("ps(bsp)", "all_reduce"),
     ("decentral", "synchronous"): ("dpsgd", "local_sgd(period=4)"),
@@ -27,7 +28,11 @@ SLOWED = {
     ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
 }
 """Optimisation and scheduling, as the taxonomy has them → strategies."""
-FAULTS = {"one worker 4× slower": "slows(1, 4)", "one link a fortieth": "narrows(1, 40)"}
+FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
+ASKS = {"adpsgd": 2}
+"""Strategy → a worker whose link matters to itself: half of AD-PSGD's only answer, and wait for nothing."""
+NEVER_WAITS = ("gossip",)
+"""A link cannot make any worker of these slower, only what is said older."""
 SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
 KILLED = {"all_reduce": False, "ps(bsp)": False, "asgd": True, "gossip": True}
 """Strategy → whether the others go on without a killed worker."""
@@ -76,8 +81,13 @@ class Resilience(Claim):
         say("real processes")
         rows += real(say)
         reasons = [f"{held} of {figures['cells of the table']:.0f} cells of the table hold"]
-        reasons += [f"{count} not, because {why}" for why, count in short.items()]
+        reasons += [
+            f"{count} not{': ' if why.startswith('unexpected') else ', because '}{why}" for why, count in short.items()
+        ]
         reasons += [f"not tried on a real link: {why}" for why in (why_not(),) if why]
+        figures["adpsgd, link of one that only answers: everyone loses"] = measured(
+            "adpsgd", WORKERS, FAULTS[NARROW].format(VICTIM)
+        ).everyone
         return Verdict(tuple(rows), "; ".join(reasons), figures)
 
 
@@ -98,7 +108,7 @@ def cells(family: Family) -> Iterator[tuple[Row, str]]:
 
 
 def _cell(what: str, cell: Cell, word: str) -> tuple[Row, str]:
-    return Row(what, cell.expected, word, cell.holds(word)), cell.short or "of something unexpected"
+    return Row(what, cell.expected, word, cell.holds(word)), cell.why(word)
 
 
 def beyond_cells() -> list[Row]:
@@ -134,17 +144,41 @@ def _repeats(example: str, faults: list[str]) -> bool:
 
 def shares() -> Iterator[Row]:
     """How much of one worker's loss everyone takes on; and that the pace comes back when the fault is over."""
-    for (where, how), strategies in SLOWED.items():
-        wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
-        for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
-            share = measured(text, WORKERS, fault)
-            holds = share <= wanted + 0.06 and (how == "asynchronous" or share >= wanted - 0.06)
-            yield Row(f"{text} ({where}, {how}), {name}: everyone's share", said, share, holds)
+    yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
         before, during, after = alone(text, WORKERS)
         back = abs(after / before - 1) <= 0.02 and during < 0.95 * before
         ours = f"{during / before:.2f}, then {after / before:.2f}"
         yield Row(f"{text}: pace while a link is narrow, and afterwards", "less, then 1.00", ours, back)
+
+
+def shares_of_losses() -> Iterator[Row]:
+    """How much of one worker's loss everyone takes on, fault by fault."""
+    for (where, how), strategies in SLOWED.items():
+        wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
+        for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
+            if text in NEVER_WAITS and name == NARROW:
+                yield waits_for_nobody(text)
+                continue
+            victim = ASKS.get(text, VICTIM) if name == NARROW else VICTIM
+            loss = measured(text, WORKERS, fault.format(victim), victim)
+            what = f"{text} ({where}, {how}), {name}: everyone's share"
+            if not loss.exercised:
+                yield Row(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+                continue
+            holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
+            yield Row(what, said, loss.share, holds)
+
+
+def waits_for_nobody(text: str) -> Row:
+    """A narrow link that makes what its worker says older, and no worker slower, itself among them."""
+    fault = FAULTS[NARROW].format(VICTIM)
+    loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
+    ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
+    if after < before + 1:
+        return Row(f"{text}, {NARROW}: anyone's loss", "none, but staler", f"not exercised: {ours}", False)
+    holds = max(abs(loss.victim), abs(loss.everyone)) <= 0.01
+    return Row(f"{text}, {NARROW}: anyone's loss", "none, but staler", ours, holds)
 
 
 def foreseen() -> Iterator[Row]:
@@ -161,10 +195,14 @@ def real(say: Say) -> Iterator[Row]:
         wanted = failures.GOES_ON if survives else failures.ENDS
         ours = killed(text)
         yield Row(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
-    if why_not():
-        return
     for text, everyone in SHAPED.items():
+        what, said = f"{text}, real link a tenth: everyone's share", "≥ 0.7" if everyone else "≤ 0.5"
+        if why := why_not():
+            yield Row(what, said, f"not tried: {why}", False)
+            continue
         say(f"a link of {text} becomes narrow")
-        share = narrowed(text)
-        holds = share >= 0.7 if everyone else share <= 0.5
-        yield Row(f"{text}, real link a tenth: everyone's share", "≥ 0.7" if everyone else "≤ 0.5", share, holds)
+        loss = narrowed(text)
+        if not loss.exercised:
+            yield Row(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+            continue
+        yield Row(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)

@@ -6,7 +6,9 @@ the one that was struck loses. 1: everyone goes at its pace; 1/n: nobody but its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,10 @@ from flockstep.messages import HEADER_BYTES
 from flockstep.planning.prospect import pace, prospect
 from flockstep.planning.rehearsal import rehearse
 from flockstep.planning.task import Site, Task
-from flockstep.records.events import Step
+from flockstep.records.events import Step, Update
 from flockstep.simulation.compute import ComputeModel, Constant
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import run_strategy, small_job
+from flockstep.testing.strategies import Run, run_strategy, small_job
 
 STEPS, REHEARSED = 240, 1000
 MODEL = 18 * 4
@@ -28,8 +30,8 @@ MODEL = 18 * 4
 TRANSIT = 0.05
 """Seconds that the model takes over a link; a gradient takes one."""
 NETWORK = f"link({(MODEL + HEADER_BYTES) / TRANSIT!r}, 0.001)"
-EMPTY = 0.01
-"""A loss below which nobody has lost anything."""
+LEAST = 0.1
+"""Share of its pace that the struck worker has to lose for a fault to say anything."""
 VICTIM = 1
 WINDOW = (60.0, 120.0)
 """Seconds between which the link is narrow where the pace is to come back."""
@@ -47,11 +49,37 @@ SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
 """Every fiftieth gradient begins ten that take five times as long."""
 
 
-def measured(strategy: str, workers: int, fault: str) -> float:
-    """The share with that fault; 0 where it makes nobody slower."""
+@dataclass(frozen=True)
+class Loss:
+    """Shares of their pace that a fault costs."""
+
+    victim: float
+    """The worker that is struck."""
+    everyone: float
+    """All workers together."""
+
+    @property
+    def exercised(self) -> bool:
+        """Whether the struck worker itself is slower."""
+        return self.victim >= LEAST
+
+    @property
+    def share(self) -> float:
+        """How much of its loss everyone takes on; NaN where it has none."""
+        return self.everyone / self.victim if self.exercised else math.nan
+
+
+def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> Loss:
+    """What a fault of that worker costs."""
     whole, struck = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
-    loss = float(1 - struck[VICTIM] / whole[VICTIM])
-    return float(1 - struck.sum() / whole.sum()) / loss if loss > EMPTY else 0.0
+    return Loss(float(1 - struck[victim] / whole[victim]), float(1 - struck.sum() / whole.sum()))
+
+
+def lateness(strategy: str, workers: int, fault: str) -> tuple[float, float]:
+    """Mean staleness of what came from the worker, without and with the fault; for a strategy that waits for nobody."""
+    runs = (_run(strategy, workers, faults) for faults in ((), (fault,)))
+    found = [[event.staleness or 0 for event in run.of(Update) if event.source == VICTIM] for run in runs]
+    return float(np.mean(found[0])), float(np.mean(found[1]))
 
 
 def alone(strategy: str, workers: int) -> tuple[float, float, float]:
@@ -64,11 +92,14 @@ def alone(strategy: str, workers: int) -> tuple[float, float, float]:
 
 def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
     """When each gradient of every worker was there."""
-    run = run_strategy(
+    steps = _run(strategy, workers, faults).of(Step)
+    return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
+
+
+def _run(strategy: str, workers: int, faults: Sequence[str]) -> Run:
+    return run_strategy(
         strategy, workers, STEPS, job=small_job(), compute="constant(1)", network=NETWORK, faults=faults
     )  # fmt: skip
-    steps = run.of(Step)
-    return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
 
 
 def paces(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.claims.slowed import Loss
 from flockstep.errors import RunError
 from flockstep.testing import failures
 
@@ -153,15 +154,15 @@ def why_not() -> str:
     return f"the commands {', '.join(missing)} are missing" if missing else ""
 
 
-def narrowed(strategy: str) -> float:
-    """Everyone's share, as in `slowed`, of what a worker loses whose link is left a tenth of its bandwidth."""
+def narrowed(strategy: str) -> Loss:
+    """What it costs a worker, and everyone, that its link is left a tenth of its bandwidth."""
     with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
         run.wait_for(HELD_BACK)
         before = watched(run, 4 * HELD_BACK)
         squeeze(run.pid(VICTIM))
         run.gained(HELD_BACK)
         during = watched(run, HELD_BACK)
-    return float(1 - during.sum() / before.sum()) / float(1 - during[VICTIM] / before[VICTIM])
+    return Loss(float(1 - during[VICTIM] / before[VICTIM]), float(1 - during.sum() / before.sum()))
 
 
 def watched(run: Run, steps: int) -> npt.NDArray[np.float64]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from flockstep import __version__, registry
+from flockstep import __version__
 from flockstep.cli import bench
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
@@ -208,14 +208,14 @@ def launch(
 @app.command("list")
 def list_components(
     noun: Annotated[
-        str | None, typer.Argument(help="strategy, consistency, topology, codec, workload, …; plurals too.")
+        str | None, typer.Argument(help="strategy, topology, codec, workload, cluster, model, …; plurals too.")
     ] = None,
     as_json: o.Json = False,
 ) -> None:
     """What there is to choose from, each with its arguments."""
-    from flockstep.cli.listing import listing, singular
+    from flockstep.cli.listing import listing, nouns, singular
 
-    rows = [row for one in ([singular(noun)] if noun else registry.nouns()) for row in listing(one)]
+    rows = [row for one in ([singular(noun)] if noun else nouns()) for row in listing(one)]
     if as_json:
         print(json.dumps(rows))
         return
@@ -295,6 +295,7 @@ def report(
         str | None,
         typer.Option("--cluster", "-c", help="Also what is predicted on it: lab-1gbit, …, or a file of calibrate."),
     ] = None,
+    imports: o.Imports = None,
 ) -> None:
     """Draw a report of runs that were recorded earlier."""
     from flockstep.cli.compare import runs_in
@@ -304,5 +305,5 @@ def report(
     from flockstep.report.html import write_report
 
     found = [folder for given in folders for folder in runs_in(given)]
-    predictions = for_report(found, None if cluster is None else load_cluster(cluster))
+    predictions = for_report(found, None if cluster is None else load_cluster(cluster), imports or ())
     print(write_report([RunFolder(folder).read() for folder in found], out, predictions=predictions))

@@ -15,6 +15,8 @@ from rich.table import Table
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
 
+ELEMENTS = 4 << 20
+"""Of the array whose codecs are measured, if nobody says."""
 NOISY = 0.5
 """Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
 LEGEND = (
@@ -72,7 +74,7 @@ def collectives(
 @app.command()
 def codecs(
     codec: Annotated[list[str] | None, typer.Argument(help="Codecs to measure; all that are registered.")] = None,
-    elements: Annotated[int, typer.Option(help="Elements of the array.")] = 4 << 20,
+    elements: Annotated[int, typer.Option(help="Elements of the array.")] = ELEMENTS,
     rounds: Rounds = 20,
     out: Out = None,
     as_json: Json = False,
@@ -85,7 +87,7 @@ def codecs(
     for text in codec or []:
         Codec.parse(text)
     with _progress() as say:
-        figures = measure(codec, _at_least_one("elements", elements), _at_least_one("rounds", rounds), say)
+        figures = measure(codec, _at_least_one("elements", elements, ELEMENTS), _at_least_one("rounds", rounds), say)
     headings = ("codec", "bits an element", "encode", "encode + residual", "decode + add", "ms to encode")
     rows = []
     for one in figures:
@@ -148,7 +150,7 @@ def prediction(
 
     names = [text.strip() for text in bandwidths.split(",")]
     with _progress() as say:
-        found = bench.measure(strategy or bench.STRATEGIES, names, _at_least_one("rounds", rounds), say)
+        found = bench.measure(strategy or bench.STRATEGIES, names, _at_least_one("rounds", rounds, 1), say)
     headings = ("strategy", "bandwidth", "predicted", "measured", "error")
     rows = [
         [one.strategy, one.bandwidth, _time(one.predicted), _time(one.measured), f"{one.error:+.1%}"]
@@ -238,7 +240,7 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _at_least_one(name: str, value: int) -> int:
+def _at_least_one(name: str, value: int, usual: int = 20) -> int:
     if value < 1:
-        raise ConfigurationError(f"{name} must be >= 1, got {value}; 20 is usual")
+        raise ConfigurationError(f"{name} must be >= 1, got {value}; {usual} is usual")
     return value

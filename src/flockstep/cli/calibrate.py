@@ -34,15 +34,18 @@ def calibrate(
     ] = None,
     latency: Annotated[str | None, typer.Option(help="With --from: the latency, if known, such as 100us.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="With --from: the bandwidth, if known, such as 1gbit.")] = None,
+    imports: o.Imports = None,
     out: Annotated[Path | None, typer.Option(help="The file to write (default: standard output).")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Measure the machines at hand, or fit the record of a run; write a cluster's file for `flockstep plan`."""
+    if out is not None and out.suffix != ".toml":
+        raise ConfigurationError(f"--out must be a .toml file, got {str(out)!r}; give it that ending")
     if records:
         _refuse(context, _MEASURING)
-        found = _fitted(records, latency, bandwidth)
+        found = _fitted(records, latency, bandwidth, tuple(imports or ()))
     else:
-        _refuse(context, ("latency", "bandwidth"))
+        _refuse(context, ("latency", "bandwidth", "imports"))
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +60,17 @@ def calibrate(
         print(f"cluster: {out}")
 
 
-def _fitted(records: list[Path], latency: str | None, bandwidth: str | None) -> Calibration:
+def _fitted(records: list[Path], latency: str | None, bandwidth: str | None, imports: tuple[str, ...]) -> Calibration:
     from flockstep.planning.fit import fit_records
     from flockstep.simulation import units
 
     return fit_records(
         records,
-        None if latency is None else units.duration(latency, "--latency"),
-        None if bandwidth is None else units.bandwidth(bandwidth, "--bandwidth"),
+        None if latency is None else units.duration(units.with_unit(latency, "--latency", "100us"), "--latency"),
+        None
+        if bandwidth is None
+        else units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"),
+        imports,
     )
 
 
@@ -97,5 +103,7 @@ def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            means = "is for --from" if name in ("latency", "bandwidth") else "is for measuring, not for --from"
-            raise ConfigurationError(f"--{name} {context.params[name]} {means}; leave it out")
+            means = "is for measuring, not for --from" if name in _MEASURING else "is for --from"
+            value = context.params[name]
+            shown = value[0] if isinstance(value, list) else value
+            raise ConfigurationError(f"--{'import' if name == 'imports' else name} {shown} {means}; leave it out")

@@ -26,13 +26,13 @@ def show_layouts(
     """Print the delays of each model, and draw them over workers and bandwidth in the file `out`.
 
     Raises:
-        ConfigurationError: there is no such model, or workers or bandwidth are not above 0.
+        ConfigurationError: there is no such model, or workers or bandwidth are not above 0, or bandwidth has no unit.
     """
     if out is not None and out.suffix != ".html":
         raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
     shapes = [shape_named(name) for name in what or MODELS]
     models = tuple(Model(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
-    delays = Delays(models, workers, units.bandwidth(bandwidth))
+    delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
     if out is not None:
         layouts_page(delays).write(out)
     if as_json:

@@ -7,14 +7,33 @@ import dataclasses
 import inspect
 
 from flockstep import registry
-from flockstep.errors import ConfigurationError
+from flockstep.costs import cluster_reading
+from flockstep.costs.reference import MODELS, reference
+from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.expression import Component, fields_of, to_text
+from flockstep.report import words
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import stated
 
+DESCRIBED = ("cluster", "model")
+"""What a plan takes besides components: descriptions that are built in."""
+
+
+def nouns() -> list[str]:
+    """Everything that there is a list of."""
+    return [*registry.nouns(), *DESCRIBED]
+
 
 def listing(noun: str) -> list[dict[str, str]]:
-    """One row for each component of `noun`: how to write it, with its defaults, and its docstring's first line."""
+    """One row for each component of `noun`: how to write it, with its defaults, and its docstring's first line.
+
+    Raises:
+        UnknownName: there is no list of that.
+    """
+    if noun not in nouns():
+        raise UnknownName.among("noun", noun, nouns())
+    if noun in DESCRIBED:
+        return _clusters() if noun == "cluster" else _models()
     rows = []
     for name in registry.names(noun):
         kind = registry.load(noun, name)
@@ -34,11 +53,35 @@ def listing(noun: str) -> list[dict[str, str]]:
 
 def singular(noun: str) -> str:
     """The noun of which this is the plural; itself where it is none."""
-    known = registry.nouns()
+    known = nouns()
     ones = [
         noun.removesuffix(end) + instead for end, instead in (("ies", "y"), ("es", ""), ("s", "")) if noun.endswith(end)
     ]
     return next((one for one in [noun, *ones] if one in known), noun)
+
+
+def _clusters() -> list[dict[str, str]]:
+    """A row for each cluster that is built in."""
+    rows = []
+    for name in cluster_reading.names():
+        shape = cluster_reading.load_cluster(name)
+        size = f"{shape.workers} workers on {shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
+        wire = shape.slowest
+        link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {words.seconds(wire.latency)}"
+        summary = f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
+        rows.append({"noun": "cluster", "name": name, "write": name, "summary": summary})
+    return rows
+
+
+def _models() -> list[dict[str, str]]:
+    """A row for each reference model."""
+    rows = []
+    for name, known in MODELS.items():
+        shape = reference(name)
+        layers = sum(1 for layer in shape.layers if layer.parameters)
+        summary = f"{shape.parameters:,} parameters in {layers} layers that have any. {known.source}."
+        rows.append({"noun": "model", "name": name, "write": name, "summary": summary})
+    return rows
 
 
 def _stated(topology: Topology) -> str:

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
     from flockstep.report.page import Listing
 
 Named = Annotated[
-    str | None, typer.Option("--cluster", "-c", help="laptop, lab-1gbit, edge, …, or a TOML file, as of calibrate.")
+    str | None,
+    typer.Option(
+        "--cluster",
+        "-c",
+        help="A name of `flockstep list cluster`, or a TOML file, as of calibrate.",
+        show_default="laptop; of --check the run's own",
+    ),
 ]
 Needs = Annotated[
     list[str] | None,
@@ -54,7 +60,9 @@ BUDGET = 120.0
 
 
 def plan(
-    what: Annotated[str, typer.Argument(help="A job, a file with job(), or a reference model such as vgg-a.")],
+    what: Annotated[
+        str, typer.Argument(help="A name of `flockstep list workload` or `list model`; a file with job().")
+    ],
     cluster: Named = None,
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers (default: all it has).")] = None,
     need: Needs = None,
@@ -64,6 +72,7 @@ def plan(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also rehearse strategies without a closed form.")] = False,
     record: Records = None,
+    imports: o.Imports = None,
     simulate: Simulate = False,
     trials: Trials = None,
     budget: Budget = None,
@@ -79,8 +88,12 @@ def plan(
     asked: dict[str, Any] = {"trials": trials, "budget": budget, "top": top, "target": target, "seed": seed}
     asked |= {"split": split, "keep": keep}
     _refuse(what, simulate, bool(record), asked, out)
+    if imports:
+        from flockstep.frameworks.job import import_components
+
+        import_components(imports)
     if record:
-        _check(what, cluster, record, as_json)
+        _check(what, cluster, record, tuple(imports or ()), as_json)
         return
     outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything)
     needs = tuple(need or ())
@@ -105,7 +118,7 @@ def _conclude(outlook: Outlook, needs: tuple[str, ...], tried: Tried | None, out
     """Advise, draw and print, also where trials were interrupted."""
     from flockstep.planning.advice import advise
 
-    advice = advise(outlook, needs, () if tried is None else tried.found)
+    advice = advise(outlook, needs, *(() if tried is None else (tried.found, tried.candidates)))
     if out is not None:
         from flockstep.planning.page import write_plan
 
@@ -143,7 +156,7 @@ def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[st
 
 def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool) -> None:
     if as_json:
-        document = {**outlook.document(), "advice": advice.document()}
+        document = {**_worths(outlook, advice), "advice": advice.document()}
         if tried is not None:
             from flockstep.cli.search import document as of_trials
 
@@ -159,6 +172,13 @@ def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool)
     _say(page, outlook, advice, tried)
 
 
+def _worths(outlook: Outlook, advice: Advice) -> dict[str, Any]:
+    """The plan as plain data, with what its strategies are worth."""
+    document = outlook.document()
+    rows = [{**one, "worth": advice.worths[one["name"]]} for one in document["strategies"]]
+    return {**document, "strategies": sorted(rows, key=lambda one: -one["worth"])}
+
+
 def _outlook(
     what: str, cluster: str, workers: int | None, batch: int | None, strategies: tuple[str, ...], everything: bool
 ) -> Outlook:
@@ -171,7 +191,7 @@ def _outlook(
     def run(say: Callable[[str], None]) -> Outlook:
         say(f"reading {what}")
         task = task_of(what, batch)
-        return predict(task, shape, workers, strategies=strategies, rehearse=everything, say=say)
+        return _some(predict(task, shape, workers, strategies=strategies, rehearse=everything, say=say), strategies)
 
     if not show.console.is_terminal:
         return run(lambda what: None)
@@ -179,21 +199,30 @@ def _outlook(
         return run(lambda what: status.update(escape(what)))
 
 
-def _table(outlook: Outlook, advice: Advice) -> Table:
-    from flockstep.planning.words import HEADINGS, cells
+def _some(outlook: Outlook, named: tuple[str, ...]) -> Outlook:
+    """The same, unless none of the strategies that were named can run."""
+    if named and len(outlook.prospects) == 1:
+        why = "; ".join(f"{name}: {reason}" for name, reason in outlook.refused)
+        raise ConfigurationError(f"no strategy of --strategy can be planned on {outlook.site.cluster.name}: {why}")
+    return outlook
 
-    title = f"{outlook.task.name} on {outlook.workers} workers of {outlook.site.cluster.name}"
+
+def _table(outlook: Outlook, advice: Advice) -> Table:
+    from flockstep.planning.words import HEADINGS, cells, many
+
+    title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
     table = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(HEADINGS):
         table.add_column(heading, no_wrap=place > 0, justify="left" if place in (0, len(HEADINGS) - 1) else "right")
-    for found in outlook.prospects:
-        style = "bold" if found is advice.choice else ""
-        table.add_row(*(escape(text) for text in cells(outlook, found)), style=style)
+    out = {name for name, _ in advice.excluded}
+    for found in advice.ranked(outlook):
+        style = "bold" if found is advice.choice else "dim" if found.name in out else ""
+        table.add_row(*(escape(text) for text in cells(outlook, found, advice.worths[found.name])), style=style)
     return table
 
 
 def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -> None:
-    from flockstep.planning.words import scaling_sentence, unplanned
+    from flockstep.planning.words import ruled_out, scaling, unplanned
 
     unknown, about = outlook.left_out, tuple[str, ...]()
     if tried is not None:
@@ -205,7 +234,8 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -
     for heading, sentences in (
         ("why", advice.reasons),
         ("what would change this", advice.changes),
-        ("scaling", tuple(map(scaling_sentence, outlook.curves))),
+        ("ruled out", ruled_out(advice.excluded)),
+        ("scaling", scaling(outlook.curves, advice.excluded)),
         ("trials", about),
         ("not in these figures", (*unknown, *unplanned(outlook))),
     ):
@@ -215,7 +245,7 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -
             page.print(escape(f"  - {sentence}"), highlight=False)
 
 
-def _check(what: str, cluster: str | None, records: list[Path], as_json: bool) -> None:
+def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[str, ...], as_json: bool) -> None:
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import check
     from flockstep.records.folder import RunFolder
@@ -225,11 +255,14 @@ def _check(what: str, cluster: str | None, records: list[Path], as_json: bool) -
         job = RunFolder(folder).read_config().job
         if job != what:
             raise ConfigurationError(f"{folder} must be of {what}, got {job}; write flockstep plan {job} --check …")
-    found = [check(folder, shape) for folder in records]
+    found = [check(folder, shape, (what, *imports)) for folder in records]
     if as_json:
         show.json([one.document() for one in found])
     else:
-        show.page().print(_checks(found))
+        page = show.page()
+        page.print(_checks(found))
+        for note in dict.fromkeys(note for one in found for note in one.notes):
+            page.print(escape(note), highlight=False)
 
 
 def _checks(found: list[Check]) -> Table:

@@ -14,11 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from flockstep.cli import show
-from flockstep.planning.advice import advise
+from flockstep.planning.advice import asked as all_needs
+from flockstep.planning.advice import unfit
 from flockstep.planning.kept import Kept, settings_of
 from flockstep.planning.plan import Outlook
 from flockstep.planning.search import TOP, Found, Search, Step, keenest
 from flockstep.planning.trials import LEFT_OUT, Bench, Trial, goal_of
+from flockstep.planning.words import short
 from flockstep.report import words
 from flockstep.report.page import Listing
 
@@ -46,10 +48,13 @@ class Tried:
     """What trials found, and why there are no more."""
 
     found: tuple[Found, ...]
-    target: float
+    target: float | None
+    """None where it was interrupted before that was known."""
     notes: tuple[str, ...]
     interrupted: str | None
     """What to say at the end where the user interrupted it."""
+    candidates: tuple[str, ...] = ()
+    """Strategies that were to be tried."""
 
 
 def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -> Tried:
@@ -58,12 +63,34 @@ def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -
     Raises:
         ConfigurationError: the job has no data or no target, or the folder holds trials of something else.
     """
+    search = None
+    try:
+        search = _begun(outlook, needs, named, asked)
+        with _progress() as say:
+            search.run(say)
+    except KeyboardInterrupt:
+        done = "finished trials are kept" if search is not None else "no trial has begun"
+        interrupted = f"interrupted; {done}: repeat the command with --keep {asked.keep} to go on"
+        if search is None:
+            return Tried((), asked.target, (), interrupted)
+        return _made(search, asked, interrupted)
+    return _made(search, asked, None)
+
+
+def _made(search: Search, asked: Asked, interrupted: str | None) -> Tried:
+    candidates = tuple(one.name for one in search.candidates)
+    return Tried(search.found(), search.target, _notes(search, asked), interrupted, candidates)
+
+
+def _begun(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -> Search:
+    """A search with what was kept, before its first trial."""
     bench = Bench(outlook.site)
     target = goal_of(bench.job(asked.seed), asked.target)
-    excluded = () if named else (name for name, _ in advise(outlook, needs).excluded)
+    whole = all_needs(outlook, needs)
+    excluded = () if named else (one.name for one in outlook.prospects if unfit(one, outlook, whole))
     top = asked.top if asked.top is not None else len(outlook.prospects) if named else TOP
     kept = Kept(settings_of(bench, outlook.workers, target, asked.seed, asked.split), asked.keep)
-    search = Search(
+    return Search(
         outlook,
         keenest(outlook, top, excluded),
         kept,
@@ -74,13 +101,6 @@ def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -
         asked.split,
         bench,
     )
-    interrupted = None
-    try:
-        with _progress() as say:
-            search.run(say)
-    except KeyboardInterrupt:
-        interrupted = f"interrupted; finished trials are kept: repeat the command with --keep {asked.keep} to go on"
-    return Tried(search.found(), target, _notes(search, asked), interrupted)
 
 
 def _notes(search: Search, asked: Asked) -> tuple[str, ...]:
@@ -110,7 +130,8 @@ def listing(tried: Tried) -> Listing:
 
 
 def _title(tried: Tried) -> str:
-    return f"virtual time until the target of {tried.target:g}, in trials with real gradients"
+    goal = "" if tried.target is None else f" of {tried.target:g}"
+    return f"virtual time until the target{goal}, in trials with real gradients"
 
 
 def _rows(tried: Tried) -> list[tuple[str, ...]]:
@@ -121,9 +142,9 @@ def _rows(tried: Tried) -> list[tuple[str, ...]]:
 def _cells(one: Found) -> tuple[str, ...]:
     best = one.best
     if best is None:
-        return one.strategy, words.NONE, words.NONE, one.refused or "", "", "", "0"
+        return short(one.strategy), words.NONE, words.NONE, one.refused or "", "", "", "0"
     return (
-        one.strategy,
+        short(one.strategy),
         outcome(one.trials[0]),
         outcome(best),
         _with(one, best),
@@ -134,7 +155,7 @@ def _cells(one: Found) -> tuple[str, ...]:
 
 
 def _with(one: Found, best: Trial) -> str:
-    own = "" if best.strategy == one.strategy else f"{best.strategy}, "
+    own = "" if best.strategy == one.strategy else f"{short(best.strategy)}, "
     return f"{own}lr {best.lr:g}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -14,6 +14,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.parts import Parts
 from flockstep.codecs.top import TopK
 from flockstep.errors import ConfigurationError
+from flockstep.expression import SIZED
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class BySize(Codec):
 
     large: Codec = TopK()
     small: Codec = Identity()
-    limit: int = 1024
+    limit: int = field(default=1024, metadata=SIZED)
 
     def __post_init__(self) -> None:
         if self.limit < 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
@@ -15,6 +15,7 @@ from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import nearest, read_table
 from flockstep.errors import ConfigurationError
+from flockstep.expression import SIZED
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker
 
@@ -40,7 +41,7 @@ class Auto(Collective):
     """
 
     latency: float = 5e-5
-    bandwidth: float = 1.25e9
+    bandwidth: float = field(default=1.25e9, metadata=SIZED)
     table: str = ""
 
     def __post_init__(self) -> None:

@@ -89,7 +89,7 @@ def met(setting: Setting, moving: float, chain: Chain | None, gradients: int = 1
 
     The meeting takes `moving` seconds when everyone comes at once, and has the rounds of `chain`, as far as known.
     """
-    if order_statistics.certain(setting.compute) or chain is None or not 0 < len(chain) <= LONGEST:
+    if even(setting) or chain is None or not 0 < len(chain) <= LONGEST:
         return order_statistics.slowest(setting.compute, setting.workers, gradients) + moving
     alone = sum(setting.message(nbytes) for _, nbytes in chain)
     longest: list[float] = []
@@ -107,9 +107,18 @@ def met(setting: Setting, moving: float, chain: Chain | None, gradients: int = 1
     return found + rounds.bias(setting, setting.workers, gradients, longest) + max(0.0, moving - alone)
 
 
+def even(setting: Setting) -> bool:
+    """Whether all workers always take the same time, so that everyone comes at once."""
+    if not order_statistics.certain(setting.compute) or setting.compute.sharing:
+        return order_statistics.certain(setting.compute)
+    return len({order_statistics.mean_of_worker(setting.compute, rank) for rank in range(setting.workers)}) == 1
+
+
 def known(setting: Setting, chain: Chain | None) -> bool:
     """Whether `met` is more than an upper bound."""
-    return order_statistics.certain(setting.compute) or (chain is not None and len(chain) <= LONGEST)
+    if chain is None:
+        return even(setting) and not setting.workers & (setting.workers - 1)
+    return even(setting) or len(chain) <= LONGEST
 
 
 def interleaved(ready: Sequence[float], counts: Sequence[int], busy: Sequence[float], latency: float) -> float:

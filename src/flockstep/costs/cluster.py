@@ -6,6 +6,7 @@ A description is read from a TOML file (`flockstep.costs.cluster_reading`), one 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class ClusterShape:
     """Seconds that a gradient takes on a machine of speed 1."""
     operations: float | None = None
     """Floating-point operations per second of one worker on such a machine; None: not known."""
+    overhead: float = 0.0
+    """Seconds that a gradient takes besides its operations, however small the model."""
     about: str = ""
     job: str | None = None
     """The job whose gradients `law` is of; None: of none in particular."""
@@ -44,6 +47,8 @@ class ClusterShape:
             raise WrongValue("a cluster needs at least one group of nodes, got none; add [nodes.machines]", "nodes")
         if self.operations is not None and not 0 < self.operations < math.inf:
             raise WrongValue(f"operations must be > 0 per second, got {self.operations:g}; leave it out", "operations")
+        if not 0 <= self.overhead < math.inf:
+            raise WrongValue(f"overhead must be >= 0 seconds, got {self.overhead:g}; leave it out for none", "overhead")
         if self.law.sharing is not None:
             raise WrongValue(
                 f"compute must be the law of a worker on a core of its own, got {self.law}; say cores = "
@@ -52,6 +57,15 @@ class ClusterShape:
             )
         _check_names(self)
         _check_joined(self)
+        for place, wire in enumerate(self.wires):
+            if wire.fair and len(self.wires) > 1:
+                raise WrongValue(
+                    f"fair must be false where there is more than one kind of link, got true among {len(self.wires)}; "
+                    "leave it out, or describe one kind only",
+                    "links",
+                    place,
+                    "fair",
+                )
 
     @property
     def workers(self) -> int:
@@ -131,7 +145,7 @@ class ClusterShape:
                 f"{self.name} does not say how many operations its workers get through; add operations = '10G/s', or "
                 "measure the job there with flockstep calibrate"
             )
-        return work / self.operations
+        return self.overhead + work / self.operations
 
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
         """How long gradients take, for virtual time. `seconds`: their mean at speed 1, if not that of `law`.
@@ -218,7 +232,7 @@ class ClusterShape:
         slowest = min(known, key=lambda wire: wire.bandwidth)
         return Wire(slowest.reach, slowest.groups, slowest.bandwidth, sum(wire.latency for wire in known))
 
-    @property
+    @functools.cached_property
     def slowest(self) -> Wire:
         """The slowest link that a message between any two workers may have to pass; see `wire_between`.
 

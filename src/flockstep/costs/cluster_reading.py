@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import DAY, Group, Path, Rates, Reach, Wire, WrongValue
+from flockstep.costs.machines import DAY, MOST, Group, Path, Rates, Reach, Wire, WrongValue, shown
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
@@ -64,10 +64,24 @@ def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") 
         found = re.search(r"line (\d+)", str(error))
         line = found[1] if found else text.count("\n") + 1
         raise ConfigurationError(f"{where}, line {line}: no TOML document: {error}; correct that place") from None
-    document = _Document(where, Lines(text))
+    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+        raise _too_deep(text, where) from None
+    try:
+        document = _Document(where, Lines(text))
+    except RecursionError:
+        raise _too_deep(text, where) from None
     top = _Table(document, (), data)
     with document.telling():
         return _cluster(top, name)
+
+
+def _too_deep(text: str, where: str) -> ConfigurationError:
+    """The error about the line with the most brackets and digits, which is what nobody can read."""
+    lines = [sum(line.count(one) for one in "[{0123456789") for line in text.splitlines()] or [0]
+    return ConfigurationError(
+        f"{where}, line {lines.index(max(lines)) + 1}: values must have fewer brackets inside each other, and numbers "
+        "fewer digits, than can be read; leave them out"
+    )
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,8 @@ class _Table:
         self.document, self.path = document, path
         if not isinstance(data, dict):
             raise document.wrong(
-                f"{path[-1]} must be a table, got {data!r}; write [{'.'.join(map(str, path))}] and its keys below", path
+                f"{path[-1]} must be a table, got {shown(data)}; write [{'.'.join(map(str, path))}] and its keys below",
+                path,
             )
         self._data: dict[str, Any] = data
         self._known: list[str] = []
@@ -113,10 +128,15 @@ class _Table:
         """The value of a key; None where it is not there."""
         self._known.append(key)
         value = self._data.get(key)
-        if value is None or (kind is float and type(value) is int):
-            return None if value is None else float(value)
+        if value is None:
+            return None
+        if kind is float and type(value) is int:
+            try:
+                return float(value)
+            except OverflowError:
+                raise self.wrong(key, f"{key} must be {words}, got {shown(value)}") from None
         if type(value) is not kind:
-            raise self.wrong(key, f"{key} must be {words}, got {value!r}")
+            raise self.wrong(key, f"{key} must be {words}, got {shown(value)}")
         return value
 
     def quantity(self, key: str, parse: Callable[[str], float], example: str) -> Any:
@@ -126,9 +146,9 @@ class _Table:
         if value is None:
             return None
         if not isinstance(value, str):
-            raise self.wrong(key, f"{key} must be text with a unit, got {value!r}; write {key} = {example!r}")
+            raise self.wrong(key, f"{key} must be text with a unit, got {shown(value)}; write {key} = {example!r}")
         if re.fullmatch(r"\s*[-+]?[0-9.]+(?:[eE][+-]?[0-9]+)?\s*", value):
-            raise self.wrong(key, f"{key} must have a unit, got {value!r}; write it like {example!r}")
+            raise self.wrong(key, f"{key} must have a unit, got {shown(value)}; write it like {example!r}")
         try:
             return float(f"{parse(value):.12g}")  # 50us are 0.00005 s, not 0.000049999999999999996
         except ConfigurationError as error:
@@ -140,7 +160,7 @@ class _Table:
         value = self._data[key]
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.wrong(key, f"{key} must be the name of a group of nodes, or a list of such, got {value!r}")
+            raise self.wrong(key, f"{key} must be the name of a group of nodes, or a list of such, got {shown(value)}")
         return tuple(value)
 
     def tables(self, key: str) -> list[tuple[str, _Table]]:
@@ -156,7 +176,7 @@ class _Table:
         self._known.append(key)
         value = self._data.get(key, [])
         if not isinstance(value, list):
-            raise self.wrong(key, f"{key} must be an array of tables, got {value!r}; write [[{key}]] above each")
+            raise self.wrong(key, f"{key} must be an array of tables, got {shown(value)}; write [[{key}]] above each")
         return [_Table(self.document, (*self.path, key, i), one) for i, one in enumerate(value)]
 
     def free(self, parse: Callable[[str], float], example: str) -> dict[str, float]:
@@ -182,18 +202,22 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     about = top.take("about", str, "text")
     job = top.take("job", str, "text")
     operations = top.quantity("operations", _rate, "10G/s")
+    overhead = top.quantity("overhead", lambda text: units.duration(text, "overhead"), "200us")
     text = top.take("compute", str, "a law as text, such as 'lognormal(0.05, sigma=0.3)'")
     groups = tuple(_group(*one) for one in top.tables("nodes"))
     wires = tuple(map(_wire, top.array("links")))
     rates = {one: _rates(one, table) for one, table in top.tables("rates")}
     top.finish()
+    if (size := sum(group.size for group in groups)) > MOST:
+        raise top.wrong("nodes", f"a cluster must have <= {MOST} workers, got {size}; describe a part of it")
     if text is None:
         raise top.wrong("compute", "compute is missing; say how long a gradient takes: compute = 'constant(0.01)'")
     try:
         law = ComputeModel.parse(text)
     except ConfigurationError as error:
         raise top.wrong("compute", str(error)) from None
-    return ClusterShape(name, groups, wires, law, operations, about or "", job, Rates(**rates))
+    said = about or ""
+    return ClusterShape(name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates))
 
 
 def _group(name: str, table: _Table) -> Group:

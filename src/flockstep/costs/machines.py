@@ -16,6 +16,10 @@ Path = tuple[str | int, ...]
 Reach = Literal["node", "inside", "between"]
 DAY = 86400.0
 """Seconds."""
+MOST = 1_000_000
+"""Machines, or workers, of a cluster."""
+SLOWEST, FASTEST = 1e-9, 1e9
+"""Of machines, compared with the description's `compute`."""
 
 
 class WrongValue(ConfigurationError):
@@ -53,10 +57,20 @@ class Group:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise WrongValue(f"{key} must be >= 1, got {value}; leave it out for the usual", key)
+            if value is not None and value > MOST:
+                raise WrongValue(f"{key} must be <= {MOST}, got {shown(value)}; describe a part of the cluster", key)
+        if self.size > MOST:
+            raise WrongValue(
+                f"count × workers must be <= {MOST}, got {self.size}; describe a part of the cluster", "count"
+            )
         for key in ("speed", "memory"):
             value = getattr(self, key)
             if value is not None and not 0 < value < math.inf:
                 raise WrongValue(f"{key} must be > 0 and finite, got {value:g}; leave it out for the usual", key)
+        if not SLOWEST <= self.speed <= FASTEST:
+            raise WrongValue(
+                f"speed must be >= {SLOWEST:g} and <= {FASTEST:g}, got {self.speed:g}; 1 is that of compute", "speed"
+            )
         for key in ("failures", "restart"):
             value = getattr(self, key)
             if not 0 <= value < math.inf:
@@ -121,6 +135,15 @@ class Rates:
     decode: Mapping[str, float] = field(default_factory=dict)
     """Including the addition to what is there."""
     optimizer: Mapping[str, float] = field(default_factory=dict)
+
+
+def shown(value: object) -> str:
+    """A value as it is written, not all of it where that is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of very many digits; too many brackets
+        return f"a very long {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:

@@ -32,9 +32,11 @@ from flockstep.simulation.compute import (
 from flockstep.simulation.law import mean_of
 
 Grid = npt.NDArray[np.float64]
+Spectrum = npt.NDArray[np.complex128]
 
 _POINTS = 1 << 14
 _BINS = 1 << 15
+_MANY, _FEWER_BINS = 2000, 1 << 13
 _FAR = 1e30  # where the integral over a Pareto tail is cut off, in means
 
 
@@ -173,8 +175,28 @@ def _(law: Empirical, x: Grid) -> Grid:
 
 
 def _phi(z: Grid) -> Grid:
-    """The standard normal distribution function."""
-    return np.fromiter((0.5 * math.erfc(-value / math.sqrt(2)) for value in z), float, len(z))
+    """The standard normal distribution function: cubic between points, by their values and slopes, within 1e-13."""
+    values, slopes = _phi_at_points()
+    width = 2 * _TAIL / (len(values) - 1)
+    place = (np.clip(z, -_TAIL, _TAIL) + _TAIL) / width
+    left = np.minimum(place.astype(int), len(values) - 2)
+    t = place - left
+    rise = values[left + 1] - values[left]
+    bend = (1 - t) * (width * slopes[left] - rise) - t * (width * slopes[left + 1] - rise)
+    found: Grid = values[left] + t * rise + t * (1 - t) * bend
+    return found
+
+
+@functools.cache
+def _phi_at_points() -> tuple[Grid, Grid]:
+    """Values and slopes, from -_TAIL to _TAIL; numpy has no error function."""
+    z = np.linspace(-_TAIL, _TAIL, 8193)
+    values = np.fromiter((0.5 * math.erfc(-value / math.sqrt(2)) for value in z), float, len(z))
+    return values, np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+
+
+_TAIL = 10.0
+"""Standard deviations beyond which nothing is."""
 
 
 def _span(law: ComputeModel) -> tuple[float, float]:
@@ -233,24 +255,71 @@ def _cached_law(law: ComputeModel, rank: int, steps: int) -> _Law:
         span[0] for span, base in zip(spans, bases, strict=True) if isinstance(base, (Constant, Pareto, Empirical))
     ]
     one = _Law(low, high, tuple(jumps), parts)
-    return one if steps == 1 else _sum(one, steps, mean_of_worker(law, rank))
+    return one if steps == 1 else _sum(one, steps, mean_of_worker(law, rank), _spell(law, rank))
 
 
-def _sum(one: _Law, steps: int, average: float) -> _Law:
-    """The law of the sum of so many independent draws: the convolution, on a grid."""
+Parts = list[tuple[float, float, ComputeModel]]
+
+
+@dataclass(frozen=True)
+class _Spell:
+    """Slow spells: that one begins has this probability at a gradient; it lasts so many."""
+
+    probability: float
+    length: int
+    calm: Parts
+    """What a gradient outside of spells is a mixture of."""
+    slow: Parts
+
+    def spectrum(self, calm: Spectrum, slow: Spectrum, steps: int) -> Spectrum:
+        """Of the sum of consecutive gradients, from those of single ones: a Markov chain of what is left of a spell."""
+        p, length = self.probability, self.length
+        share = p * length / (p * length + 1 - p)
+        left = np.repeat([[1 - share + 0j], *[[share / length + 0j]] * length], len(calm), axis=1)
+        for _ in range(steps):
+            ended = left[0] + left[1]
+            left[1:-1] = left[2:] * slow
+            left[0] = (1 - p) * ended * calm
+            left[-1] = p * ended * slow
+        total: Spectrum = left.sum(axis=0)
+        return total
+
+
+def _spell(law: ComputeModel, rank: int) -> _Spell | None:
+    """The spells of a worker, if it has any; those within spells count as independent from gradient to gradient."""
+    factor = 1.0
+    while isinstance(law, (Speeds, SharedCores)):
+        factor *= law.factors[rank % len(law.factors)] if isinstance(law, Speeds) else 1.0
+        law = law.base
+    if not isinstance(law, SlowSpells):
+        return None
+    calm = [(share, factor * by, base) for share, by, base in _parts(law.base, rank)]
+    return _Spell(law.probability, law.length, calm, [(share, law.factor * by, base) for share, by, base in calm])
+
+
+def _sum(one: _Law, steps: int, average: float, spell: _Spell | None) -> _Law:
+    """The law of the sum of so many consecutive draws: the convolution, on a grid."""
     if one.low == one.high:
         return _Law(steps * one.low, steps * one.low, (steps * one.low,), ((1.0, 1.0, Constant(steps * one.low)),))
-    far = min(one.high, max(50.0, 2.0 * steps) * average + 20 * (one.low if one.low < average else 0))
+    far = max(200.0, 4.0 * steps) * average + 20 * (one.low if one.low < average else 0)
     top = min(steps * one.high, steps * average + far)
-    width = top / _BINS
-    edges: Grid = (np.arange(_BINS + 1) + 0.5).astype(np.float64) * width  # bin i holds what lies around i · width
-    masses = np.diff(one.below(edges), prepend=0.0)[:-1]
-    masses[0] = one.below(edges[:1])[0]
-    spectrum = np.fft.rfft(masses, 2 * _BINS)
-    total = np.clip(np.fft.irfft(spectrum**steps, 2 * _BINS)[:_BINS], 0.0, None)
+    bins = _BINS if spell is None or steps * spell.length <= _MANY else _FEWER_BINS
+    width = top / bins
+    edges: Grid = (np.arange(bins + 1) + 0.5).astype(np.float64) * width  # bin i holds what lies around i · width
+
+    def spectrum(law: _Law) -> Spectrum:
+        masses = np.diff(law.below(edges), prepend=0.0)[:-1]
+        masses[0] = law.below(edges[:1])[0]
+        return np.fft.rfft(masses, 2 * bins)
+
+    if spell is None:
+        whole = spectrum(one) ** steps
+    else:
+        calm, slow = (spectrum(_Law(one.low, one.high, (), tuple(parts))) for parts in (spell.calm, spell.slow))
+        whole = spell.spectrum(calm, slow, steps)
+    total = np.clip(np.fft.irfft(whole, 2 * bins)[:bins], 0.0, None)
     below: Grid = np.minimum(np.cumsum(total), 1.0).astype(np.float64)
-    x = edges[:-1]
-    return _Law(width / 2, top, (), (), (x, below))
+    return _Law(width / 2, top, (), (), (edges[:-1], below))
 
 
 def _integral(laws: Sequence[_Law], k: int) -> float:
@@ -274,14 +343,16 @@ def _fewer(laws: Sequence[_Law], k: int, grid: Grid) -> Grid:
         for law in laws:
             done *= below[law]
         return 1 - done
-    counts = np.zeros((k, len(grid)))  # counts[j]: exactly j are done, j < k
+    others = len(laws) + 1 - k
+    fewest = min(k, others)  # of many workers, nearly all: those that are not done are counted
+    counts = np.zeros((fewest, len(grid)))  # counts[j]: exactly j are done, or not done, j < fewest
     counts[0] = 1.0
     for law in laws:
-        p = below[law]
+        p = below[law] if k <= others else 1 - below[law]
         counts[1:] = counts[1:] * (1 - p) + counts[:-1] * p
         counts[0] *= 1 - p
     total: Grid = counts.sum(axis=0)
-    return total
+    return total if k <= others else 1 - total
 
 
 def _on_shared_cores(law: SharedCores, k: int, workers: int, steps: int) -> float:
@@ -290,7 +361,8 @@ def _on_shared_cores(law: SharedCores, k: int, workers: int, steps: int) -> floa
     if isinstance(law.base, Constant):
         ends = sorted((steps - 1) * queue + place + 1 for queue in busy for place in range(queue))
         return law.base.mean * ends[k - 1]
-    if k < workers or isinstance(law.base, Speeds):
+    one_speed = isinstance(law.base, Speeds) and len(set(law.base.factors)) == 1
+    if k < workers or (isinstance(law.base, Speeds) and not one_speed):
         raise ConfigurationError(
             f"the {k}-th of {workers} workers has no closed form with {law}; run the rehearsal, or wait for everyone"
         )

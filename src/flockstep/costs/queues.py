@@ -70,24 +70,29 @@ def _spread(alone: list[float], busy: float) -> list[float]:
     return [max(time, high) for time in alone]
 
 
+def rates(periods: list[float]) -> float:
+    """Gradients of workers with these periods, over those of as many workers with the mean period: 1 and more."""
+    return sum(periods) * sum(1 / one for one in periods) / len(periods) ** 2 if all(periods) else 1.0
+
+
 EVENTS = 40_000
 """About how many visits are looked at, where times are random."""
-CONSTANT = 64
-"""Visits of each worker, where times are constant; the first half lets them settle."""
+CONSTANT, FEWEST = 64, 24
+"""Visits of each worker, where times are constant, and of very many; the first half lets them settle."""
 
 
-def visits(setting: Setting, gradients: int, asking: float, answer: float, after: float) -> float:
-    """Seconds of a round in which a worker computes so many gradients, asks, is answered, and sends something more.
+def visits(setting: Setting, gradients: int, asking: float, answer: float, after: float) -> list[float]:
+    """Seconds of each worker's round: it computes so many gradients, asks, is answered, and sends something more.
 
     The three are payloads; a recurrence over arrivals at the server's card, in both directions.
     """
     n, lag = setting.workers, setting.latency
     certain = order_statistics.certain(setting.compute)
-    count = CONSTANT if certain else max(40, min(1500, EVENTS // (n * gradients)))
+    count = max(FEWEST, min(CONSTANT, EVENTS // (4 * n))) if certain else max(40, min(1500, EVENTS // (n * gradients)))
     clock = setting.compute.start(n, 0)
     begun, free = [0.0] * n, [0.0] * n  # since when a worker computes; when its own card can send
     heads: list[tuple[float, int, int, bool]] = []  # equal times in the order in which they were found
-    drawn = spent = into = out = 0.0
+    drawn, spent, into, out = [0.0] * n, [0.0] * n, 0.0, 0.0
     half = count // 2
     seen, number = [0] * n, itertools.count()
 
@@ -115,7 +120,10 @@ def visits(setting: Setting, gradients: int, asking: float, answer: float, after
             free[rank] = max(begun[rank], free[rank]) + setting.busy(after)
         if seen[rank] < count:
             busy = ask(rank)
-            drawn += busy * (seen[rank] >= half)
-        spent += took * (seen[rank] > half)
-    missed = setting.mean_compute * gradients - drawn / (n * (count - half)) if not setting.compute.sharing else 0.0
-    return spent / (n * (count - half)) + (0.0 if certain else missed)
+            drawn[rank] += busy * (seen[rank] >= half)
+        spent[rank] += took * (seen[rank] > half)
+    rounds = count - half
+    if certain or setting.compute.sharing:
+        return [one / rounds for one in spent]
+    means = [gradients * order_statistics.mean_of_worker(setting.compute, rank) for rank in range(n)]
+    return [mean + (one - busy) / rounds for one, mean, busy in zip(spent, means, drawn, strict=True)]

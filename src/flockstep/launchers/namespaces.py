@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,10 @@ from flockstep.simulation import units
 from flockstep.transports.base import Transport
 
 _NEW_NETWORK = 0x40000000
-_BRIDGE = re.compile(r"fs[0-9]+")
+_CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)
+_NETWORK = re.compile(r"(?<![0-9.])[0-9]+(?:\.[0-9]+){3}(?:/[0-9]+)?")
+NARROW = 4
+"""Bits of a route, at the least, that are in the way: a default route, or the halves of one, are not."""
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
 """Of the bridge. Without one it takes that of a card, and changes it with every host that joins: what the first ones
@@ -58,12 +63,8 @@ class Namespaces(Transport):
 
     def clean_up(self, directory: Path) -> None:
         """Take the bridge away, and its links: those of namespaces that go later would be in the next run's way."""
-        bridge = _label(os.getpid())
-        if _exists(bridge):
-            ends = [end.name for end in Path("/sys/class/net", bridge, "brif").glob("*")]
-            for link in (*ends, bridge):
-                with contextlib.suppress(ConfigurationError):  # it went with its namespace meanwhile
-                    _run(["ip", "link", "del", link])
+        if not directory.exists() or (directory / "bridge").exists():  # else there is another run's in this process
+            _remove(_of(os.getpid(), _links()))
 
     def _enter(self, label: str, host: str, number: int, supervisor: int) -> None:
         """Move this process into a new namespace, and join that to the bridge."""
@@ -104,20 +105,107 @@ def require() -> None:
 
 
 def _make_bridge(bridge: Path) -> str:
-    """A bridge in this namespace; the first three numbers of its addresses."""
+    """A bridge in this namespace; the first three numbers of its addresses, which nobody else here has."""
     require()
-    for left in Path("/sys/class/net").glob("fs*"):  # by a supervisor that was killed
-        ours, used = _BRIDGE.fullmatch(left.name), any(left.glob("brif/*"))
-        if ours and not used and not Path("/proc", left.name[2:]).exists():
-            with contextlib.suppress(ConfigurationError):  # somebody else may be at it
-                _run(["ip", "link", "del", left.name])
-    label, subnet = _label(os.getpid()), f"10.{64 + os.getpid() % 190}.{os.getpid() // 190 % 250}"
-    if not _exists(label):
-        _run(["ip", "link", "add", label, "address", ADDRESS, "type", "bridge"])
-        _run(["ip", "addr", "add", f"{subnet}.1/24", "dev", label])
-        _run(["ip", "link", "set", label, "up"])
+    label = _label(os.getpid())
+    sweep(_links())
+    if _of(os.getpid(), _links()):
+        raise ConfigurationError(
+            "a process can have one run in network namespaces at a time, got a second; wait for the end of the first, "
+            f"or, if there is none, remove its bridge: ip link del {label}"
+        )
+    _run(["ip", "link", "add", label, "address", ADDRESS, "type", "bridge"])
+    try:
+        _run(["ip", "link", "set", label, "alias", str(_started(os.getpid())), "up"])
+        subnet = _take_subnet(label)
+    except ConfigurationError:
+        _run(["ip", "link", "del", label])
+        raise
     bridge.write_text(f"{label} {subnet} {os.getpid()}")
     return subnet
+
+
+def _take_subnet(label: str) -> str:
+    """Give the bridge an address in a network that is nobody's, and look again: others may look at the same time."""
+    routed = _run(["ip", "-4", "-o", "addr"]) + _run(["ip", "-4", "route", "show", "table", "all"])
+    for subnet in free_of(routed, subnets(os.getpid())):
+        address = f"{subnet}.1/24"
+        _run(["ip", "addr", "add", address, "dev", label])
+        others = [line for line in _run(["ip", "-4", "-o", "addr"]).splitlines() if line.split()[1] != label]
+        if any(free_of("\n".join(others), (subnet,))):
+            return subnet
+        _run(["ip", "addr", "del", address, "dev", label])
+    raise ConfigurationError(
+        "hosts in namespaces need a private network of 254 addresses, and this machine routes all of them; use "
+        "--transport tcp"
+    )
+
+
+def subnets(first: int) -> Iterator[str]:
+    """The first three numbers of private networks, from a place that depends on `first`, so that runs rarely meet."""
+    wide = 190 * 250
+    yield from (f"10.{64 + at % 190}.{at // 190}" for at in ((first + i) % wide for i in range(wide)))
+    yield from (f"172.{16 + at % 16}.{at // 16}" for at in range(16 * 256))
+    yield from (f"192.168.{at}" for at in range(256))
+
+
+def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
+    """Those that no network or address in what `ip` said is in; what leads nearly everywhere does not count."""
+    known = [ipaddress.IPv4Network(one, strict=False) for one in set(_NETWORK.findall(said))]
+    known = [one for one in known if one.prefixlen >= NARROW]
+    for subnet in candidates:
+        own = ipaddress.IPv4Network(f"{subnet}.0/24")
+        if not any(one.overlaps(own) for one in known):
+            yield subnet
+
+
+@dataclass(frozen=True)
+class Card:
+    """A link of this namespace that a run made."""
+
+    name: str
+    supervisor: int
+    """Process id."""
+    started: str
+    """When that process was started, as the bridge says; empty: a host's card, or not known."""
+
+
+def _links() -> list[Card]:
+    return parse_links(_run(["ip", "-o", "link"]))
+
+
+def parse_links(said: str) -> list[Card]:
+    """The links of runs in what `ip -o link` said."""
+    return [Card(found[1], int(found[2]), found[3] or "") for found in _CARD.finditer(said)]
+
+
+def _of(supervisor: int, cards: list[Card]) -> list[Card]:
+    """Those of one run, its bridge last."""
+    return sorted((card for card in cards if card.supervisor == supervisor), key=lambda card: bool(card.started))
+
+
+def sweep(cards: list[Card]) -> None:
+    """Take away what supervisors left that are no more; another process may have the number of one by now."""
+    bridges = {card.supervisor: card.started for card in cards if card.started}
+    for supervisor in {card.supervisor for card in cards}:
+        now = _started(supervisor)
+        if now is None or bridges.get(supervisor, now) != now:
+            _remove(_of(supervisor, cards))
+
+
+def _remove(cards: list[Card]) -> None:
+    for card in cards:
+        with contextlib.suppress(ConfigurationError):  # it went with its namespace, or somebody else is at it
+            _run(["ip", "link", "del", card.name])
+
+
+def _started(process: int) -> str | None:
+    """When a process was started, in the kernel's ticks; None: there is none, or it has ended."""
+    try:
+        fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _address_here() -> str | None:
@@ -130,10 +218,6 @@ def _address_here() -> str | None:
 
 def _label(supervisor: int) -> str:
     return f"fs{supervisor}"
-
-
-def _exists(label: str) -> bool:
-    return Path("/sys/class/net", label).exists()
 
 
 def _claim(directory: Path) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.errors import UnknownName
-from flockstep.planning.criteria import approximates, drops, is_central, is_synchronous
-from flockstep.planning.plan import Outlook, combines
+from flockstep.planning import sentences as say
+from flockstep.planning.criteria import drops, is_central, is_synchronous
+from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.prospect import Prospect
+from flockstep.planning.scaling import Crossover, crossovers, waiting
 from flockstep.planning.search import Found
+from flockstep.planning.words import short
 from flockstep.report import words
 
 NEEDS = {
@@ -32,7 +34,8 @@ SLOWER = 4.0
 class Advice:
     """A recommendation in plain words."""
 
-    choice: Prospect
+    choice: Prospect | None
+    """None: nothing meets what is asked."""
     runner_up: Prospect | None
     sentences: tuple[str, ...]
     """What to do."""
@@ -42,63 +45,136 @@ class Advice:
     excluded: tuple[tuple[str, str], ...]
     """Strategies that the needs rule out, and why."""
     needs: tuple[str, ...]
+    worths: dict[str, float] = field(default_factory=dict)
+    """How many times as quickly as one worker each strategy is taken to advance: what they are ranked by."""
+    crossovers: tuple[Crossover, ...] = ()
+    untried: tuple[str, ...] = ()
+    """Strategies that were to be tried, of which no trial ended."""
+
+    def ranked(self, outlook: Outlook) -> list[Prospect]:
+        """The plan's strategies, those that are worth most first."""
+        return sorted(outlook.prospects, key=lambda one: -self.worths[one.name])
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
         return {
-            "choice": self.choice.name,
+            "choice": None if self.choice is None else self.choice.name,
             "runner_up": None if self.runner_up is None else self.runner_up.name,
             "sentences": list(self.sentences),
             "reasons": list(self.reasons),
             "changes": list(self.changes),
             "excluded": [{"name": name, "why": why} for name, why in self.excluded],
             "needs": list(self.needs),
+            "crossovers": [one.document() for one in self.crossovers],
+            "untried": list(self.untried),
         }
 
 
-def advise(outlook: Outlook, needs: tuple[str, ...] = (), found: Sequence[Found] = ()) -> Advice:
+def advise(
+    outlook: Outlook, needs: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
+) -> Advice:
     """The strategy that is worth most among those that meet the needs; first those that trials `found` to be quick.
+
+    `candidates` were to be tried: where some were not, the advice says that it is partial.
 
     Raises:
         UnknownName: a need that is not known.
     """
-    for need in needs:
-        if need not in NEEDS:
-            raise UnknownName.among("need", need, list(NEEDS))
-    needs = tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
+    needs = asked(outlook, needs)
+    refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
     left, excluded = list[Prospect](), list[tuple[str, str]]()
     for one in outlook.prospects:
-        why = unfit(one, outlook, needs)
+        why = unfit(one, outlook, needs) or refused.get(one.name)
         if why is None:
             left.append(one)
         else:
             excluded.append((one.name, why))
-    if not left:  # nothing meets every need: one worker is at least possible
-        left = [outlook.alone]
-    times = {one.strategy: one.seconds for one in found if one.seconds is not None}
-    ranked = sorted(left, key=lambda one: (times.get(one.name, math.inf), -value(one, outlook, needs)))
-    choice, second = ranked[0], ranked[1] if len(ranked) > 1 else None
+    single = outlook.alone.samples_per_second
+    worths = {one.name: value(one, outlook, needs) / single for one in outlook.prospects}
+    if not left:
+        told = say.nothing(outlook, excluded)
+        return Advice(None, None, told, (), (), tuple(excluded), needs, worths)
+    tried = {one.strategy: one for one in found if one.trials}
+    left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
+    case = say.Case(outlook, left, worths, [NEEDS[need] for need in needs])
+    choice = left[0]
+    passed = _passed(case, needs) if not tried else ()
+    untried = tuple(name for name in candidates if name not in tried and name not in refused)
     return Advice(
         choice,
-        second,
-        _sentences(outlook, choice),
-        (*_tried(choice, second, found), *_reasons(outlook, choice, second, needs)),
-        _changes(outlook, choice, second),
+        case.second,
+        (*say.recommendation(case, choice), *_partial(case, tried, untried)),
+        (*_tried(choice, case.second, tried), *say.reasons(case, choice)),
+        say.changes(case, choice, passed, bool(tried)),
         tuple(excluded),
         needs,
+        worths,
+        passed,
+        untried,
     )
 
 
-def _tried(choice: Prospect, second: Prospect | None, found: Sequence[Found]) -> tuple[str, ...]:
+def asked(outlook: Outlook, needs: tuple[str, ...]) -> tuple[str, ...]:
+    """The needs, with what the cluster itself says.
+
+    Raises:
+        UnknownName: one that is not known.
+    """
+    for need in needs:
+        if need not in NEEDS:
+            raise UnknownName.among("need", need, list(NEEDS))
+    return tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
+
+
+def slower(needs: tuple[str, ...]) -> float:
+    """How many times as long all but computing takes, under the needs."""
+    return SLOWER if "slow-links" in needs else 1.0
+
+
+def _rank(tried: Found | None) -> tuple[int, float]:
+    """What reached the target comes first, then what was not tried, then what did not reach it."""
+    if tried is None:
+        return 1, 0.0
+    return (2, 0.0) if tried.seconds is None else (0, tried.seconds)
+
+
+def _passed(case: say.Case, needs: tuple[str, ...]) -> tuple[Crossover, ...]:
+    """Where another of those that are left becomes better than the choice."""
+    outlook, left = case.outlook, {one.name for one in case.left}
+    if not outlook.further:
+        return ()
+    ranked = sorted(
+        (one for one in outlook.contenders if one.name in left),
+        key=lambda one: -case.worth(one.found),
+    )
+    among = [one for place, one in enumerate(ranked) if place < KEEN or one.pace is None]
+    return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(needs))
+
+
+def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
+    """What is missing of trials, and what the advice is then from."""
+    said = list[str]()
+    choice, planned = case.left[0], max(case.left, key=case.worth)
+    if untried:
+        were = "none was" if not tried else "only 1 was" if len(tried) == 1 else f"only {len(tried)} were"
+        rest = ", ".join(map(short, untried))
+        said.append(f"This is partial: of {len(untried) + len(tried)} strategies {were} tried; {rest} not.")
+    if tried and choice.name not in tried:
+        said.append(f"None that was tried reached the target; {short(choice.name)} is what the plan alone says.")
+    elif untried and planned.name not in tried:
+        said.append(f"By the plan alone it would be {short(planned.name)}, which was not tried.")
+    return tuple(said)
+
+
+def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -> tuple[str, ...]:
     """What trials say of the choice and of the runner-up."""
-    known = {one.strategy: one.best for one in found}
     said = []
     for one in (choice, second):
-        best = None if one is None else known.get(one.name)
+        best = tried[one.name].best if one is not None and one.name in tried else None
         if one is not None and best is not None and best.seconds_to_target is not None:
-            how = f"{best.strategy}, learning rate {best.lr:g}"
+            how = f"{short(best.strategy)}, learning rate {best.lr:g}"
             said.append(
-                f"In trials {one.name} reached the target of {best.target:g} after "
+                f"In trials {short(one.name)} reached the target of {best.target:g} after "
                 f"{words.seconds(best.seconds_to_target)} ({how})."
             )
     return tuple(said)
@@ -107,8 +183,8 @@ def _tried(choice: Prospect, second: Prospect | None, found: Sequence[Found]) ->
 def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
     """Samples a second in terms of plain training's; with slow links, as if what waits took so much longer."""
     rate = found.samples_per_second
-    if "slow-links" in needs and found.strategy is not None:
-        rate /= found.utilisation + SLOWER * (1 - found.utilisation)
+    if found.strategy is not None:
+        rate /= waiting(found.utilisation, slower(needs))
     return rate / outlook.need(found)
 
 
@@ -116,11 +192,11 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
     """Why a strategy does not meet the needs, or cannot run; None if it does."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
-        return f"needs {words.size(found.memory)} on a worker, which has {words.size(memory)}"
+        return f"needs more memory than the {words.size(memory)} of a worker"
     if found.strategy is None:
         return "the data are on other machines" if "private" in needs else None
     cell, traits = found.strategy.cell, found.strategy.traits
-    if not combines(found) or "ensemble" in traits.results:
+    if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
         return "trains a model on every worker, not one"
     if ("unbalanced" in needs or "private" in needs) and not (is_central(cell) and is_synchronous(cell, traits)):
         return "needs data that are alike on all workers (R_LBD)"
@@ -131,108 +207,3 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
     if drops(found):
         return DROPS
     return None
-
-
-def _sentences(outlook: Outlook, choice: Prospect) -> tuple[str, ...]:
-    single, cluster = outlook.alone, outlook.site.cluster.name
-    rate = f"{words.number(choice.samples_per_second)} samples a second"
-    if choice.strategy is None:
-        said = [f"Stay on one worker: {rate}."]
-        rivals = [one for one in outlook.prospects if one.strategy is not None and combines(one)]
-        if rivals:
-            best = rivals[0]
-            more = best.samples_per_second / single.samples_per_second
-            said.append(
-                f"The most that {outlook.workers} workers of {cluster} get through is "
-                f"{words.number(best.samples_per_second)}, with {best.name}, or {words.times(more)} as many, "
-                f"but {words.number(outlook.need(best))} of those are taken to do the work of one of plain training."
-            )
-        return tuple(said)
-    more = choice.samples_per_second / single.samples_per_second
-    said = [
-        f"Take {choice.name} on {choice.workers} workers: {rate}, {words.times(more)} what one worker gets through."
-    ]
-    compressed = [one for one in outlook.prospects if approximates(one) and not drops(one)]
-    if not approximates(choice) and compressed:
-        best = compressed[0]
-        ratio = best.samples_per_second / choice.samples_per_second
-        said.append(f"Do not compress: the fastest that does, {best.name}, gets through {words.times(ratio)} as many.")
-    return tuple(said)
-
-
-def _ahead(outlook: Outlook, found: Prospect) -> float:
-    """How many times as quickly as one worker it is taken to advance."""
-    return outlook.worth(found) / outlook.alone.samples_per_second
-
-
-def _reasons(outlook: Outlook, choice: Prospect, second: Prospect | None, needs: tuple[str, ...]) -> tuple[str, ...]:
-    latency, bandwidth = outlook.site.link
-    said = []
-    if bandwidth < float("inf"):
-        takes = outlook.task.nbytes / bandwidth
-        said.append(
-            f"The model has {words.size(outlook.task.nbytes)}, which the slowest link passes in "
-            f"{words.seconds(takes + latency)}; a gradient takes "
-            f"{words.seconds(outlook.alone.seconds)} on the fastest worker."
-        )
-    if choice.strategy is not None:
-        row = outlook.criteria(choice)
-        said.append(
-            f"A step takes {words.seconds(choice.seconds)}, of which a worker computes "
-            f"{words.share(choice.utilisation)}; it sends {words.size(choice.sent)} "
-            f"({'closed form' if choice.source == 'form' else 'rehearsed'})."
-        )
-        exposure = "" if row.exposure is None else f", everyone waits for {row.exposure:.0%} of the slowest one's delay"
-        late = "" if row.overlap is None else f"updates are {row.overlap:.2g} versions late, "
-        said.append(
-            f"By Table 2 it is {row.technique}: the learning rate {_RATES[row.learning_rate]}, {late}"
-            f"{row.hyper_parameters} more hyper-parameters{exposure}, the same result "
-            f"again is {row.reproducible} to get."
-        )
-    departs = outlook.departures(choice)
-    if departs:
-        said.append(
-            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.need(choice))} of its "
-            f"samples are taken to do the work of one, so that it advances {words.times(_ahead(outlook, choice))} as "
-            "one worker."
-        )
-    said += [f"It counts that {NEEDS[need]}." for need in needs]
-    if second is not None:
-        said.append(
-            f"The runner-up is {second.name} with {words.number(second.samples_per_second)} samples a second and "
-            f"{words.number(outlook.need(second))} of them to one of plain training."
-        )
-    return tuple(said)
-
-
-_RATES = {"higher": "may grow with the workers", "likely": "is likely another", "lower": "has to be lower"}
-
-
-def _changes(outlook: Outlook, choice: Prospect, second: Prospect | None) -> tuple[str, ...]:
-    """Crossovers that begin or end the choice's reign, and how far the runner-up is behind."""
-    said = []
-    for one in outlook.crossovers:
-        if choice.name not in (one.below, one.above):
-            continue
-        other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
-        said.append(f"{side} {quantity(one.quantity, one.value)} it would be {other}")
-    if second is not None:
-        ahead = outlook.worth(choice) / max(outlook.worth(second), 1e-300)
-        if outlook.need(second) > outlook.need(choice) and second.samples_per_second > choice.samples_per_second:
-            said.append(
-                f"if lateness, approximation and models apart cost this job nothing, {second.name} would be better: it "
-                f"gets through {words.times(second.samples_per_second / choice.samples_per_second)} as many samples"
-            )
-        elif ahead > 0:
-            said.append(f"{second.name} would have to become {words.number(ahead)} times as fast")
-    said.append("measured accuracy: run flockstep compare with these two")
-    return tuple(said)
-
-
-def quantity(name: str, value: float) -> str:
-    """A value of what a crossover varies, in words."""
-    if name == "bandwidth":
-        return f"{words.number(value * 8e-6)} Mbit/s"
-    if name == "parameters":
-        return f"{words.number(value)} parameters"
-    return f"{words.share(value)} of steps beginning a slow spell"

@@ -13,12 +13,16 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.costs.machines import Group, Rates, Wire
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.entry import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.laws import fit_law
-from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_rates
+from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
+from flockstep.planning.task import task_of
+from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Figure, Step
 from flockstep.records.folder import RunFolder
+from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
 """Of each worker alone, and again with all at once."""
@@ -77,21 +81,32 @@ def calibrate(
         evaluate_every=float(2 * gradients),
         imports=(str(probe),),
     )
-    say(f"gradients of {job} and messages on {workers} processes")
+    say(f"gradients of {job} and messages on {many(workers, 'process', 'processes')}")
     with tempfile.TemporaryDirectory() as folder:
         train(config, Path(folder) / "run")
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimisers")
-    rates = measure_rates(codecs, optimizers)
-    return _described(events, job, workers, transport, gradients, rates)
+    limit_threads(threads)
+    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work)
+    return _described(events, job, workers, transport, gradients, machine)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What one worker gets through, and the operations of the job's gradient; None: not known."""
+
+    rates: Rates
+    operations: float
+    work: float | None
 
 
 def _described(
-    events: Sequence[Event], job: str, workers: int, transport: str, gradients: int, rates: Rates
+    events: Sequence[Event], job: str, workers: int, transport: str, gradients: int, machine: _Machine
 ) -> Calibration:
     alone = _computed(events, 2, gradients)
     together = _computed(events, gradients + 2, 2 * gradients)
-    notes = [f"measured by flockstep calibrate: {workers} processes of {job} over {transport} on one machine"]
+    count = many(workers, "process", "processes")
+    notes = [f"measured by flockstep calibrate: {count} of {job} over {transport} on one machine"]
     cores, times = _sharing(alone, together, workers, notes)
     fit = fit_law(times)
     notes.append(f"compute is {fit.why}")
@@ -103,8 +118,25 @@ def _described(
         )
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     group = Group("here", 1, workers, cores=cores, memory=memory)
-    notes.append("operations per second and failures are not measured")
-    shape = ClusterShape("here", (group,), tuple(wires), fit.law, None, f"{job} on this machine", job, rates)
+    overhead = 0.0
+    if machine.work is not None:
+        overhead = max(0.0, mean_of(fit.law) - machine.work / machine.operations)
+    notes.append(
+        "operations are those of a product of matrices, overhead what a gradient of this job takes besides its own: a "
+        "rough guess for other jobs"
+    )
+    notes.append("failures are not measured")
+    shape = ClusterShape(
+        "here",
+        (group,),
+        tuple(wires),
+        fit.law,
+        machine.operations,
+        float(f"{overhead:.3g}"),
+        f"{job} on this machine",
+        job,
+        machine.rates,
+    )
     return Calibration(shape, tuple(notes))
 
 
@@ -119,6 +151,8 @@ def _sharing(alone: list[float], together: list[float], workers: int, notes: lis
     n workers on c cores take n/c times as long as one alone. Where the measured slow-down is that of no c that divides
     n, something else slows them, such as memory: then durations are those with all at once, and cores count as enough.
     """
+    if workers == 1:
+        return 1, together
     slowdown = statistics.fmean(together) / statistics.fmean(alone)  # a few gradients wait for a core, most do not
     notes.append(f"a gradient takes {slowdown:.2f} times as long in the mean with all {workers} at once as alone")
     for cores in (c for c in range(workers, 0, -1) if workers % c == 0):
@@ -151,7 +185,7 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], notes: list[str]) -> W
         ("bandwidth", [8e-9 * one for one in bandwidths], "Gbit/s"),
     ):
         low, high = min(values), max(values)
-        notes.append(f"{name} of {len(values)} pairs: {low:.3g} to {high:.3g} {unit}, the median is taken")
+        notes.append(f"{name} of {many(len(values), 'pair')}: {low:.3g} to {high:.3g} {unit}, the median is taken")
         if high > UNEQUAL * low:
             notes.append(
                 f"pairs differ in {name} by a factor of {high / max(low, 1e-12):.2g}: one link says that badly"

@@ -15,12 +15,13 @@ from flockstep.costs.steps import NoForm, has_form, step_cost
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
-from flockstep.planning.fit import _by_worker, _first, _usual
-from flockstep.planning.prospect import prospect
+from flockstep.planning.fit import _by_worker, _first, _usual, shortest
+from flockstep.planning.prospect import lessons, prospect
 from flockstep.planning.rehearsal import STEPS, rehearse
 from flockstep.planning.task import BATCH, Site, Task, task_of
+from flockstep.planning.trust import NotAskedFor, trusted
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Step, Update
+from flockstep.records.events import Event, Snapshot, Step, Update
 from flockstep.records.folder import RunFolder
 from flockstep.report.prediction import Prediction
 from flockstep.simulation import units
@@ -37,6 +38,8 @@ class Figures:
     sent: float
     utilisation: float
     staleness: float | None
+    rate: float | None = None
+    """Samples a second of all workers, used or not; measured from the start to the last step's end."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Check:
     """form or rehearsal."""
     predicted: Figures
     measured: Figures
+    notes: tuple[str, ...] = ()
+    """Why the two are not quite of the same."""
 
     @property
     def error(self) -> float:
@@ -63,17 +68,23 @@ class Check:
         """The same of bytes; None where none were sent."""
         return self.predicted.sent / self.measured.sent - 1 if self.measured.sent else None
 
+    @property
+    def rate_error(self) -> float | None:
+        """By which share of the measured samples a second the prediction is too high; None where one is not known."""
+        return self.predicted.rate / self.measured.rate - 1 if self.predicted.rate and self.measured.rate else None
+
     def document(self) -> dict[str, Any]:
         """As plain data."""
         rows = {name: vars(getattr(self, name)) for name in ("predicted", "measured")}
-        names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error")
+        names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error", "rate_error", "notes")
         return {**{name: getattr(self, name) for name in names}, **rows}
 
 
-def check(folder: Path | str, cluster: ClusterShape | None = None) -> Check:
+def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequence[str] = ()) -> Check:
     """Predict the run whose record is in `folder`, and compare.
 
     A simulated run is predicted for its own network and compute law, unless a `cluster` is given.
+    `imports`: the Python files that the record may need, its job's among them; no other is run.
 
     Raises:
         ConfigurationError: no record, one of a script or without steps, or a real run without a cluster.
@@ -84,38 +95,70 @@ def check(folder: Path | str, cluster: ClusterShape | None = None) -> Check:
         raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; check a run of a job")
     if config.kind != "simulate" and cluster is None:
         raise ConfigurationError(f"{folder} is of real processes, whose machines are in no record; name a cluster")
-    events = record.read_events()
-    measured = measure(events, config.workers, str(folder))
+    measured = measure(record.read_events(), config.workers, str(folder))
+    config = trusted(config, folder, imports)
     import_components(config.imports)
     strategy = Strategy.parse(config.strategy)
     batch = None if config.batch is None else int(config.batch)
     task = task_of(config.job, batch, load_job(config.job, config.seed))
     if cluster is None:
         predicted, source = _in_virtual_time(strategy, task, config)
-        where = f"{config.network}, {config.compute}"
+        where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
     else:
-        found = prospect(strategy, Site(task, cluster), config.workers, steps=_rehearsed_steps(config))
-        predicted = Figures(found.seconds, found.sent, found.utilisation, found.staleness)
-        source, where = found.source, cluster.name
-    return Check(task.name, config.strategy, config.workers, where, source, predicted, measured)
+        site = Site(task, cluster)
+        found = prospect(strategy, site, config.workers, steps=_rehearsed_steps(config))
+        rate = found.samples_per_second if found.source == "rehearsal" else _all_samples(config, task, found.seconds)
+        predicted = Figures(found.seconds, found.sent, found.utilisation, found.staleness, rate)
+        source, where, notes = found.source, cluster.name, _unlike(config, site)
+    return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
 
 
-def for_report(folders: Sequence[Path], cluster: ClusterShape | None = None) -> list[Prediction | None]:
+def _all_samples(config: RunConfig, task: Task, seconds: float) -> float | None:
+    """Samples a second where every worker takes a step in so many seconds."""
+    return config.workers * task.batch / seconds if seconds else None
+
+
+def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
+    """That a run was simulated with another network or law than the cluster has."""
+    if config.kind != "simulate":
+        return ()
+    compute = ComputeModel.parse(config.compute or "constant(0)")
+    own = [
+        text
+        for text, alike in (
+            (str(_network(config)), _network(config) == site.cluster.network(config.workers)),
+            (str(compute), compute == site.compute(config.workers)),
+        )
+        if not alike
+    ]
+    if not own:
+        return ()
+    return (f"the run was simulated with {' and '.join(own)}: how {site.cluster.name} differs is in the error",)
+
+
+def for_report(
+    folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
+) -> list[Prediction | None]:
     """What a report shows beside each run: a prediction for `cluster`, or else that of a simulated run's closed form.
 
     None where there is neither, or nothing to compare it with. Without a cluster nothing but the record is looked at.
+
+    Raises:
+        NotAskedFor: a cluster is given, and a record needs a Python file that is not among `imports`.
     """
-    return [_told(RunFolder(folder), cluster) for folder in folders]
+    return [_told(RunFolder(folder), cluster, imports) for folder in folders]
 
 
-def _told(record: RunFolder, cluster: ClusterShape | None) -> Prediction | None:
+def _told(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str]) -> Prediction | None:
     try:
-        found = _by_form(record) if cluster is None else check(record.path, cluster)
+        found = _by_form(record) if cluster is None else check(record.path, cluster, imports)
+    except NotAskedFor:
+        raise
     except (ConfigurationError, NoForm):
         return None
     if found is None:
         return None
-    source = f"{'closed form' if found.source == 'form' else 'rehearsal'}, {found.cluster}"
+    source = f"{'closed form' if found.source == 'form' else 'rehearsal'}, {'; '.join((found.cluster, *found.notes))}"
     sent = found.predicted.sent, found.measured.sent
     return Prediction(found.predicted.seconds, found.measured.seconds, *sent, source)
 
@@ -141,20 +184,26 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     """The figures of a run's events, those of its beginning left out.
 
     Raises:
-        ConfigurationError: fewer than three steps of a worker.
+        ConfigurationError: fewer than three steps of a worker, or steps that take no time.
     """
-    steps = _by_worker(events, workers)
-    length = min(map(len, steps))
-    if length < 3:
-        raise ConfigurationError(f"{where} must hold three steps or more of every worker, got {length}; run longer")
+    steps = _by_worker(events, workers, where)
+    length = shortest(steps, where)
+    seconds = _usual(steps, length)
+    if not seconds > 0:
+        raise ConfigurationError(
+            f"steps in {where} must take time to be compared with a prediction, got 0 s; give a law"
+        )
     counted = [one for mine in steps for one in mine[_first(length) :]]
     took = sum(one.compute + one.wait + one.comm for one in counted)
     late = [one.staleness for one in events if isinstance(one, Update) and one.staleness is not None]
+    samples = max((one.samples for one in events if isinstance(one, Snapshot)), default=0)
+    end = max(one.t for mine in steps for one in mine)
     return Figures(
-        _usual(steps, length),
+        seconds,
         statistics.fmean(one.sent for one in counted),
         _busy(counted) / took if took else 1.0,
         statistics.fmean(late) if late else None,
+        samples / end if samples else None,
     )
 
 
@@ -166,9 +215,9 @@ def _network(config: RunConfig) -> Network:
     return Network.parse(config.network or "ideal")
 
 
-def _rehearsed_steps(config: RunConfig) -> int:
-    """As many as the run had, if they are not too many."""
-    return max(2, min(STEPS, int(config.steps or STEPS)))
+def _rehearsed_steps(config: RunConfig) -> int | None:
+    """As many as the run had, if they are few; None: as many as it takes."""
+    return None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
 
 
 def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> tuple[Figures, str]:
@@ -191,17 +240,20 @@ def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> tuple
         except NoForm:
             pass
         else:
-            return Figures(cost.seconds, cost.sent, cost.utilisation, cost.staleness), "form"
+            rate = _all_samples(config, task, cost.seconds)
+            return Figures(cost.seconds, cost.sent, cost.utilisation, cost.staleness, rate), "form"
     found = rehearse(
         strategy,
         config.workers,
         task.nbytes,
         compute,
         network,
-        tensors=task.sizes,
+        tensors=task.tensors,
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
         steps=_rehearsed_steps(config),
         seed=config.seed,
+        lessons=lessons(strategy, task),
     )
-    return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness), "rehearsal"
+    rate = found.steps_per_second * found.batches * task.batch
+    return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness, rate), "rehearsal"

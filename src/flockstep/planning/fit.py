@@ -29,6 +29,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rehearsal import LEFT_OUT, rehearse
+from flockstep.planning.trust import trusted
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Step
 from flockstep.records.folder import RunFolder
@@ -56,6 +57,8 @@ ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
 SEARCH = 40
 """Rounds of a search for one unknown, at the most."""
 FAIR = "fair_link"
+MOST = 1e12
+"""Seconds, or bytes, of a step above which a record is broken."""
 NOTHING = 0.01
 """Share of a step's time below which the network counts as no part of it."""
 
@@ -113,6 +116,7 @@ class _Run:
             tensors=self.tensors,
             dtype_bytes=self.itemsize,
             steps=self.steps,
+            small=0,
             seed=self.config.seed,
             listen=events.append,
         )
@@ -120,16 +124,21 @@ class _Run:
 
 
 def fit_records(
-    folders: Sequence[Path | str], latency: float | None = None, bandwidth: float | None = None
+    folders: Sequence[Path | str],
+    latency: float | None = None,
+    bandwidth: float | None = None,
+    imports: Sequence[str] = (),
 ) -> Calibration:
     """The cluster that runs with these records were on. Seconds and bytes per second that are given are taken as known.
+
+    `imports`: the Python files that the records may need; no other is run.
 
     Raises:
         ConfigurationError: no record, one without steps, or records of different jobs or numbers of workers.
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
-    runs = [_read(Path(folder)) for folder in folders]
+    runs = [_read(Path(folder), imports) for folder in folders]
     first = runs[0]
     for run in runs[1:]:
         for name in ("job", "workers", "batch"):
@@ -155,20 +164,19 @@ def fit_records(
             notes.append("that is a poor fit: something else than latency and bandwidth tells between these strategies")
     notes.append("cores, memory, failures and the rates of codecs are in no record; computing is as slow as it was")
     shape = ClusterShape(
-        "fitted", groups, wires, law, None, f"as in the record of {first.config.job}", first.config.job
+        "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", first.config.job
     )
     return Calibration(shape, tuple(notes))
 
 
-def _read(folder: Path) -> _Run:
+def _read(folder: Path, imports: Sequence[str]) -> _Run:
     record = RunFolder(folder)
     config = record.read_config()
-    steps = _by_worker(record.read_events(), config.workers)
-    length = min(LONGEST, *map(len, steps))
-    if length < 3:
-        raise ConfigurationError(f"{folder} must hold three steps or more of every worker; run longer")
+    steps = _by_worker(record.read_events(), config.workers, str(folder))
+    length = min(LONGEST, shortest(steps, str(folder)))
     if config.kind == "launch":
         raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; fit a run of a job")
+    config = trusted(config, folder, imports)
     schema = prepare(config)[0].schema
     return _Run(
         config,
@@ -181,13 +189,46 @@ def _read(folder: Path) -> _Run:
     )
 
 
-def _by_worker(events: Sequence[Event], workers: int) -> list[list[Step]]:
-    """The steps of every worker, in order."""
+def _by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[Step]]:
+    """The steps of every worker, in order.
+
+    Raises:
+        ConfigurationError: fewer events than workers, a step of a worker that there is not, or with impossible amounts.
+    """
+    if workers > len(events):
+        raise ConfigurationError(
+            f"{where} must hold three steps or more of every worker, got {len(events)} events of {workers} workers; "
+            "run longer, or correct workers in config.toml"
+        )
     steps: list[list[Step]] = [[] for _ in range(workers)]
     for event in events:
-        if isinstance(event, Step):
-            steps[event.rank].append(event)
+        if not isinstance(event, Step):
+            continue
+        if not 0 <= event.rank < workers:
+            raise ConfigurationError(
+                f"rank of a step in {where} must be >= 0 and < {workers}, its workers, got {event.rank}; "
+                "correct workers in config.toml, or run again"
+            )
+        for name in ("compute", "wait", "comm", "sent"):
+            if not 0 <= getattr(event, name) <= MOST:
+                raise ConfigurationError(
+                    f"{name} of a step must be >= 0 and <= {MOST:g}, got {getattr(event, name)} of worker "
+                    f"{event.rank} in {where}; run again"
+                )
+        steps[event.rank].append(event)
     return steps
+
+
+def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
+    """How many steps there are of every worker.
+
+    Raises:
+        ConfigurationError: fewer than three.
+    """
+    length = min(map(len, steps))
+    if length < 3:
+        raise ConfigurationError(f"{where} must hold three steps or more of every worker, got {length}; run longer")
+    return length
 
 
 def _usual(steps: Sequence[Sequence[Step]], length: int) -> float:

@@ -7,13 +7,15 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 
 from flockstep import __version__
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Bench, Trial
 
 FILE = "trials.jsonl"
@@ -22,21 +24,56 @@ FILE = "trials.jsonl"
 
 def settings_of(bench: Bench, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
     """What must be the same for a trial to have the same result, besides what the trial itself says."""
-    site, task = bench.site, bench.site.task
+    site, task, job = bench.site, bench.site.task, bench.job(seed)
     return {
         "flockstep": __version__,
         "job": task.name,
+        "job's file": None if task.file is None else _short(task.file.read_bytes()),
+        "job's data": digest(job.data()),
         "parameters": task.elements,
         "batch": task.batch,
+        "epochs": job.epochs,
+        "least_steps": job.least_steps,
+        "metric": job.metric if isinstance(job.metric, str) else getattr(job.metric, "__name__", "metric"),
+        "higher_is_better": job.higher_is_better,
         "optimizer": str(task.optimizer),
-        "facts": dict(bench.job(seed).facts),
+        "facts": dict(job.facts),
         "cluster": site.cluster.name,
-        "cluster's description": hashlib.sha256(to_toml(site.cluster).encode()).hexdigest()[:16],
+        "cluster's description": _short(to_toml(site.cluster).encode()),
         "workers": workers,
         "target": target,
         "seed": seed,
         "split": split,
     }
+
+
+def digest(data: Data) -> str:
+    """Of all samples and labels, numpy or torch: shapes, types and every byte."""
+    whole = hashlib.sha256()
+    for values in (data.train_x, data.train_y, data.test_x, data.test_y):
+        if hasattr(values, "detach"):
+            import torch
+
+            values = values.detach().cpu().contiguous()
+            whole.update(f"{tuple(values.shape)} {values.dtype} ".encode())
+            whole.update(values.view(torch.uint8).numpy().tobytes())
+            continue
+        array = np.ascontiguousarray(values)
+        whole.update(f"{array.shape} {array.dtype} ".encode())
+        whole.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
+    return whole.hexdigest()[:16]
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A trial in the file."""
+
+    trial: Trial
+    lr: float
+    within: float | None
 
 
 @dataclass
@@ -50,11 +87,14 @@ class Kept:
     def __post_init__(self) -> None:
         if self.folder is None:
             return
-        if self._file.exists():
-            self._read()
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
+        try:
+            if self._file.exists():
+                self._read()
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
+        except OSError as error:
+            self._refuse(error)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -70,26 +110,34 @@ class Kept:
         self._known[trial.strategy, lr] = trial, _seconds(within)
         if self.folder is not None:
             line = {"trial": trial.document(), "within": within, "lr": lr}
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                self._refuse(error)
 
     @property
     def _file(self) -> Path:
         assert self.folder is not None
         return self.folder / FILE
 
+    def _refuse(self, error: OSError) -> NoReturn:
+        raise ConfigurationError(
+            f"cannot keep trials in {self.folder}: {error.strerror}; name another folder with --keep"
+        ) from None
+
     def _read(self) -> None:
-        text = self._file.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # the last line of a process that was killed may be half a line
+        data = self._file.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]  # the last line of a process that was killed may be half a line
         try:
-            first, *rest = map(json.loads, whole.splitlines())
+            first, *rest = map(json.loads, whole.decode().split("\n")[:-1])
             before = dict(first["settings"])
             for line in rest:
-                trial = msgspec.convert(line["trial"], Trial)
-                self._known[trial.strategy, line["lr"]] = trial, _seconds(line["within"])
-        except (ValueError, KeyError, TypeError, msgspec.ValidationError):
+                one = msgspec.convert(line, _Line)
+                self._known[one.trial.strategy, one.lr] = one.trial, _seconds(one.within)
+        except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError):
             raise ConfigurationError(
-                f"{self._file} must hold kept trials, got something else; give another folder"
+                f"{self._file} must hold kept trials, got something else; give another folder with --keep"
             ) from None
         for name, value in self.settings.items():
             if before.get(name) != value:
@@ -97,8 +145,8 @@ class Kept:
                     f"{name} must be {before.get(name)} as of the trials kept in {self.folder}, got {value}; give "
                     "another folder with --keep"
                 )
-        if whole != text:
-            self._file.write_text(whole, encoding="utf-8")
+        if whole != data:
+            self._file.write_bytes(whole)
 
 
 def _seconds(within: float | None) -> float:

@@ -41,17 +41,17 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
         )
     mean = _short(float(times.mean()))
     if times.std() < STEADY * times.mean():
-        return Fit(Constant(mean), f"constant: {len(times)} durations differ by less than {STEADY:.1%}")
+        return Fit(Constant(mean), f"constant, for {len(times)} durations differ by less than {STEADY:.1%}")
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)
     limit = NEAR / math.sqrt(len(times)) + SLACK
-    said = f"its distribution is at most {distance:.3f} away from that of {len(times)} durations"
+    apart = f"{len(times)} durations, whose distribution is {distance:.2f} away from a lognormal law's"
     if distance <= limit:
-        return Fit(law, f"lognormal: {said}, which is within {limit:.3f}")
+        return Fit(law, f"lognormal, which fits {apart}: up to {limit:.2f} would pass for chance")
     return Fit(
         Empirical(_quantiles(times)),
-        f"measured quantiles: of a lognormal law {said}, which is beyond {limit:.3f}",
+        f"given by quantiles, for no named law fits {apart}: only up to {limit:.2f} would pass for chance",
     )
 
 

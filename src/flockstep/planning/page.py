@@ -8,11 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flockstep.planning.advice import Advice
-from flockstep.planning.criteria import worth
-from flockstep.planning.plan import KEEN, Outlook, combines
+from flockstep.planning.advice import Advice, slower
+from flockstep.planning.plan import KEEN, Outlook
 from flockstep.planning.scaling import Contender, best, faster
-from flockstep.planning.words import HEADINGS, TABLE_2, cells, row_of_table_2, scaling_sentence, unplanned
+from flockstep.planning.words import (
+    HEADINGS,
+    TABLE_2,
+    cells,
+    many,
+    row_of_table_2,
+    ruled_out,
+    scaling,
+    short,
+    unplanned,
+)
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 from flockstep.report.page import Drawing, Listing, Page
@@ -37,29 +46,31 @@ def render_plan(outlook: Outlook, advice: Advice) -> str:
 
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
     """Advice, pictures, and everything in them as tables too."""
-    chosen = next((place for place, one in enumerate(outlook.prospects) if one is advice.choice), None)
+    ranked = advice.ranked(outlook)
+    chosen = next((place for place, one in enumerate(ranked) if one is advice.choice), None)
+    rows = [cells(outlook, one, advice.worths[one.name]) for one in ranked]
     listings = [
         *further,
-        Listing("Predictions", PREDICTED, HEADINGS, [cells(outlook, one) for one in outlook.prospects], chosen),
-        Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in outlook.prospects], chosen),
+        Listing("Predictions", PREDICTED, HEADINGS, rows, chosen),
+        Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in ranked], chosen),
     ]
     drawings = []
     if outlook.curves:
         drawings.append(Drawing("scaling", "How it scales", SCALING, scaling_picture(outlook)))
         listings.append(scaling_table(outlook))
-    if outlook.workers > 1 and math.isfinite(outlook.site.link[1]):
-        best_there = best_map(outlook)
+    if outlook.workers > 1 and math.isfinite(outlook.site.link[1]) and (best_there := best_map(outlook, advice)):
         drawings.append(Drawing("map", "Where what is best", MAP, best_there.picture(outlook)))
         listings.append(best_there.table())
     return Page(
         brand="flockstep plan",
-        title=f"{outlook.task.name} on {outlook.workers} workers of {outlook.site.cluster.name}",
+        title=f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}",
         footer="Predictions, not measurements. MB = 1,000,000 bytes.",
         sentences=advice.sentences,
         lists=(
             ("Why", advice.reasons),
             ("What would change this", advice.changes),
-            ("Scaling", [scaling_sentence(one) for one in outlook.curves]),
+            ("Ruled out", ruled_out(advice.excluded)),
+            ("Scaling", scaling(outlook.curves, advice.excluded)),
             ("Not in these figures", [*outlook.left_out, *unplanned(outlook)]),
         ),
         drawings=drawings,
@@ -70,24 +81,27 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _DASHES = ("solid", "dot", "dashdot")
 PREDICTED = (
-    "Samples per second of all workers; seconds between two gradients of a worker; the share of them that it computes; "
-    "bytes that a worker sends in a step, and that pass the busiest server; versions by which an update is late, in "
-    "the mean and at most; memory on a worker; from a closed form or a rehearsal. The row in green is what is advised."
+    "Worth: how many times as quickly as one worker it is taken to advance, that is samples per second over how many "
+    "of them do the work of one of plain training; the most first, also where something is ruled out. Samples per "
+    "second of all workers; seconds between two gradients of a worker; the share of them that it computes; bytes that "
+    "a worker sends in a step, and that pass the busiest server; versions by which an update is late, on average and "
+    "at most; memory on a worker; from a closed form or a rehearsal. The row in green is what is advised."
 )
 GRADED = (
     "Table 2 of Langer et al. (2020), computed: whether the workers' data have to be alike, whether the best learning "
     "rate is higher or lower than one worker's, versions by which updates are late, hyper-parameters that the strategy "
-    "adds, how much of the slowest worker's delay everyone takes on, whether the others go on when a worker is gone, "
-    "how hard it is to get the same result again, and departures from plain training."
+    "adds, how much of the slowest worker's delay everyone takes on (over 100 %: it reaches into later steps), "
+    "whether the others go on when a worker is gone, how hard it is to get the same result again, and departures from "
+    "plain training."
 )
 SCALING = (
     "Samples per second over workers, from closed forms: constant times, and on top what the slowest worker costs. "
     "The thick dashed line: one worker alone."
 )
 MAP = (
-    "The strategy that is worth most, samples per second in terms of plain training's, over bandwidth and "
-    "parameters; the work of a gradient stays the same. The letters stand in the legend. The cross: this cluster and "
-    "model."
+    "The strategy that is worth most among those that meet the needs and fit in memory here, by samples per second in "
+    "terms of plain training, over bandwidth and parameters; the work of a gradient stays the same. The letters are "
+    "in the legend. The cross: this cluster and model."
 )
 
 
@@ -97,12 +111,12 @@ def scaling_picture(outlook: Outlook) -> Figure:
         {
             "type": "scatter",
             "mode": "lines+markers",
-            "name": safe(one.name),
+            "name": safe(short(one.name)),
             "x": one.workers,
             "y": one.samples_per_second,
             "line": {"color": COLOURS[place % len(COLOURS)], "dash": _DASHES[place % len(_DASHES)]},
             "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
-            "hovertemplate": "%{x} workers: %{y:.4s} samples/s<extra>" + safe(one.name) + "</extra>",
+            "hovertemplate": "workers %{x}: %{y:.4s} samples/s<extra>" + safe(short(one.name)) + "</extra>",
         }
         for place, one in enumerate(outlook.curves)
     ]
@@ -131,7 +145,7 @@ def scaling_table(outlook: Outlook) -> Listing:
     rows = []
     for one in outlook.curves:
         known = dict(zip(one.workers, one.samples_per_second, strict=True))
-        rows.append((one.name, *(_rate(known.get(n)) for n in sizes)))
+        rows.append((short(one.name), *(_rate(known.get(n)) for n in sizes)))
     headings = ("strategy", *(f"{n:,}" for n in sizes))
     return Listing("How it scales, in figures", "Samples per second over workers.", headings, rows)
 
@@ -163,7 +177,7 @@ class Map:
     @property
     def key(self) -> str:
         """What the letters mean."""
-        meant = "; ".join(f"{self.letter(name)}: {name}" for name in self.kinds)
+        meant = "; ".join(f"{self.letter(name)}: {short(name)}" for name in self.kinds)
         return f"Parameters over the bandwidth of the slowest link. {meant}."
 
     def table(self) -> Listing:
@@ -186,7 +200,7 @@ class Map:
             "textfont": {"size": 12, "color": "#ffffff"},
             "customdata": [
                 [
-                    f"{speed(x)}, {amount(y)} parameters: {safe(name)}"
+                    f"{speed(x)}, {amount(y)} parameters: {safe(short(name))}"
                     for x, name in zip(self.bandwidths, row, strict=True)
                 ]
                 for y, row in zip(self.sizes, self.names, strict=True)
@@ -200,7 +214,7 @@ class Map:
             "hovertemplate": "%{customdata}<extra></extra>",
         }
         keys = [
-            _mark(f"{self.letter(kind)}: {kind}", None, None, colour, "square")
+            _mark(f"{self.letter(kind)}: {short(kind)}", None, None, colour, "square")
             for kind, colour in zip(kinds, colours, strict=True)
         ]
         here = _mark("this cluster and model", outlook.site.link[1], outlook.site.task.elements, INK, "x")
@@ -213,32 +227,30 @@ class Map:
         }
 
 
-def best_map(outlook: Outlook) -> Map:
-    """What is best around this cluster and model."""
-    site = outlook.site
+def best_map(outlook: Outlook, advice: Advice) -> Map | None:
+    """What is best around this cluster and model, of what meets the needs; None where nothing does."""
+    site, rivals = outlook.site, _rivals(outlook, advice)
+    if not rivals:
+        return None
     factors = [RANGE ** (2 * i / (CELLS - 1) - 1) for i in range(CELLS)]
-    rivals = _rivals(outlook)
+
+    def there(size: float, quick: float) -> str:
+        moved = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
+        return best(rivals, moved, outlook.workers, slower=slower(advice.needs))
+
     return Map(
         tuple(site.link[1] * one for one in factors),
         tuple(site.task.elements * one for one in factors),
-        tuple(tuple(_best(outlook, rivals, size, quick) for quick in factors) for size in factors),
+        tuple(tuple(there(size, quick) for quick in factors) for size in factors),
     )
 
 
-def _rivals(outlook: Outlook) -> list[Contender]:
-    """Those that are worth most here, and one worker."""
-    ranked = sorted(
-        (one for one in outlook.contenders if combines(one.found)),
-        key=lambda one: -worth(one.found.samples_per_second, one.need),
-    )
-    return [one for one in ranked if one.pace is not None][:KEEN] + [one for one in ranked if one.pace is None]
-
-
-def _best(outlook: Outlook, rivals: list[Contender], size: float, quick: float) -> str:
-    """With so many times the parameters, and the bandwidth."""
-    site = outlook.site
-    there = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
-    return best(rivals, there, outlook.workers)
+def _rivals(outlook: Outlook, advice: Advice) -> list[Contender]:
+    """Those that meet the needs and are worth most here, and one worker if it does."""
+    out = {name for name, _ in advice.excluded}
+    left = [one for one in outlook.contenders if one.name not in out]
+    left.sort(key=lambda one: -advice.worths[one.name])
+    return [one for one in left if one.pace is not None][:KEEN] + [one for one in left if one.pace is None]
 
 
 def _mark(name: str, x: float | None, y: float | None, colour: str, symbol: str) -> dict[str, Any]:

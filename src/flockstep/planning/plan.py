@@ -11,7 +11,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import Criteria, criteria, departures, need, worth
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, pace, prospect
-from flockstep.planning.scaling import Contender, Crossover, Curve, crossovers, curve
+from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import Site, Task
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.power_sgd import PowerSgd
@@ -29,10 +29,12 @@ COMPOSED = (
     "powersgd(rank=1)",
 )
 """What is considered besides every registered strategy as it is."""
+MOST = WORKERS[-1]
+"""Workers that a plan is made for: of more, some costs take minutes to work out."""
 CURVES = 6
 """Strategies whose scaling is told."""
 KEEN = 6
-"""Contenders among whom crossovers are looked for: those that are worth most."""
+"""Contenders on the map: those that are worth most."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Outlook:
     site: Site
     workers: int
     prospects: tuple[Prospect, ...]
-    """By samples a second, the most first; one worker alone among them."""
+    """By what their samples a second are worth, the most first; one worker alone among them."""
     refused: tuple[tuple[str, str], ...]
     """What cannot run there, and why."""
     left_out: tuple[str, ...]
@@ -50,7 +52,8 @@ class Outlook:
     contenders: tuple[Contender, ...]
     """Those that can be asked about other circumstances, one worker first."""
     curves: tuple[Curve, ...] = ()
-    crossovers: tuple[Crossover, ...] = ()
+    further: bool = False
+    """Whether it was asked how strategies scale, and what would change which is best."""
 
     @property
     def task(self) -> Task:
@@ -115,7 +118,6 @@ class Outlook:
             ],
             "refused": [{"name": name, "why": why} for name, why in self.refused],
             "scaling": [one.document() for one in self.curves],
-            "crossovers": [one.document() for one in self.crossovers],
             "left_out": list(self.left_out),
         }
 
@@ -136,10 +138,14 @@ def plan(
     change which is best. `say` hears what is looked at.
 
     Raises:
-        ConfigurationError: the cluster cannot have so many workers, or a strategy is none.
+        ConfigurationError: the cluster cannot have so many workers, nor can a plan, or a strategy is none.
     """
     site = Site(task, cluster)
     count = cluster.workers if workers is None else workers
+    if count > MOST:
+        raise ConfigurationError(
+            f"a plan looks at up to {MOST:,} workers, got {count:,}; give {MOST:,} or fewer with --workers"
+        )
     site.compute(count)
     found, refused = [alone(site)], list[tuple[str, str]]()
     for strategy in candidates(strategies, site):
@@ -149,12 +155,12 @@ def plan(
             found.append(prospect(strategy, site, count, rehearse or bool(strategies)))
         except ConfigurationError as error:
             refused.append((str(strategy), str(error)))
-    found.sort(key=lambda one: -one.samples_per_second)
+    found.sort(key=lambda one: -worth(one.samples_per_second, need(one, site)))
     rivals = _contenders(found, site)
-    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found), tuple(rivals))
+    outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(rivals))
     if not further:
         return outlook
-    say("scaling and crossovers")
+    say("scaling")
     return _further(outlook)
 
 
@@ -194,7 +200,7 @@ def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
     for one in found:
         known = pace(one, site)
         if known is not None or one.strategy is None:
-            rivals.append(Contender(one, need(one, site), known))
+            rivals.append(Contender(one, need(one, site), known, site))
     return sorted(rivals, key=lambda one: one.pace is not None)
 
 
@@ -203,9 +209,7 @@ def _further(outlook: Outlook) -> Outlook:
     combining = [one for one in ranked if one.pace is None or combines(one.found)]
     many = [one for one in combining if one.pace is not None]
     curves = [curve(one, outlook.site, outlook.alone.samples_per_second) for one in many[:CURVES]]
-    keen = many[:KEEN] + [one for one in combining if one.pace is None]
-    changes = crossovers(keen, outlook.site, outlook.workers)
-    return replace(outlook, curves=tuple(curves), crossovers=changes)
+    return replace(outlook, curves=tuple(curves), further=True)
 
 
 def combines(found: Prospect) -> bool:
@@ -213,13 +217,25 @@ def combines(found: Prospect) -> bool:
     return found.strategy is None or found.sent > 0
 
 
-def left_out(site: Site, found: list[Prospect]) -> tuple[str, ...]:
+def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]:
     """What the predictions do not know."""
     said = site.assumptions()
+    if workers > site.cluster.workers:
+        said.insert(0, _more(site.cluster, workers))
     said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
     said.append("reading data, evaluating, starting, and what the operating system and other programs take")
     if site.cluster.failures:
         said.append(f"failures: about {site.cluster.failures * 86400:.2g} a day on all machines together")
     if any(one.source == "rehearsal" for one in found):
-        said.append("rehearsed strategies were run for a few steps with one set of random times")
+        said.append("rehearsed strategies were run for some tens or hundreds of steps with one set of random times")
     return tuple(said)
+
+
+def _more(cluster: ClusterShape, workers: int) -> str:
+    """That there are fewer workers than were asked for, and what the others are taken to be."""
+    machines = len(cluster.placed(workers))
+    if machines > cluster.nodes:
+        taken = f"taken to be on more machines of the same, {machines:,} instead of {cluster.nodes:,}"
+    else:
+        taken = "taken to share its machines"
+    return f"{cluster.name} has {cluster.workers:,} workers: {workers:,} are {taken}"

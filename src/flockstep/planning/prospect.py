@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,10 +10,12 @@ from flockstep.codecs.base import Codec
 from flockstep.costs import order_statistics
 from flockstep.costs.setting import Rates as Free
 from flockstep.costs.setting import StepCost
-from flockstep.costs.steps import NoForm, step_cost
+from flockstep.costs.steps import NoForm, has_form, step_cost
 from flockstep.errors import ConfigurationError
-from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import Site
+from flockstep.frameworks.job import make_engine
+from flockstep.planning.rehearsal import Rehearsal, rehearse
+from flockstep.planning.stand_in import Lessons, Unrehearsed
+from flockstep.planning.task import Site, Task
 from flockstep.simulation.compute import ComputeModel, Constant, SharedCores, SlowSpells
 from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
@@ -23,8 +26,7 @@ MOST = 64
 """Workers above which nothing is rehearsed: it would take too long."""
 FEW = 16
 """Workers up to which everything is rehearsed where links differ, which closed forms cannot say."""
-STEPS = 16
-"""Of a rehearsal."""
+PILING = "nobody waits for messages, but they would pile up: a step counts as long as its bytes take"
 SPREAD = 0.01
 """Share of a gradient that the slowest worker has to be late for stragglers to count."""
 FACTOR, LENGTH = 5.0, 10
@@ -58,6 +60,8 @@ class Prospect:
     source: Literal["form", "rehearsal"]
     """Where the figures are from."""
     notes: tuple[str, ...] = ()
+    memory_is_least: bool = False
+    """Whether `memory` leaves out what the strategy itself keeps."""
 
     @property
     def lossless(self) -> bool:
@@ -68,7 +72,7 @@ class Prospect:
         """As plain data."""
         names = (
             "name workers seconds utilisation sent server_bytes staleness staleness_bound samples_per_second memory "
-            "source"
+            "memory_is_least source"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
 
@@ -94,29 +98,37 @@ def alone(site: Site) -> Prospect:
     return Prospect(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, task.nbytes * (2.0 + task.slots), "form")
 
 
-def prospect(strategy: Strategy, site: Site, workers: int, may_rehearse: bool = True, steps: int = STEPS) -> Prospect:
+def prospect(
+    strategy: Strategy, site: Site, workers: int, may_rehearse: bool = True, steps: int | None = None
+) -> Prospect:
     """The prediction for a strategy; rehearsed where there is no form, or where links differ and workers are few.
 
     Unless it `may_rehearse`: then what has no form is refused, and every link counts as slow as the slowest. A
-    rehearsal has so many `steps`.
+    rehearsal has so many `steps`; None: as many as it takes.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers, or nothing can tell what it would take.
     """
     strategy.check(workers)
     uneven = not isinstance(site.cluster.network(workers), Link)
+    notes = tuple[str, ...]()
     if uneven and workers <= FEW and may_rehearse:
-        return _rehearsed(strategy, site, workers, steps)
+        try:
+            return _rehearsed(strategy, site, workers, steps)
+        except Unrehearsed as why:
+            if not has_form(strategy):
+                raise
+            notes += (f"from a closed form, since {why}",)
     try:
         cost = step_cost(strategy, site.setting(strategy, workers))
     except NoForm:
         if not may_rehearse:
             raise
         return _rehearsed(strategy, site, workers, steps)
-    notes = cost.notes + (("every link counts as slow as the slowest",) if uneven else ())
+    notes = cost.notes + notes + (("every link counts as slow as the slowest",) if uneven else ())
     least = _least(cost.sent, site)
     if least > cost.seconds:
-        notes += ("nobody waits for messages, but they would pile up: a step counts as long as its bytes take",)
+        notes += (PILING,)
         cost = _slowed(cost, least)
     return _of_cost(strategy, workers, cost, notes)
 
@@ -163,7 +175,7 @@ def _apart(strategy: Strategy, site: Site, workers: int) -> float:
         return setting.updating(setting.elements) + (setting.elements / setting.rates.encode if coding else 0.0)
 
 
-def _rehearsed(strategy: Strategy, site: Site, workers: int, steps: int) -> Prospect:
+def _rehearsed(strategy: Strategy, site: Site, workers: int, steps: int | None) -> Prospect:
     if workers > MOST:
         raise ConfigurationError(
             f"{strategy} has no closed form, and {workers} workers are too many to rehearse; plan for {MOST} or fewer"
@@ -175,29 +187,69 @@ def _rehearsed(strategy: Strategy, site: Site, workers: int, steps: int) -> Pros
         task.nbytes,
         site.compute(workers),
         site.cluster.network(workers),
-        tensors=task.sizes,
+        tensors=task.tensors,
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
         steps=steps,
+        lessons=lessons(strategy, task),
     )
-    server = found.server_sent_per_step
-    extra = _apart(strategy, site, workers)
-    seconds = found.seconds_per_step + extra
+    return _of_rehearsal(strategy, site, workers, found)
+
+
+def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> Prospect:
+    """With the time that coding, updating and overfull cards and links take on top."""
+    task, server = site.task, found.server_sent_per_step
+    received = workers * found.sent_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
+    played = found.seconds_per_step
+    worked = played + _apart(strategy, site, workers)
+    pace = found.steps_per_second / workers * played / worked if played else math.inf
+    card = _at_least(max(found.sent_per_step, server, received), site, workers)
+    seconds = max(worked + found.piling, worked * pace * card if played else card)
+    pace = pace * worked / seconds if played else 1 / seconds if seconds else math.inf
     return Prospect(
         str(strategy),
         strategy,
         workers,
         seconds,
-        found.utilisation * found.seconds_per_step / seconds if seconds else 1.0,
+        found.utilisation * played / seconds if seconds else 1.0,
         found.sent_per_step,
-        server + workers * found.sent_per_step / max(1, strategy.servers_for(workers)) if server else 0.0,
+        server + received,
         found.staleness,
         None,
-        workers * task.batch / seconds if seconds else float("inf"),
+        found.batches * task.batch * workers * pace,
         task.nbytes * (2.0 + task.slots),
         "rehearsal",
-        (f"{steps} steps in virtual time", "memory is the least: parameters, gradient, optimiser"),
+        _remarks(found, seconds > worked),
+        memory_is_least=True,
     )
+
+
+def lessons(strategy: Strategy, task: Task) -> Lessons:
+    """What a rehearsal has to know of a job: its samples and layers only where a strategy may ask for them."""
+    if not strategy.traits.needs_job or task.job is None:
+        return Lessons(task.batch)
+    engine = make_engine(task.job(0), 0)
+    return Lessons(task.batch, engine.train_size, engine.layers(task.batch))
+
+
+def _at_least(nbytes: float, site: Site, workers: int) -> float:
+    """Seconds in which so many bytes pass a card: where links differ, the fastest, since not all need pass the others.
+
+    One machine whose workers need no link has none to be slow.
+    """
+    wires = site.cluster.wires
+    if isinstance(site.cluster.network(workers), Link):
+        return _least(nbytes, site)
+    return nbytes / max(wire.bandwidth for wire in wires) if wires else 0.0
+
+
+def _remarks(found: Rehearsal, piled: bool) -> tuple[str, ...]:
+    said = [f"{found.steps} steps in virtual time"]
+    if not found.settled:
+        said.append("its halves differ by more than 5 %")
+    if piled:
+        said.append(PILING)
+    return (*said, "memory is the least: parameters, gradient, optimiser")
 
 
 @dataclass(frozen=True)
@@ -224,8 +276,12 @@ class Pace:
 
     def samples_per_second(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Of all workers."""
+        return self.at(site, workers, law)[1]
+
+    def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> tuple[float, float]:
+        """Both."""
         seconds, share = self._step(site, workers, law)
-        return self.used * share * workers * site.task.batch / seconds
+        return seconds, self.used * share * workers * site.task.batch / seconds
 
     def _step(self, site: Site, workers: int, law: ComputeModel | None) -> tuple[float, float]:
         """Its seconds, and the share of gradients that would count with constant times."""

@@ -16,6 +16,8 @@ from flockstep.optimizers.base import Optimizer
 ELEMENTS = 1 << 20
 """As large as a model of 4 MB."""
 ROUNDS = 5
+PRODUCT = 512
+"""Rows and columns of the matrices whose product tells operations per second."""
 CODECS = ("half",)
 OPTIMIZERS = ("sgd(lr=0.1)", "adam(lr=0.001)")
 
@@ -46,6 +48,13 @@ def measure_rates(
     for text in optimizers:
         steps[text] = _rate(elements, _stepping(Optimizer.parse(text), array, out), rounds)
     return Rates(encode, decode, steps)
+
+
+def measure_operations(size: int = PRODUCT, rounds: int = ROUNDS) -> float:
+    """Floating-point operations per second of a product of two square float32 matrices here, the median over rounds."""
+    one, other = np.random.default_rng(0).standard_normal((2, size, size), np.float32)
+    out = np.empty((size, size), np.float32)
+    return _rate(2 * size**3, lambda: np.matmul(one, other, out=out), rounds)
 
 
 def _encoding(codec: Codec, array: np.ndarray, random: np.random.Generator) -> Callable[[], object]:

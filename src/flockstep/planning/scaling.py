@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flockstep.costs import order_statistics
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import worth
+from flockstep.planning.criteria import need, worth
 from flockstep.planning.prospect import FACTOR, LENGTH, Pace, Prospect
 from flockstep.planning.task import Site
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
@@ -24,8 +25,8 @@ GRAPH = 1024
 """Workers up to which it is."""
 PAYS = 1.1
 """How many times as many samples a second twice the workers have to give, to pay."""
-SCAN = 7
-"""Points between which a change of the best is looked for."""
+SCAN = 6
+"""Points on either side of what is, between which a change of the best is looked for."""
 HALVINGS = 6
 """Of the interval in which it lies."""
 REACH = 1000.0
@@ -42,6 +43,8 @@ class Contender:
     need: float
     """How many of its samples do the work of one of plain training."""
     pace: Pace | None
+    site: Site = field(repr=False)
+    """Where the plan is made."""
 
     @property
     def name(self) -> str:
@@ -50,17 +53,46 @@ class Contender:
 
     def rate(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Samples a second; 0 where it cannot run."""
-        if self.pace is None:
-            return self.found.samples_per_second
-        if workers > GRAPH and self.pace.strategy.cell is not None and self.pace.strategy.cell.topology in GRAPHS:
-            return 0.0
+        return self.found.samples_per_second if self.pace is None else self._paced(site, workers, law)[1]
+
+    def _paced(self, site: Site, workers: int, law: ComputeModel | None) -> tuple[float, float]:
+        """Seconds of a step, and samples a second; 0 where it cannot run."""
+        assert self.pace is not None
+        cell = self.pace.strategy.cell
+        if workers > GRAPH and cell is not None and cell.topology in GRAPHS:
+            return 0.0, 0.0
         try:
-            return self.pace.samples_per_second(site, workers, law)
+            return self.pace.at(site, workers, law)
         except ConfigurationError:
+            return 0.0, 0.0
+
+    def worth(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
+        """Samples a second in terms of plain training's, where all but computing takes `slower` times as long."""
+        if self.pace is None:
+            return worth(self.found.samples_per_second, self.need)
+        seconds, rate = self._paced(site, workers, law)
+        if rate <= 0:
             return 0.0
+        if slower != 1:
+            rate /= waiting(min(1.0, self._computing(site, workers, law) / seconds), slower)
+        sent = self.found.sent * site.task.nbytes / self.site.task.nbytes
+        return worth(rate, need(replace(self.found, workers=workers, seconds=seconds, sent=sent), site))
+
+    def _computing(self, site: Site, workers: int, law: ComputeModel | None) -> float:
+        """Seconds of a step that a worker computes, from what they are where the plan is made."""
+        here, there = self.site.compute(self.found.workers), site.compute(workers) if law is None else law
+        ratio = order_statistics.mean(there, workers) / (order_statistics.mean(here, self.found.workers) or 1.0)
+        return self.found.utilisation * self.found.seconds * ratio
+
+
+def waiting(share: float, slower: float) -> float:
+    """How many times as long a step takes, `share` of it computing, where the rest takes `slower` times as long."""
+    return share + slower * (1 - share)
 
 
 Rivals = Sequence[Contender]
+Ask = Callable[[float, Contender], float]
+"""What a contender is worth at a value of what is varied."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where another strategy becomes the best."""
+    """The nearest place at which another strategy becomes better than the one that is chosen here."""
 
     quantity: str
     """bandwidth (bytes per second), parameters, or straggling: the probability that a slow spell begins at a step."""
@@ -107,31 +139,48 @@ def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORK
     return Curve(one.name, workers, rates, max(pays, default=1), min(beats, default=None))
 
 
-def crossovers(contenders: Sequence[Contender], site: Site, workers: int) -> tuple[Crossover, ...]:
-    """Every place at which the best changes, of bandwidth, model size and stragglers, one varied at a time."""
-    if workers < 2 or len(contenders) < 2:
+def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower: float = 1.0) -> tuple[Crossover, ...]:
+    """Where another of them becomes better than `choice`: of bandwidth, model size and stragglers the nearest place.
+
+    One is varied at a time, up and down from what it is; `slower`: as of `Contender.worth`. None where the choice is
+    not among them, as it has no closed form.
+    """
+    bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
+    chosen = next((one for one in contenders if one.name == choice), None)
+    if workers < 2 or chosen is None or not math.isfinite(bandwidth):
         return ()
-    bandwidth, size = site.link[1], float(site.task.elements)
-    law = site.compute(workers)
+    here = chosen.worth(site, workers, slower=slower)
+    # Within what closed forms leave out, others may be ahead already.
+    rivals = [one for one in contenders if one is not chosen and one.worth(site, workers, slower=slower) <= here]
 
-    def by_bandwidth(value: float, among: Rivals = contenders) -> str:
-        return best(among, replace(site, cluster=faster(site.cluster, value / bandwidth)), workers)
+    def by_bandwidth(value: float, one: Contender) -> float:
+        return one.worth(replace(site, cluster=faster(site.cluster, value / bandwidth)), workers, slower=slower)
 
-    def by_size(value: float, among: Rivals = contenders) -> str:
-        return best(among, replace(site, task=site.task.scaled(value / size)), workers)
+    def by_size(value: float, one: Contender) -> float:
+        return one.worth(replace(site, task=site.task.scaled(value / size)), workers, slower=slower)
 
-    def by_straggling(value: float, among: Rivals = contenders) -> str:
-        return best(among, site, workers, _straggling(law, value))
+    def by_straggling(value: float, one: Contender) -> float:
+        return one.worth(site, workers, _straggling(law, value), slower)
 
-    found = _changes("bandwidth", by_bandwidth, contenders, bandwidth, bandwidth / REACH, bandwidth * REACH)
-    found += _changes("parameters", by_size, contenders, size, max(1.0, size / REACH), size * REACH)
-    found += _changes("straggling", by_straggling, contenders, 0.0, RARE, USUAL)
-    return tuple(found)
+    rare = [math.exp(math.log(RARE) + i * math.log(USUAL / RARE) / SCAN) for i in range(SCAN + 1)]
+    found = [
+        _leaves("bandwidth", by_bandwidth, chosen, rivals, bandwidth, _from(bandwidth, 1 / REACH)),
+        _leaves("bandwidth", by_bandwidth, chosen, rivals, bandwidth, _from(bandwidth, REACH)),
+        _leaves("parameters", by_size, chosen, rivals, size, _from(size, max(1 / size, 1 / REACH))),
+        _leaves("parameters", by_size, chosen, rivals, size, _from(size, REACH)),
+        _leaves("straggling", by_straggling, chosen, rivals, 0.0, rare),
+    ]
+    return tuple(one for one in found if one is not None)
 
 
-def best(contenders: Sequence[Contender], site: Site, workers: int, law: ComputeModel | None = None) -> str:
+def _from(here: float, reach: float) -> Iterable[float]:
+    """Points from here to so many times that."""
+    return [here * reach ** ((i + 1) / SCAN) for i in range(SCAN)]
+
+
+def best(contenders: Rivals, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> str:
     """The name of the one that is worth most."""
-    return max(contenders, key=lambda one: worth(one.rate(site, workers, law), one.need)).name
+    return max(contenders, key=lambda one: one.worth(site, workers, law, slower)).name
 
 
 def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
@@ -146,25 +195,31 @@ def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
     return SlowSpells(law, probability, FACTOR, LENGTH)
 
 
-def _changes(
-    quantity: str, choose: Callable[..., str], rivals: Rivals, here: float, low: float, high: float
-) -> list[Crossover]:
-    """Where `choose` says something else, by bisection on a logarithmic scale between points of a scan.
+def _leaves(
+    quantity: str, ask: Ask, chosen: Contender, rivals: Rivals, here: float, points: Iterable[float]
+) -> Crossover | None:
+    """The first place on the way along `points` where a rival is ahead of the one that is chosen here.
 
-    Between two points only the two that are best there are compared: a third that is best in between is missed.
+    Between two points only those are compared that are ahead at the second: who is ahead in between alone is missed.
     """
-    points = [math.exp(math.log(low) + i * math.log(high / low) / (SCAN - 1)) for i in range(SCAN)]
-    names = [choose(point) for point in points]
-    found = []
-    for (lower, before), (upper, after) in itertools.pairwise(zip(points, names, strict=True)):
-        if before == after:
-            continue
-        two = [one for one in rivals if one.name in (before, after)]
-        for _ in range(HALVINGS):
-            middle = math.sqrt(lower * upper)
-            if choose(middle, two) == before:
-                lower = middle
-            else:
-                upper = middle
-        found.append(Crossover(quantity, math.sqrt(lower * upper), here, before, after))
-    return found
+    if here > 0:  # as far as it is known there: of a model that is scaled shapes are not, on which some depend
+        least = ask(here, chosen)
+        rivals = [one for one in rivals if ask(here, one) <= least] if least > 0 else []
+    near = here
+    for far in points:
+        ahead = _ahead(ask, far, chosen, rivals)
+        for _ in range(HALVINGS if ahead and near > 0 else 0):
+            middle = math.sqrt(near * far)
+            earlier = _ahead(ask, middle, chosen, ahead)
+            near, far, ahead = (near, middle, earlier) if earlier else (middle, far, ahead)
+        if ahead:
+            other = max(ahead, key=lambda one: ask(far, one)).name
+            below, above = (chosen.name, other) if far > here else (other, chosen.name)
+            return Crossover(quantity, math.sqrt(near * far) if near > 0 else far, here, below, above)
+        near = far
+    return None
+
+
+def _ahead(ask: Ask, value: float, chosen: Contender, rivals: Rivals) -> list[Contender]:
+    least = ask(value, chosen)
+    return [one for one in rivals if ask(value, one) > least]

@@ -54,6 +54,8 @@ class Task:
     optimizer: Optimizer | None = None
     job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
     """The job of a run with that seed; None: only sizes are known, and nothing can be trained."""
+    file: Path | None = field(default=None, compare=False)
+    """The Python file that the job is from; None: it is built in, or was given as an object."""
 
     @property
     def itemsize(self) -> int:
@@ -148,8 +150,15 @@ class Site:
 
     def assumptions(self) -> list[str]:
         """What was taken for granted because neither job nor cluster says it."""
-        said = []
-        if self.cluster.job != self.task.name and self.seconds is None:
+        said = ["memory is without what layers put out, which flockstep layers tells"]
+        if len({group.speed for group in self.cluster.groups}) > 1:
+            said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
+        if self.seconds is not None:
+            said.append(
+                f"a gradient is taken to last {self.seconds:.3g} s at speed 1, for its operations and the overhead; "
+                f"what {self.cluster.name} calls compute says only how much that varies"
+            )
+        elif self.cluster.job != self.task.name:
             mean = mean_of(self.cluster.law)
             said.append(
                 f"a gradient is taken to last {mean:.3g} s as on {self.cluster.name}, whatever the job: "
@@ -187,7 +196,7 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
     def job(seed: int) -> Job:
         return replace(load_job(what, seed) if given is None else given, batch=task.batch)
 
-    return replace(task, job=job)
+    return replace(task, job=job, file=Path(what) if given is None and what.endswith(".py") else None)
 
 
 def _has_job(path: Path) -> bool:

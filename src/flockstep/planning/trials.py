@@ -173,12 +173,16 @@ def goal_of(job: Job, target: float | None) -> float:
     """The metric that is to be reached.
 
     Raises:
-        ConfigurationError: neither the job nor anyone else says it.
+        ConfigurationError: neither the job nor anyone else says it, or it is no accuracy where the metric is that.
     """
     goal = job.target if target is None else target
     if goal is None or not math.isfinite(goal):
         raise ConfigurationError(
             f"time to target needs a finite target, got {goal} of {job.name}; give one with --target, such as 0.95"
+        )
+    if job.metric == "accuracy" and not 0 < goal <= 1:
+        raise ConfigurationError(
+            f"the target of {job.name} must be an accuracy, above 0 and up to 1, got {goal:g}; give one such as 0.95"
         )
     return goal
 

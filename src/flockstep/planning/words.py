@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flockstep.planning.plan import Outlook
+from flockstep.planning.criteria import NEVER, is_synchronous, lateness
+from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Curve
 from flockstep.report.words import NONE, number, seconds, share, size
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 HEADINGS = (
     "strategy",
+    "worth",
     "samples/s",
     "step",
     "computes",
@@ -27,46 +31,122 @@ HEADINGS = (
 CHECK_HEADINGS = (
     "strategy",
     "workers",
-    "step predicted",
+    "step",
     "measured",
     "error",
-    "bytes predicted",
+    "samples/s",
+    "measured",
+    "error",
+    "bytes",
     "measured",
     "error",
     "from",
 )
 
 
-def cells(outlook: Outlook, found: Prospect) -> tuple[str, ...]:
-    """A row of the table."""
+LITTLE = 1e-3
+"""Worth below which it does not matter how little."""
+_NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
+"""A float, in an expression."""
+_LONG = 6
+"""Figures up to which one without an exponent is left as it is."""
+
+
+def short(text: str) -> str:
+    """An expression with its numbers written as briefly as they can be: 4000000000.0 as 4e9."""
+    return _NUMBER.sub(lambda found: _brief(found[0]), text)
+
+
+def _brief(text: str) -> str:
+    if "e" not in text and len(text) <= _LONG:
+        return text
+    whole, _, power = f"{float(text):e}".partition("e")
+    brief = f"{whole.rstrip('0').rstrip('.')}e{int(power)}"
+    return brief if len(brief) < len(text) and float(brief) == float(text) else text
+
+
+def many(count: int, noun: str, plural: str | None = None) -> str:
+    """So many things: "1 worker", "1,024 workers"; `plural` where an s does not make it."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def as_much(ratio: float, what: str = "many") -> str:
+    """A ratio: "3.2 times as many", "as many", "85 % as many"."""
+    if 0.995 <= ratio < 1.005:
+        return f"as {what}"
+    if ratio < 1:
+        return f"{share(ratio)} as {what}"
+    return f"{number(ratio, 3 if ratio < 1.05 else 2)} times as {what}"
+
+
+def late(outlook: Outlook, found: Prospect) -> float | None:
+    """Versions by which its updates are late in the mean; None where it has none, and all wait for each other."""
+    if found.staleness is not None or found.strategy is None or not combines(found):
+        return found.staleness
+    return None if is_synchronous(found.strategy.cell, found.strategy.traits) else lateness(found, outlook.site)
+
+
+def _late(outlook: Outlook, found: Prospect) -> str:
+    versions = late(outlook, found)
+    return NONE if versions is None else number(versions, 2) if versions < NEVER else "ever more"
+
+
+def exposed(exposure: float | None) -> str:
+    """How much of the slowest worker's delay everyone takes on: over all of it where it reaches into later steps."""
+    if exposure is None:
+        return NONE
+    return "over 100 %" if exposure >= 1.005 else share(exposure)
+
+
+def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
+    """A row of the table; `worth`: how many times as quickly as one worker it is taken to advance."""
     bound = found.staleness_bound
     return (
-        found.name,
+        short(found.name),
+        number(worth) if worth >= LITTLE else f"< {LITTLE:g}",
         number(found.samples_per_second),
         seconds(found.seconds),
         share(found.utilisation),
         size(found.sent),
         size(found.server_bytes) if found.server_bytes else NONE,
-        NONE if found.staleness is None else number(found.staleness, 2),
+        _late(outlook, found),
         NONE if bound is None else str(bound),
-        size(found.memory),
+        f"≥ {size(found.memory)}" if found.memory_is_least else size(found.memory),
         found.source,
     )
 
 
 def scaling_sentence(one: Curve) -> str:
     """Where a strategy begins and stops to pay."""
+    name = short(one.name)
     if one.beats_one_from is None:
-        return f"{one.name} never gets through more than one worker alone"
-    far = "as far as was looked" if one.pays_to == one.workers[-1] else f"up to {one.pays_to} workers"
-    return f"{one.name} beats one worker from {one.beats_one_from} workers on; doubling them pays {far}"
+        return f"{name} never gets through more than one worker alone"
+    begins = f"{name} beats one worker from {many(one.beats_one_from, 'worker')} on"
+    if one.pays_to <= 1:
+        return f"{begins}; doubling them does not pay"
+    far = f"as far as {one.pays_to:,}" if one.pays_to == one.workers[-1] else f"up to {many(one.pays_to, 'worker')}"
+    return f"{begins}; doubling them pays {far}"
+
+
+def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """How strategies scale, those that are ruled out marked as such."""
+    out = {name for name, _ in excluded}
+    return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
+
+
+def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Strategies that do not meet the needs, by reason."""
+    return tuple(
+        f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
+        for reason in dict.fromkeys(why for _, why in excluded)
+    )
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
     """What is not in the table, in a sentence or two."""
     formless = [name for name, why in outlook.refused if "no closed form" in why]
     others = [(name, why) for name, why in outlook.refused if name not in formless]
-    said = [f"{name}: {why}" for name, why in others]
+    said = [f"{short(name)}: {why}" for name, why in others]
     if formless:
         said.append(f"without a closed form, rehearsed by --all: {', '.join(formless)}")
     return tuple(said)
@@ -75,18 +155,30 @@ def unplanned(outlook: Outlook) -> tuple[str, ...]:
 def check_cells(one: Check) -> tuple[str, ...]:
     """A row of prediction beside measurement."""
     return (
-        one.strategy,
+        short(one.strategy),
         str(one.workers),
         seconds(one.predicted.seconds),
         seconds(one.measured.seconds),
-        f"{one.error:+.1%}",
+        _error(one.error),
+        number(one.predicted.rate),
+        number(one.measured.rate),
+        _error(one.rate_error),
         size(one.predicted.sent),
         size(one.measured.sent),
-        NONE if one.sent_error is None else f"{one.sent_error:+.1%}",
+        _error(one.sent_error),
         one.source,
     )
 
 
+def _error(value: float | None) -> str:
+    """Signed, in percent; without a sign where it rounds to nothing."""
+    if value is None:
+        return NONE
+    return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"
+
+
+RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
+"""OptLR in words."""
 TABLE_2 = (
     "strategy",
     "technique",
@@ -106,13 +198,13 @@ def row_of_table_2(outlook: Outlook, found: Prospect) -> tuple[str, ...]:
     """A strategy's criteria."""
     row = outlook.criteria(found)
     return (
-        found.name,
+        short(found.name),
         row.technique,
         "needed" if row.balanced_data else "not needed",
-        row.learning_rate,
-        NONE if row.overlap is None else number(row.overlap, 2),
+        RATES[row.learning_rate],
+        _late(outlook, found),
         str(row.hyper_parameters),
-        NONE if row.exposure is None else f"{row.exposure:.0%}",
+        exposed(row.exposure),
         "yes" if row.survives else "no",
         row.reproducible,
         str(len(outlook.departures(found))),

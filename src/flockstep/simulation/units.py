@@ -49,6 +49,18 @@ def duration(value: str | float, name: str = "duration") -> float:
     return number * scale
 
 
+def with_unit(text: str, name: str, example: str) -> str:
+    """`text`, which somebody wrote where a number alone does not say of what.
+
+    Raises:
+        ConfigurationError: it has no unit; `name` says whose, `example` how to write it.
+    """
+    number, unit = _split(text)
+    if number is not None and not unit:
+        raise ConfigurationError(f"{name} must have a unit, got {text!r}; write it like {example!r}")
+    return text
+
+
 def _split(value: object) -> tuple[float | None, str]:
     """Number (None: there is none) and unit."""
     if not isinstance(value, str):

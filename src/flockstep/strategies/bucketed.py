@@ -11,6 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import SIZED
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -28,8 +29,8 @@ class Bucketed(Strategy):
     so that buckets overlap with each other only.
     """
 
-    cap: float = 25.0
-    first: float = 1.0
+    cap: float = field(default=25.0, metadata=SIZED)
+    first: float = field(default=1.0, metadata=SIZED)
     accumulate: int = 1
     collective: Collective = field(default_factory=Ring)
 

@@ -12,6 +12,7 @@ from flockstep.codecs.dct import Dct
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import ELEMENTS
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -36,8 +37,8 @@ class Demo(Strategy):
     """
 
     beta: float = 0.999
-    k: int = 32
-    chunk: int = 64
+    k: int = field(default=32, metadata=ELEMENTS)
+    chunk: int = field(default=64, metadata=ELEMENTS)
     collective: Collective = field(default_factory=Ring)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import SIZED
 from flockstep.messages import Note
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -27,7 +28,7 @@ class Fused(Strategy):
     the last buffer is done. In processes of their own all tensors are complete at once: after backward.
     """
 
-    fusion: float = 64.0
+    fusion: float = field(default=64.0, metadata=SIZED)
     collective: Collective = field(default_factory=Ring)
 
     def __post_init__(self) -> None:

@@ -33,13 +33,13 @@ class Facts:
     """Two colours suffice so that no edge joins workers of one colour."""
     period: int
     """Steps after which the matrices repeat; 1: always the same."""
-    whole: Matrix = field(repr=False, compare=False)
-    """The product of the matrices of a period."""
+    matrices: tuple[Matrix, ...] = field(repr=False, compare=False)
+    """Those of a period."""
 
     @cached_property
     def spectral_gap(self) -> float:
         """1 - rho, where rho is the factor by which a whole period shrinks disagreement (in the long run)."""
-        return spectral_gap(self.whole)
+        return spectral_gap(reduce(lambda product, w: w @ product, self.matrices))
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -74,7 +74,7 @@ def facts(topology: Topology, n: int) -> Facts:
         connected=nx.is_strongly_connected(graph) if directed else nx.is_connected(graph),
         bipartite=nx.is_bipartite(both_ways),
         period=len(matrices),
-        whole=reduce(lambda product, w: w @ product, matrices),
+        matrices=matrices,
     )
 
 

@@ -93,7 +93,7 @@ def _with_folds(workers: int, each: int) -> float:
 
 def notes_of(setting: Setting, chain: Chain | None) -> list[str]:
     """What is left out of a meeting."""
-    return [] if known(setting, chain) else ["random times: as if the collective began when the last worker is there"]
+    return [] if known(setting, chain) else ["as if the collective began when the last worker is there: at the most"]
 
 
 @form.register

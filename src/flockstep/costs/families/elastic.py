@@ -18,7 +18,8 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging
 @form.register
 def _(strategy: ElasticAveraging, setting: Setting) -> StepCost:
     period, n = strategy.period, setting.workers
-    seconds = queues.visits(setting, period, 0.0, setting.nbytes, setting.nbytes) / period
+    periods = queues.visits(setting, period, 0.0, setting.nbytes, setting.nbytes)
+    seconds = sum(periods) / n / period
     notes = ["random times: from a recurrence over the arrivals at the server's card"]
     if order_statistics.certain(setting.compute):
         notes = []
@@ -29,6 +30,7 @@ def _(strategy: ElasticAveraging, setting: Setting) -> StepCost:
         setting.nbytes / period,
         2 / period,
         copies=3.0 if isinstance(strategy, ElasticMomentum) else 2.0,
+        used=queues.rates(periods),
         servers=(nbytes, nbytes),
         notes=notes,
     )

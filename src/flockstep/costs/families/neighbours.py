@@ -85,14 +85,20 @@ def _cost(
 
 @form.register
 def _(strategy: PairwiseAveraging, setting: Setting) -> StepCost:
-    """Who asks takes the longer of a gradient and an exchange, 2 (L + b); who is asked never waits."""
+    """Who asks takes the longer of a gradient and an exchange, 2 (L + b); who is asked never waits.
+
+    Those who are asked count with as many gradients as if they took turns with the others in waiting: what they compute
+    between two exchanges beyond that is on a model of their own.
+    """
     n = setting.workers
     asking, _ = sides(strategy.topology, n, f"adpsgd on {strategy.topology}")
     active = set(asking) if n > 1 else set[int]()
     exchange = 2 * setting.message(setting.nbytes) + setting.reducing(setting.elements)
     computes = queues.computing(setting)
     periods = [
-        order_statistics.at_least(setting.compute, exchange, rank) if rank in active else computes[rank]
+        max(order_statistics.at_least(setting.compute, exchange, rank), computes[rank])
+        if rank in active
+        else computes[rank]
         for rank in range(n)
     ]
     seconds = sum(periods) / n
@@ -103,6 +109,6 @@ def _(strategy: PairwiseAveraging, setting: Setting) -> StepCost:
         2 * asked * setting.nbytes,
         2 * asked,
         copies=1.0,
-        used=sum(seconds / period for period in periods) / n if all(periods) else 1.0,
+        used=queues.rates(computes),
         notes=["workers that ask the same neighbour at the same time do not wait for each other"],
     )

@@ -33,7 +33,7 @@ def _free(setting: Setting, models: float, copies: float, acknowledgements: floa
         models * setting.nbytes,
         models + acknowledgements,
         copies=copies,
-        used=sum(seconds / time for time in times) / len(times) if all(times) else 1.0,
+        used=queues.rates(times),
         notes=notes,
     )
 

@@ -51,7 +51,8 @@ def _(strategy: Downpour, setting: Setting) -> StepCost:
         raise no_form(strategy, "pushes and fetches that come at different steps, or to several shards, meet by chance")
     period, n, pushed = strategy.n_push, setting.workers, setting.encoded(strategy.codec)
     coding = setting.coding(strategy.codec, setting.elements) + setting.updating(setting.elements)
-    seconds = queues.visits(setting, period, pushed, setting.nbytes, 0.0) / period
+    periods = queues.visits(setting, period, pushed, setting.nbytes, 0.0)
+    seconds = sum(periods) / n / period
     late = staleness.mean_staleness(n, 1)
     return step(
         setting,
@@ -59,6 +60,7 @@ def _(strategy: Downpour, setting: Setting) -> StepCost:
         pushed / period,
         1 / period,
         copies=2.0,
+        used=queues.rates(periods),
         servers=(n * setting.nbytes / period, n * pushed / period),
         staleness=(late, None),
         notes=[] if order_statistics.certain(setting.compute) else ["random times: from a recurrence over arrivals"],
@@ -201,7 +203,7 @@ def _asynchronous(
         float(strategy.shards),
         copies=_kept(strategy),
         slots=0,
-        used=sum(seconds / period for period in periods) / n if seconds else 1.0,
+        used=queues.rates(periods),
         servers=(n * float(max(pulled)), n * float(max(pushed))),
         staleness=late,
         notes=notes,

@@ -1,0 +1,215 @@
+"""What advice says: which strategy to take, why, and what would change that."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flockstep.planning.criteria import approximates, drops
+from flockstep.planning.plan import Outlook, combines
+from flockstep.planning.prospect import Prospect
+from flockstep.planning.scaling import Crossover
+from flockstep.planning.words import RATES, as_much, exposed, late, many, short
+from flockstep.report import words
+from flockstep.report.layers import amount
+from flockstep.report.layouts import speed
+
+FEW = 0.001
+"""Share of steps under which slow spells are the first."""
+CLOSE = 2.0
+"""Times as fast up to which it is said by how much faster."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the sentences are about."""
+
+    outlook: Outlook
+    left: Sequence[Prospect]
+    """Those that meet the needs, the best first."""
+    worths: Mapping[str, float]
+    """How many times as quickly as one worker each is taken to advance, under the needs."""
+    meanings: Sequence[str]
+    """Of the needs."""
+
+    def worth(self, found: Prospect) -> float:
+        """As in `worths`."""
+        return self.worths[found.name]
+
+    @property
+    def second(self) -> Prospect | None:
+        """The runner-up."""
+        return self.left[1] if len(self.left) > 1 else None
+
+
+def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """That no strategy meets what is asked, and why."""
+    why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
+    single = f"{alone.name}: {why.pop(alone.name)}"
+    too_large = memory is not None and alone.memory > memory
+    if too_large:
+        single = f"{alone.name} needs {words.size(alone.memory)} and has {words.size(memory)}"
+    others = list(why.values())
+    said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
+    way = "plan for machines with more memory" if too_large else "leave out a --need"
+    return (f"Nothing here meets what is asked: {'; '.join(said)}.", f"To get advice, {way}.")
+
+
+def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
+    """What to do."""
+    outlook = case.outlook
+    rate = f"{words.number(choice.samples_per_second)} samples a second"
+    if choice.strategy is None:
+        return (f"Stay on one worker: {rate}.", *_rather(case, choice))
+    more = choice.samples_per_second / outlook.alone.samples_per_second
+    where = many(choice.workers, "worker")
+    said = f"Take {short(choice.name)} on {where}: {rate}, {as_much(more)} as one worker gets through."
+    return (said, *_uncompressed(case, choice))
+
+
+def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
+    """Why the most that all workers get through is not taken."""
+    rivals = [one for one in case.left if one.strategy is not None and combines(one)]
+    if not rivals:
+        return ("Nothing else here meets what is asked.",)
+    if case.outlook.workers == 1:
+        return ()
+    best = max(rivals, key=lambda one: one.samples_per_second)
+    ratio = best.samples_per_second / choice.samples_per_second
+    said = (
+        f"The most that {many(best.workers, 'worker')} of {case.outlook.site.cluster.name} get through is "
+        f"{words.number(best.samples_per_second)}, with {short(best.name)}, or {as_much(ratio)}"
+    )
+    if ratio < 1 or case.worth(best) >= case.worth(choice):
+        return (f"{said}.",)
+    return (f"{said}, but {_dear(case, best)}.",)
+
+
+def _dear(case: Case, found: Prospect) -> str:
+    need = words.number(case.outlook.need(found))
+    return (
+        f"{need} of those are taken to do the work of one of plain training, so that it advances "
+        f"{as_much(case.worth(found), 'quickly')} as one worker"
+    )
+
+
+def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
+    """Why nothing is compressed, where something that is allowed to would be worth less."""
+    compressed = [one for one in case.left if approximates(one) and not drops(one)]
+    if approximates(choice) or not compressed:
+        return ()
+    best = max(compressed, key=case.worth)
+    if case.worth(best) >= case.worth(choice):
+        return ()
+    ratio = best.samples_per_second / choice.samples_per_second
+    if ratio <= 1.005:
+        slower = as_much(case.worth(best) / case.worth(choice), "quickly")
+        return (f"Do not compress: the best that does, {short(best.name)}, would advance {slower}.",)
+    said = (
+        f"Compression would get through {as_much(ratio)} samples, with {short(best.name)}, but {_dear(case, best)}, "
+        f"and {short(choice.name)} {as_much(case.worth(choice), 'quickly')}."
+    )
+    return (said,)
+
+
+def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
+    """Why it is the choice."""
+    outlook = case.outlook
+    latency, bandwidth = outlook.site.link
+    said = []
+    if bandwidth < float("inf"):
+        takes = outlook.task.nbytes / bandwidth
+        said.append(
+            f"The model has {words.size(outlook.task.nbytes)}, which the slowest link passes in "
+            f"{words.seconds(takes + latency)}; a gradient takes "
+            f"{words.seconds(outlook.alone.seconds)} on the fastest worker."
+        )
+    if choice.strategy is not None:
+        said += [_step(choice), _graded(outlook, choice)]
+    departs = outlook.departures(choice)
+    if departs:
+        said.append(
+            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.need(choice))} of its "
+            "samples are taken to do the work of one, so that it advances "
+            f"{as_much(case.worth(choice), 'quickly')} as one worker."
+        )
+    said += [f"It counts that {one}." for one in case.meanings]
+    if case.second is not None:
+        said.append(
+            f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "
+            f"a second and {words.number(outlook.need(case.second))} of them to one of plain training."
+        )
+    return tuple(said)
+
+
+def _step(choice: Prospect) -> str:
+    return (
+        f"A step takes {words.seconds(choice.seconds)}, of which a worker computes {words.share(choice.utilisation)}; "
+        f"it sends {words.size(choice.sent)} ({'closed form' if choice.source == 'form' else 'rehearsed'})."
+    )
+
+
+def _graded(outlook: Outlook, choice: Prospect) -> str:
+    row, versions = outlook.criteria(choice), late(outlook, choice)
+    parts = [f"the learning rate {_RATES[row.learning_rate]}"]
+    if versions:
+        parts.append(f"updates are {words.number(versions, 2)} versions late in the mean")
+    parts.append(many(row.hyper_parameters, "more hyper-parameter") if row.hyper_parameters else _NO_MORE)
+    if row.exposure is not None:
+        parts.append(f"everyone waits for {exposed(row.exposure)} of the slowest one's delay")
+    parts.append(f"the same result again is {row.reproducible} to get")
+    return f"By Table 2 it is {row.technique}: {', '.join(parts)}."
+
+
+_NO_MORE = "there are no more hyper-parameters"
+_RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']}", "lower": "has to be lower"}
+
+
+def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
+    """Where another that meets the needs becomes better, how far the runner-up is behind, and how to find out."""
+    said = []
+    for one in crossovers:
+        other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
+        said.append(f"{quantity(one, side)} it would be {short(other)}")
+    second = case.second
+    if second is None:
+        return tuple(said)
+    ratio = second.samples_per_second / choice.samples_per_second
+    if case.outlook.need(second) > case.outlook.need(choice) and ratio > 1.005:
+        said.append(
+            f"if lateness, approximation and models apart cost this job nothing, {short(second.name)} would be better: "
+            f"it gets through {as_much(ratio)} samples"
+        )
+    elif 0 < case.worth(second) <= case.worth(choice):
+        said.append(f"{short(second.name)} would have to become {_faster(case.worth(choice) / case.worth(second))}")
+    return (*said, *(() if tried else _measured(case.outlook, choice, second)))
+
+
+def _faster(ratio: float) -> str:
+    if ratio < 1.001:
+        return "less than 0.1 % faster: the two are as good as equal"
+    return f"{words.share(ratio - 1)} faster" if ratio < CLOSE else f"{words.number(ratio, 2)} times as fast"
+
+
+def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str, ...]:
+    """A command that compares the two with real gradients, where there is a job."""
+    if outlook.task.job is None:
+        return ()
+    named = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
+    options = " ".join(f"-s {one}" for one in named)
+    if len(named) == 2:
+        job = shlex.quote(outlook.task.name)
+        return (f"their accuracy, measured: flockstep compare {job} --simulate -n {outlook.workers} {options}",)
+    return (f"their time to target, measured: the same command with --simulate {options}",)
+
+
+def quantity(one: Crossover, side: str) -> str:
+    """That a crossover's quantity is above or below its value, in words."""
+    if one.quantity == "bandwidth":
+        return f"{side} {speed(one.value)} (now {speed(one.here)})"
+    if one.quantity == "parameters":
+        return f"{side} {amount(one.value)} parameters (now {amount(one.here)})"
+    if one.value < FEW:
+        return "with the first slow spells (fewer than 0.1 % of steps)"
+    return f"where more than {words.share(one.value)} of steps begin a slow spell"

@@ -1,0 +1,246 @@
+"""What is trained in a rehearsal: arrays in the shapes of a model, with nothing to compute.
+
+A model that is small enough stands for itself. Of a larger one matrices shrink to smaller matrices, every byte of
+payload counts for many, and what a strategy has to say of sizes shrinks alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec, Shape
+from flockstep.collectives.base import Collective
+from flockstep.errors import ConfigurationError
+from flockstep.expression import ELEMENTS, SIZED, Component
+from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.numpy import Model, NumpyEngine
+from flockstep.messages import HEADER_BYTES, Address
+from flockstep.nodes import Cluster
+from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.simulation.network import Fabric, Network, Transit
+
+DTYPES = {2: "float16", 4: "float32", 8: "float64"}
+"""Of elements of so many bytes."""
+BATCHES = 16
+"""Batches that every worker has, where the job's samples are not known."""
+
+C = TypeVar("C", bound=Component)
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What is known of a job's samples."""
+
+    batch: int = 1
+    samples: int | None = None
+    """To train on; None: not known."""
+    layers: tuple[Layer, ...] | None = None
+    """Those whose gradients can be had as factors; None: not known."""
+
+
+class StandIn(NumpyEngine):
+    """The engine of a rehearsal. `factor`: how many bytes of the model a byte of it stands for."""
+
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        model_bytes: float,
+        dtype_bytes: int,
+        lessons: Lessons,
+        workers: int,
+        optimizer: Optimizer | None,
+        seed: int,
+    ):
+        samples = max(lessons.samples or BATCHES * lessons.batch * workers, workers)
+        job = _job(samples, lessons.batch, optimizer)
+        super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
+        self.factor = model_bytes / self.schema.nbytes
+        self._lessons = lessons
+        self._asked, self._counted = 0, 0
+
+    @property
+    def batches(self) -> float:
+        """How many batches of samples a gradient was over, in the mean."""
+        return self._counted / (self._asked * self._lessons.batch) if self._asked else 1.0
+
+    def gradients(
+        self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Slopes of a bowl."""
+        self._asked += len(indices)
+        self._counted += indices.size
+        return super().gradients(params, indices, out, replicas, steps)
+
+    def layers(self, batch: int) -> tuple[Layer, ...]:
+        """Those of the job.
+
+        Raises:
+            ConfigurationError: they are not known, or the stand-in is smaller than the model.
+        """
+        if self._lessons.layers is None:
+            raise ConfigurationError(
+                "factors are of fully connected layers, and of this model only sizes are known; plan it for a job"
+            )
+        if self._lessons.layers and self.factor != 1:
+            raise Shrunk(f"factors of layers do not shrink as a stand-in of {self.schema.size} elements does")
+        return self._lessons.layers
+
+    def factored(
+        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+    ) -> float:
+        """As `gradient`, packed with factors of nothing."""
+        dense = np.empty_like(params)
+        loss = self.gradient(params, indices, dense, replica, step)
+        empty = [
+            (np.zeros((one.products, one.rows), dense.dtype), np.zeros((one.products, one.columns), dense.dtype))
+            for one in sorted(layers)
+        ]
+        Packing(len(dense), layers).pack(dense, empty, out)
+        return loss
+
+    def distil(
+        self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
+    ) -> float:
+        """The gradient: what teachers say costs no virtual time of its own."""
+        return self.gradient(params, indices, out, replica, step)
+
+    def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
+        """Nothing is learnt."""
+        return Evaluation(0.0, 0.0)
+
+
+class Unrehearsed(ConfigurationError):
+    """No rehearsal can tell what a strategy would take here."""
+
+
+class Shrunk(Unrehearsed):
+    """A stand-in that is smaller than the model cannot say what the model itself would take."""
+
+
+class _Bowl(Model):
+    """Half of the mean of h w², with a different h for every w, so that a second-order method has something to do."""
+
+    def __init__(self, shapes: tuple[Shape, ...], dtype: str):
+        self.dtype = dtype
+        self._shapes = shapes
+        self._slopes = {
+            name: np.linspace(1e-3, 2e-3, math.prod(shape), dtype=dtype).reshape(shape)
+            for name, shape in self.shapes.items()
+        }
+        self._size = sum(map(math.prod, shapes))
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return {f"w{i}": shape for i, shape in enumerate(self._shapes)}
+
+    def initial(self, random: np.random.Generator) -> dict[str, FlatArray]:
+        return {name: random.standard_normal(size=shape, dtype=np.float32) for name, shape in self.shapes.items()}
+
+    def gradients(
+        self, params: Mapping[str, FlatArray], x: FlatArray, y: FlatArray, out: Mapping[str, FlatArray]
+    ) -> FlatArray:
+        losses = np.zeros(len(x))
+        for name, array in out.items():
+            np.multiply(self._slopes[name], params[name], out=array)
+            flat = array.reshape(len(array), -1), params[name].reshape(len(array), -1)
+            losses += np.einsum("ij,ij->i", *flat)
+        return losses / 2
+
+    def outputs(self, params: Mapping[str, FlatArray], x: FlatArray) -> FlatArray:
+        return x
+
+    def loss(self, params: Mapping[str, FlatArray], outputs: FlatArray, y: FlatArray) -> float:
+        return 0.0
+
+
+def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
+    x, y = np.zeros((samples, 1)), np.zeros(samples)
+
+    def data() -> Data:
+        return Data(x, y, x[:1], y[:1])
+
+    return Job(lambda: None, data, optimizer or SGD(lr=0.01), metric=lambda outputs, targets: 0.0, batch=batch)
+
+
+def shrunk(shapes: Sequence[Shape], elements: int) -> tuple[Shape, ...]:
+    """Shapes of as many axes in about the same proportions, with about so many elements in all."""
+    share = min(1.0, elements / max(1, sum(map(math.prod, shapes))))
+    return tuple(_smaller(shape, share) for shape in shapes) if share < 1 else tuple(shapes)
+
+
+def _smaller(shape: Shape, share: float) -> Shape:
+    """A shape with that share of the elements: of a matrix, or a stack of kernels, the two longest axes shrink."""
+    longest = sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
+    sides = list(shape)
+    for axis in longest:
+        sides[axis] = max(1, round(shape[axis] * share ** (1 / len(longest))))
+    return tuple(sides)
+
+
+def scaled(component: C, factor: float) -> C:
+    """The component with what it says of sizes as many times as small, also in its parts."""
+    if factor == 1:
+        return component
+    changed: dict[str, Any] = {}
+    for one in dataclasses.fields(component):  # type: ignore[arg-type]
+        value = getattr(component, one.name)
+        if isinstance(value, Component):
+            value = scaled(value, factor)
+        elif one.metadata == SIZED:
+            value = round(value / factor) if isinstance(value, int) else value / factor
+        if one.init and value != getattr(component, one.name):
+            changed[one.name] = value
+    return dataclasses.replace(component, **changed) if changed else component  # type: ignore[type-var]
+
+
+def longest_cycle(component: Component, most: int) -> int:
+    """The largest whole number up to `most` that may count steps, of a component and its parts: its period, or more.
+
+    More does no harm, and codecs and collectives count elements and pieces.
+    """
+    found = 1
+    for one in dataclasses.fields(component):  # type: ignore[arg-type]
+        value = getattr(component, one.name)
+        if one.metadata in (ELEMENTS, SIZED):
+            continue
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Component) and not isinstance(part, (Codec, Collective)):
+                found = max(found, longest_cycle(part, most))
+            elif isinstance(part, int) and not isinstance(part, bool) and part <= most:
+                found = max(found, part)
+    return found
+
+
+class _Scaled(Fabric):
+    """A network on which every byte of payload weighs as much as `factor` bytes."""
+
+    def __init__(self, fabric: Fabric, factor: float):
+        self._inner = fabric
+        self._factor = factor
+
+    def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
+        return self._inner.depart(source, to, HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._factor), t)
+
+    def advance(self, transit: Transit) -> bool:
+        return self._inner.advance(transit)
+
+
+@dataclass(frozen=True)
+class Heavy(Network):
+    """A network on which payloads weigh `factor` times as much."""
+
+    network: Network
+    factor: float
+
+    def start(self, cluster: Cluster) -> Fabric:
+        """The network's own hops."""
+        return _Scaled(self.network.start(cluster), self.factor)

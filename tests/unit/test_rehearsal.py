@@ -1,0 +1,213 @@
+"""Rehearsals: against the records of long runs in virtual time, and what they must refuse or bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from flockstep.costs.cluster_reading import load_cluster, read_cluster
+from flockstep.costs.setting import Setting
+from flockstep.costs.steps import step_cost
+from flockstep.drivers.setup import load_job
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.simulate import simulate
+from flockstep.planning import rehearsal
+from flockstep.planning.prospect import lessons, prospect
+from flockstep.planning.rehearsal import AGREE, Rehearsal, rehearse
+from flockstep.planning.stand_in import Unrehearsed, longest_cycle, scaled, shrunk
+from flockstep.planning.task import Site, Task, task_of
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Step
+from flockstep.records.folder import RunFolder
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+
+JOB = "softmax(features=300, train=512, test=64, batch=16)"
+WORKERS, STEPS = 4, 400
+NETWORK, COMPUTE = "link(2e6, 0.001)", "lognormal(0.01, sigma=0.2)"
+LIKE = (
+    "local_sgd(period=32)",
+    "streaming_diloco",
+    "powersgd",
+    "demo",
+    "bucketed(cap=0.005, first=0.001)",
+    "mpca",
+    "codistillation",
+    "easgd(period=32)",
+    "sufficient_factors",
+    "all_reduce(codec=topk, feedback=residual)",
+)
+
+
+@functools.cache
+def task() -> Task:
+    return task_of(JOB, None, load_job(JOB, 0))
+
+
+def rehearsed(text: str, **more: object) -> Rehearsal:
+    strategy, its = Strategy.parse(text), task()
+    laws = ComputeModel.parse(COMPUTE), Network.parse(NETWORK)
+    known = {"tensors": its.tensors, "optimizer": its.optimizer, "lessons": lessons(strategy, its), **more}
+    return rehearse(strategy, WORKERS, its.nbytes, *laws, dtype_bytes=its.itemsize, **known)  # type: ignore[arg-type]
+
+
+def recorded(text: str, folder: Path) -> tuple[float, float]:
+    """Seconds and bytes of a step in a long run with real gradients, the first quarter left out."""
+    simulate(
+        RunConfig(
+            kind="simulate", job=JOB, strategy=text, workers=WORKERS, steps=STEPS, network=NETWORK, compute=COMPUTE
+        ),
+        folder,
+    )
+    steps = [one for one in RunFolder(folder).read_events() if isinstance(one, Step) and one.step > STEPS // 4]
+    took = statistics.fmean(one.compute + one.wait + one.comm for one in steps)
+    return took, statistics.fmean(one.sent for one in steps)
+
+
+@pytest.mark.parametrize("text", LIKE)
+def test_a_rehearsal_is_like_a_long_run(text: str, tmp_path: Path) -> None:
+    seconds, sent = recorded(text, tmp_path / "run")
+    found = rehearsed(text)
+    assert found.seconds_per_step == pytest.approx(seconds, rel=0.05)
+    assert found.sent_per_step == pytest.approx(sent, rel=0.05)
+
+
+def test_few_steps_and_flat_tensors_are_not(tmp_path: Path) -> None:
+    """What rehearsals once were: 16 steps, and one-dimensional tensors."""
+    _, sent = recorded("local_sgd(period=32)", tmp_path / "periods")
+    assert rehearsed("local_sgd(period=32)", steps=16).sent_per_step == 0 < sent
+    for text in ("powersgd", "demo"):
+        _, sent = recorded(text, tmp_path / text)
+        assert rehearsed(text, tensors=task().sizes).sent_per_step > 1.2 * sent
+
+
+def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> Site:
+    text = f'compute = "{compute}"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
+    return Site(task(), read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test"))
+
+
+@pytest.mark.parametrize(
+    "text", ["all_reduce", "local_sgd(period=32)", "streaming_diloco", "powersgd", "codistillation"]
+)
+def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(text: str) -> None:
+    """Two sites: steps are those of a run of 600, and bytes those of the model's own matrices."""
+    strategy, site = Strategy.parse(text), Site(task(), load_cluster("two-sites"))
+    found = prospect(strategy, site, 4)
+    assert found.source == "rehearsal"
+    laws, its = (site.compute(4), site.cluster.network(4)), site.task
+    long = rehearse(strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, lessons=lessons(strategy, its))
+    assert found.sent == pytest.approx(long.sent_per_step, rel=0.05)
+    assert found.seconds >= 0.95 * long.seconds_per_step
+    assert found.sent > 0
+
+
+def test_all_reduce_on_two_sites_is_no_power_sgd() -> None:
+    site = Site(task(), load_cluster("two-sites"))
+    few, all_of_it = (prospect(Strategy.parse(text), site, 4).sent for text in ("powersgd", "all_reduce"))
+    assert few < all_of_it / 3
+
+
+def test_what_piles_up_counts_as_long_as_it_takes() -> None:
+    """Nobody waits in gossip; a worker's card, and the links between sites, do not carry more than they can."""
+    site = cluster("1mbit", "constant(0.00001)")
+    for text in ("tree_easgd", "gossip"):
+        found = prospect(Strategy.parse(text), site, 4)
+        assert found.seconds >= 0.99 * found.sent / site.link[1]
+        assert found.samples_per_second <= 1.01 * 4 * site.task.batch * site.link[1] / found.sent
+    piled = prospect(
+        Strategy.parse("broadcast"), Site(Task("stand-in", 100_000, work=1e6), load_cluster("two-sites")), 4
+    )
+    assert any("pile up" in note for note in piled.notes)
+    calm = prospect(Strategy.parse("tree_easgd"), cluster("10gbit", "constant(1)"), 4)
+    assert not any("pile up" in note for note in calm.notes)
+    assert calm.seconds == pytest.approx(1, rel=0.01)
+
+
+def test_a_server_s_card_counts_too() -> None:
+    found = prospect(Strategy.parse("factor_server"), cluster("1mbit", "constant(0.0001)", count=8), 8)
+    assert found.source == "rehearsal"
+    assert found.seconds >= 0.5 * found.server_bytes / 125_000
+
+
+@pytest.mark.parametrize("text", ["ensemble", "tree_server", "gossip", "tree_easgd", "codistillation"])
+def test_gradients_that_take_no_time(text: str) -> None:
+    found = prospect(Strategy.parse(text), cluster("1gbit", "constant(0)"), 4)
+    assert found.samples_per_second > 0
+    assert found.seconds >= 0
+
+
+def test_workers_of_different_speed_that_run_freely_each_count_at_their_own_pace() -> None:
+    law = ComputeModel.parse("speeds(constant(0.01), (1, 2, 4))")
+    free = rehearse(Strategy.parse("gossip"), 3, 4e4, law, Network.parse("link(1e9, 0.0001)"))
+    assert free.steps_per_second == pytest.approx(100 * (1 + 1 / 2 + 1 / 4), rel=0.02)
+    assert free.seconds_per_step == pytest.approx(0.01 * (1 + 2 + 4) / 3, rel=0.02)
+    bound = rehearse(Strategy.parse("all_reduce"), 3, 4e4, law, Network.parse("link(1e9, 0.0001)"))
+    assert bound.steps_per_second == pytest.approx(3 / bound.seconds_per_step)
+    assert bound.seconds_per_step == pytest.approx(0.04, rel=0.05)
+
+
+def test_who_sends_nothing_however_long_it_is_looked_at_is_refused() -> None:
+    with pytest.raises(Unrehearsed, match="sent nothing"):
+        rehearsed("local_sgd(period=5000)")
+    assert rehearsed("ensemble").sent_per_step == 0
+    found = prospect(Strategy.parse("local_sgd(period=5000)"), Site(task(), load_cluster("two-sites")), 4)
+    assert found.source == "form"
+    assert any("sent nothing" in note for note in found.notes)
+
+
+def test_memory_of_a_rehearsal_is_marked_as_the_least() -> None:
+    assert prospect(Strategy.parse("tree_server"), cluster(), 4).memory_is_least
+    assert not prospect(Strategy.parse("all_reduce"), cluster(), 4).memory_is_least
+
+
+LARGE = Task("large", 40_000_000, ((5000, 4000), (4000, 5000)))
+
+
+@pytest.mark.parametrize("text", ["bucketed", "all_reduce(collective=auto)", "local_sgd(period=32)"])
+def test_sizes_shrink_with_the_stand_in(text: str) -> None:
+    """A large model's buckets are as many as the form says, and take as long."""
+    law = ComputeModel.parse("constant(0.05)")
+    form = step_cost(Strategy.parse(text), Setting(4, LARGE.elements, law, 5e-5, 1.25e9, tensors=LARGE.tensors))
+    network = Network.parse("link(1.25e9, 0.00005)")
+    found = rehearse(Strategy.parse(text), 4, LARGE.nbytes, law, network, tensors=LARGE.tensors)
+    assert found.seconds_per_step == pytest.approx(form.seconds, rel=0.02)
+    assert found.sent_per_step == pytest.approx(form.sent, rel=0.02)
+
+
+def test_what_no_stand_in_can_say_is_refused() -> None:
+    site = dataclasses.replace(cluster(), task=LARGE)
+    with pytest.raises(ConfigurationError, match="stand-in of 8,192"):
+        rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
+                 tensors=LARGE.tensors)  # fmt: skip
+    with pytest.raises(ConfigurationError, match="only sizes are known"):
+        prospect(Strategy.parse("sufficient_factors"), site, 4)
+
+
+def test_matrices_shrink_to_matrices() -> None:
+    found = shrunk((*LARGE.tensors, (64, 32, 3, 3), (4000,)), 8192)
+    assert [len(shape) for shape in found] == [2, 2, 4, 1]
+    assert sum(map(math.prod, found)) == pytest.approx(8192, rel=0.1)
+    assert found[2][2:] == (3, 3)
+    assert shrunk(((3, 4),), 8192) == ((3, 4),)
+
+
+def test_what_counts_as_a_cycle_and_what_as_a_size() -> None:
+    cycles = {"local_sgd(period=32)": 32, "streaming_diloco": 100, "all_reduce": 1, "demo": 1, "codistillation": 50}
+    assert {text: longest_cycle(Strategy.parse(text), 640) for text in cycles} == cycles
+    assert longest_cycle(Strategy.parse("streaming_diloco"), 50) == 5
+    assert scaled(Strategy.parse("bucketed"), 100) == Strategy.parse("bucketed(cap=0.25, first=0.01)")
+    assert scaled(Strategy.parse("all_reduce"), 100) == Strategy.parse("all_reduce")
+
+
+def test_halves_that_differ_are_said() -> None:
+    assert 0 < AGREE < 1
+    assert rehearsed("all_reduce").settled
+    assert rehearsed("all_reduce").steps < rehearsal.STEPS
+    rare = rehearsed("mpca")
+    assert rare.settled or rare.steps > rehearsal.STEPS
