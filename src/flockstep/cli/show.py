@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -11,8 +12,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flockstep.launchers.supervisor import Standing
 from flockstep.messages import Address, node_name
+
+if TYPE_CHECKING:
+    from flockstep.launchers.supervisor import Standing
 
 console = Console(stderr=True)
 

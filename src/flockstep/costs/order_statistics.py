@@ -45,6 +45,7 @@ def harmonic(n: int) -> float:
     return math.fsum(1 / i for i in range(1, n + 1))
 
 
+@functools.lru_cache(maxsize=1024)
 def mean(law: ComputeModel, workers: int = 1) -> float:
     """Mean seconds of a gradient, over all workers."""
     return math.fsum(mean_of_worker(law, rank) for rank in range(workers)) / workers

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from typing import Any, Literal
 
 import numpy as np
 
 from flockstep.codecs.base import Codec
+from flockstep.codecs.bfloat16 import Bfloat16
+from flockstep.codecs.half import Half
+from flockstep.codecs.top import TopK
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.prospect import Pace, Prospect, codecs_of
@@ -249,9 +252,35 @@ def compression(found: Prospect, site: Site) -> tuple[float, float]:
     return noise, held
 
 
-@lru_cache(maxsize=256)
+@singledispatch
 def lost(codec: Codec) -> float:
     """Share of the energy of a Laplacian random array that is not in its encoding; 1 where it cannot be tried."""
+    return _tried(codec)
+
+
+@lost.register
+def _(codec: Half) -> float:
+    """About what rounding to 11 binary digits costs."""
+    return 2.0**-22 / 6
+
+
+@lost.register
+def _(codec: Bfloat16) -> float:
+    """About what rounding to 8 binary digits costs."""
+    return 2.0**-16 / 6
+
+
+@lost.register
+def _(codec: TopK) -> float:
+    """p (ln² p - 2 ln p + 2) / 2 of the energy is in the largest share p."""
+    if codec.bucket or not codec.values.lossless:
+        return _tried(codec)
+    fall = -math.log(codec.ratio)
+    return 1 - codec.ratio * (fall * fall + 2 * fall + 2) / 2
+
+
+@lru_cache(maxsize=256)
+def _tried(codec: Codec) -> float:
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
         fit = codec.on(((TRIED,),)).at(0)
