@@ -78,7 +78,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
     kept = tmp_path / "k" / "trials.jsonl"
     options = ["softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--simulate", "--keep", str(kept.parent)]
     run = RealRun(["plan", *options, "--trials", "100000"], tmp_path / "plan.html")
-    wait_until(lambda: content(kept).count(b"\n") > 2 or not run.going(), PATIENCE, "two trials kept")
+    wait_until(lambda: content(kept).count(b"\n") > 3 or not run.going(), PATIENCE, "three trials kept, two told of")
     run.fault(signal.SIGINT, "main")
     ended = run.end()
     assert ended.code == 130
