@@ -13,13 +13,10 @@ from flockstep.codecs.dct import Dct
 from flockstep.codecs.tiling import restored, tilings, transformed
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.testing.codecs import check_codec
+from support.codecs import rng
 
 SHAPES = ((24, 30), (13,), (16, 3, 3), (2, 2), (40,), ())
 SIZE = sum(map(math.prod, SHAPES))
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def sample(dtype="float64", seed=0):

@@ -19,11 +19,7 @@ from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import check_composition, encode
 from flockstep.testing.codecs import check_codec
 from flockstep.testing.feedback import check_nothing_lost
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
+from support.codecs import rng
 
 floats32 = hnp.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32))
 

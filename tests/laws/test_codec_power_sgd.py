@@ -11,13 +11,10 @@ from flockstep.arrays.kernels import numpy_dtype, seed_from
 from flockstep.codecs.power import PowerSgd
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.testing.codecs import check_codec
+from support.codecs import rng
 
 SHAPES = ((20, 30), (7,), (16, 3, 3), (2, 2), (40, 6))
 SIZE = sum(map(math.prod, SHAPES))
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def sample(dtype="float64", seed=0):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.arrays import kernels
 from flockstep.codecs.bfloat16 import Bfloat16
 from flockstep.codecs.int8 import Int8
 from flockstep.codecs.natural import Natural
@@ -20,26 +19,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import encode, fitted
 from flockstep.testing.codecs import check_codec
+from support.codecs import normal, rng, trip, uniforms
 
 pytest.importorskip("numba")
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
-
-def normal(size, seed=0, dtype=np.float32):
-    return rng(seed).normal(size=size).astype(dtype)
-
-
-def trip(codec, array, seed=0):
-    return codec.decode(codec.encode(array, rng(seed)), array.size, array.dtype.name)
-
-
-def uniforms(size, seed):
-    """What the kernels draw for a generator of that seed."""
-    like = np.zeros(0, np.uint8)
-    return kernels.of(like).uniforms(like, size, kernels.seed_from(rng(seed))).astype(np.float64)
 
 
 VARIANTS = [

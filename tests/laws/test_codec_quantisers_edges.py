@@ -15,14 +15,11 @@ from flockstep.codecs.qsgd import Qsgd
 from flockstep.codecs.sign import Sign
 from flockstep.codecs.terngrad import TernGrad
 from flockstep.errors import Diverged, ProtocolError
+from support.codecs import rng
 
 pytest.importorskip("numba")
 
 CODECS = [Int8(), Int8(stochastic=True), OneBit(), Sign(), Sign(scaled=False), TernGrad(), Qsgd(), Natural()]
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -18,32 +18,9 @@ from flockstep.codecs.top import TopK
 from flockstep.errors import CompositionError, ConfigurationError, Diverged, ProtocolError
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import check_composition, fitted
+from support.codecs import normal, rng, squared, top, trip
 
 pytest.importorskip("numba")
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
-
-def normal(size, seed=0, dtype=np.float32):
-    return rng(seed).normal(size=size).astype(dtype)
-
-
-def trip(codec, array, seed=0):
-    return codec.decode(codec.encode(array, rng(seed)), array.size, array.dtype.name)
-
-
-def top(array, count):
-    """The definition: sort by magnitude, then by index."""
-    kept = np.lexsort((np.arange(len(array)), -np.abs(array.astype(np.float64))))[:count]
-    out = np.zeros_like(array)
-    out[kept] = array[kept]
-    return out
-
-
-def squared(array):
-    return float(np.sum(np.square(array.astype(np.float64))))
 
 
 def agrees_with_the_definition(codec):

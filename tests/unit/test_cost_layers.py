@@ -14,7 +14,7 @@ from flockstep.costs.layers import Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
-from flockstep.report.layers_page import render_layers
+from flockstep.report.layers_page import layers_page
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (4.5, 3), (1024, 10)])
@@ -218,9 +218,18 @@ def test_picture_has_a_column_for_each_layer_and_only_those_with_parameters_of_a
 
 def test_names_are_harmless_on_the_page():
     model = ModelShape("</script><b>", (Layer("<i>x</i>", "linear", parameters=3, forward=Pass(3)),))
-    text = render_layers(model, 1, 2)
+    text = layers_page(model, 1, 2).render()
     assert "</script><b>" not in text
     assert "<i>x</i>" not in text
+
+
+def test_the_page_marks_layers_to_split_and_the_total():
+    model = reference("vgg-a")
+    listed = layers_page(model, 32, 16).listings[0]
+    split = [place for place, row in enumerate(report.rows(model, 32, 16)) if row.cheaper == "split"]
+    assert listed.styles == {**dict.fromkeys(split, "split"), len(model.layers): "total"}
+    assert split
+    assert layers_page(model, 32, 16).render().count('<tr class="split">') == len(split)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.bench import pictures, prediction
-from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, rates_of, scaled, steps_for
+from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, rates_of, steps_for
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
@@ -17,6 +17,7 @@ from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.launchers.simulate import simulate
 from flockstep.planning.check import check
 from flockstep.planning.fit import fit_records
+from flockstep.planning.scaling import faster
 from flockstep.planning.task import task_of
 from flockstep.records.config import RunConfig
 
@@ -131,7 +132,7 @@ def test_one_record_predicts_other_strategies_at_another_bandwidth(fitted: Clust
     (wire,) = fitted.wires
     assert wire.fair
     assert wire.bandwidth == pytest.approx(0.9 * 12.5e6, rel=0.03)
-    slower = scaled(fitted, 0.2)
+    slower = faster(fitted, 0.2)
     found = [check(record(tmp_path / str(i), one, "20mbit"), slower) for i, one in enumerate(STRATEGIES)]
     assert {one.source for one in found} == {"rehearsal"}
     assert [one.error for one in found] == pytest.approx([0.0] * 5, abs=0.1)

@@ -23,8 +23,6 @@ WORKERS = (2, 4)
 ROUNDS = 20
 SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "recursive_doubling", "gloo", "openmpi")
 """Measured unless told otherwise."""
-PEERS = ("openmpi", "gloo")
-"""What ours is compared with."""
 
 
 class _Group(Summing):

@@ -29,6 +29,7 @@ from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
 from flockstep.planning.prospect import Prospect, codecs_of, prospect
 from flockstep.planning.rates import measure_rates
+from flockstep.planning.scaling import faster
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -169,11 +170,6 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
-def scaled(cluster: ClusterShape, factor: float) -> ClusterShape:
-    """The same machines on links that are `factor` times as fast."""
-    return replace(cluster, wires=tuple(replace(one, bandwidth=one.bandwidth * factor) for one in cluster.wires))
-
-
 def rates_of(strategies: Sequence[str]) -> Rates:
     """What is in no record: how fast each worker codes and steps while all do, on the cores that they share."""
     codecs = {
@@ -230,7 +226,7 @@ def measure(
         nominal = units.bandwidth(CALIBRATED[1])
         pairs = []
         for bandwidth in bandwidths:
-            cluster = scaled(known, units.bandwidth(bandwidth) / nominal)
+            cluster = faster(known, units.bandwidth(bandwidth) / nominal)
             for strategy in strategies:
                 steps = steps_for(predict(cluster, task, strategy, WORKERS, FEW).seconds)
                 predicted = predict(cluster, task, strategy, WORKERS, steps).seconds

@@ -249,10 +249,6 @@ class ModelShape:
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters."""
-        return self.parameters * self.itemsize
-
     def gradient_bytes(self) -> int:
         """Bytes of the gradient."""
         return self.gradients * self.itemsize

@@ -15,7 +15,7 @@ from flockstep.costs.steps import NoForm, has_form, step_cost
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
-from flockstep.planning.fit import _by_worker, _first, _usual, shortest
+from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.prospect import lessons, prospect
 from flockstep.planning.rehearsal import STEPS, rehearse
 from flockstep.planning.task import BATCH, Site, Task, task_of
@@ -186,14 +186,14 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     Raises:
         ConfigurationError: fewer than three steps of a worker, or steps that take no time.
     """
-    steps = _by_worker(events, workers, where)
+    steps = steps_by_worker(events, workers, where)
     length = shortest(steps, where)
-    seconds = _usual(steps, length)
+    seconds = usual_seconds(steps, length)
     if not seconds > 0:
         raise ConfigurationError(
             f"steps in {where} must take time to be compared with a prediction, got 0 s; give a law"
         )
-    counted = [one for mine in steps for one in mine[_first(length) :]]
+    counted = [one for mine in steps for one in mine[first_counted(length) :]]
     took = sum(one.compute + one.wait + one.comm for one in counted)
     late = [one.staleness for one in events if isinstance(one, Update) and one.staleness is not None]
     samples = max((one.samples for one in events if isinstance(one, Snapshot)), default=0)

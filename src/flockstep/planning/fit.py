@@ -86,7 +86,7 @@ class _Run:
     compute: tuple[tuple[float, ...], ...]
     """Of each worker, seconds of its gradients, from the first on."""
     seconds: float
-    """Usual seconds of a step, see `_usual`."""
+    """Usual seconds of a step, see `usual_seconds`."""
 
     @property
     def steps(self) -> int:
@@ -100,7 +100,7 @@ class _Run:
 
     def counted(self, rank: int) -> tuple[float, ...]:
         """Seconds of a worker's gradients, those at the beginning left out."""
-        return self.compute[rank][_first(self.steps) :]
+        return self.compute[rank][first_counted(self.steps) :]
 
     def takes(self, latency: float, bandwidth: float) -> float:
         """What a step would take over such links, in seconds."""
@@ -120,7 +120,7 @@ class _Run:
             seed=self.config.seed,
             listen=events.append,
         )
-        return _usual(_by_worker(events, self.config.workers), self.steps)
+        return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
 
 
 def fit_records(
@@ -172,7 +172,7 @@ def fit_records(
 def _read(folder: Path, imports: Sequence[str]) -> _Run:
     record = RunFolder(folder)
     config = record.read_config()
-    steps = _by_worker(record.read_events(), config.workers, str(folder))
+    steps = steps_by_worker(record.read_events(), config.workers, str(folder))
     length = min(LONGEST, shortest(steps, str(folder)))
     if config.kind == "launch":
         raise ConfigurationError(f"{folder} is of a script, whose strategy is in no record; fit a run of a job")
@@ -185,11 +185,11 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
         tuple(entry.size for entry in schema.entries),
         np.dtype(schema.dtype).itemsize,
         tuple(tuple(one.compute for one in mine[:length]) for mine in steps),
-        _usual(steps, length),
+        usual_seconds(steps, length),
     )
 
 
-def _by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[Step]]:
+def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[Step]]:
     """The steps of every worker, in order.
 
     Raises:
@@ -231,12 +231,12 @@ def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
     return length
 
 
-def _usual(steps: Sequence[Sequence[Step]], length: int) -> float:
+def usual_seconds(steps: Sequence[Sequence[Step]], length: int) -> float:
     """Seconds of a step, of all workers: the median over spans of steps of the mean, so that hiccups do not count.
 
     The steps at the beginning are left out, while processes warm up.
     """
-    spans = np.array_split(np.arange(_first(length), length), min(SPANS, length - _first(length)))
+    spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
         statistics.fmean(mine[i].compute + mine[i].wait + mine[i].comm for mine in steps for i in span if i < len(mine))
         for span in spans
@@ -244,7 +244,7 @@ def _usual(steps: Sequence[Sequence[Step]], length: int) -> float:
     return statistics.median(means)
 
 
-def _first(steps: int) -> int:
+def first_counted(steps: int) -> int:
     """How many steps at the beginning do not count; as many as in a rehearsal."""
     return max(1, int(LEFT_OUT * steps))
 

@@ -47,12 +47,12 @@ def render_plan(outlook: Outlook, advice: Advice) -> str:
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
     """Advice, pictures, and everything in them as tables too."""
     ranked = advice.ranked(outlook)
-    chosen = next((place for place, one in enumerate(ranked) if one is advice.choice), None)
+    marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
     rows = [cells(outlook, one, advice.worths[one.name]) for one in ranked]
     listings = [
         *further,
-        Listing("Predictions", PREDICTED, HEADINGS, rows, chosen),
-        Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in ranked], chosen),
+        Listing("Predictions", PREDICTED, HEADINGS, rows, marked),
+        Listing("Criteria", GRADED, TABLE_2, [row_of_table_2(outlook, one) for one in ranked], marked),
     ]
     drawings = []
     if outlook.curves:

@@ -94,7 +94,7 @@ def render(records: Sequence[Record], title: str | None = None, predictions: Seq
     ranked = [records[index] for index in places]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
-    template = _environment().get_template("report.html.j2")
+    template = environment().get_template("report.html.j2")
     return template.render(
         title=title or _title(series),
         clock=ranked[0].summary.clock,
@@ -109,8 +109,8 @@ def render(records: Sequence[Record], title: str | None = None, predictions: Seq
         drawings=_drawings(series),
         near_target=figures.near_target(series),
         runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
-        json=_script_safe,
-        plotly=_plotly_source(),
+        json=script_safe,
+        plotly=plotly_source(),
     )
 
 
@@ -180,13 +180,15 @@ def _drawings(series: Sequence[Series]) -> list[_Drawing]:
 
 
 @functools.cache
-def _plotly_source() -> str:
+def plotly_source() -> str:
+    """The script that every page carries."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The templates' own: what users write is escaped, what is not given is an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -196,7 +198,7 @@ def _environment() -> jinja2.Environment:
     )
 
 
-def _script_safe(value: Any) -> str:
+def script_safe(value: Any) -> str:
     """JSON that cannot end the script element it stands in; what is not finite becomes null."""
     text = msgspec.json.encode(value).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flockstep.report.html import _environment, _plotly_source, _script_safe
+from flockstep.report.html import environment, plotly_source, script_safe
 from flockstep.report.style import Figure
 
 
@@ -23,13 +23,16 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table; `marked` numbers the row that stands out."""
+    """A table."""
 
     heading: str
     note: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    marked: int | None = None
+    styles: Mapping[int, str] = field(default_factory=dict)
+    """Of rows that stand out, by number: chosen, split or total, as the template has them."""
+    left: Sequence[int] = (0,)
+    """Columns that are words, not figures."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Page:
 
     def render(self) -> str:
         """The page as text."""
-        return _environment().get_template("page.html.j2").render(page=self, json=_script_safe, plotly=_plotly_source())
+        return environment().get_template("page.html.j2").render(page=self, json=script_safe, plotly=plotly_source())
 
     def write(self, path: Path | str) -> Path:
         """Write it to `path` and return that; the folder is made if need be."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,7 +29,6 @@ SLICE = 0.02
 """Seconds that one sleep lasts at most: whoever waits longer looks up from it."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
-AVAILABLE = sys.platform == "linux" and _FUTEX >= 0 and sys.byteorder == "little"
 
 _built_in = cast(Callable[[Callable[..., Any]], Any], intrinsic)
 _yield: Any = types.ExternalFunction("sched_yield", types.int32())

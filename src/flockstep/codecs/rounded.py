@@ -1,0 +1,73 @@
+"""What codecs of two bytes an element share: rounding to a shorter float."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.quantiser import LARGEST, computed_in
+from flockstep.errors import ProtocolError
+
+
+class Rounded(Codec):
+    """Every element as the nearest float of `form`; arrays of types in `whole` travel as they are."""
+
+    form: ClassVar[str]
+    """float16 or bfloat16."""
+    whole: ClassVar[tuple[str, ...]]
+    """Types of two bytes that are sent as they are."""
+
+    @property
+    def contraction(self) -> bool:
+        """Of what lies in its range."""
+        return True
+
+    def wire_bytes(self, size: int, dtype: str) -> int:
+        """Two bytes an element."""
+        return 2 * size
+
+    def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
+        """The rounded elements, little-endian."""
+        k = kernels.of(array)
+        if kernels.name_of(array) in self.whole:
+            unchanged: Bytes = k.as_bytes(k.copied(array))
+            return unchanged
+        data: Bytes = k.as_bytes(k.narrowed(k.as_floats(array), self.form, LARGEST[self.form]))
+        return data
+
+    def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        """The rounded elements, as `dtype`.
+
+        Raises:
+            ProtocolError: the number of bytes is not that of `size` elements.
+        """
+        array: FlatArray = kernels.of(data).widened(self._rounded(data, size, dtype), dtype)
+        return array
+
+    def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
+        """out += scale * decode(data), in one pass.
+
+        Raises:
+            ProtocolError: as of `decode`.
+        """
+        if not computed_in(out):
+            super().add_decoded(data, out, scale)
+            return
+        kernels.of(out).add_widened(self._rounded(data, len(out), kernels.name_of(out)), out, scale)
+
+    def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
+        """The rounded elements of `error + array`; `error` becomes what rounding left."""
+        error += array.reshape(-1)
+        data = self.encode(error, random)
+        self.add_decoded(data, error, -1.0)
+        return data
+
+    def _rounded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
+        if len(data) != 2 * size:
+            raise ProtocolError(f"{self} needs {2 * size} bytes for {size} elements, got {len(data)}")
+        rounded: FlatArray = kernels.of(data).from_bytes(data, dtype if dtype in self.whole else self.form)
+        return rounded
