@@ -66,7 +66,7 @@ def join(max_bytes: int = 1 << 30) -> Mover:
 
 def shard(loader: Iterable[B]) -> Iterable[B]:
     """This worker's part of what `loader` yields; all of it where nobody launched several workers."""
-    from flockstep.drivers.torch_loop import shard
+    from flockstep.drivers.torch_data import shard
 
     return shard(loader)
 

@@ -6,10 +6,11 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import TracebackType
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,10 +25,12 @@ from flockstep.errors import CompositionError, ConfigurationError, FlockstepErro
 from flockstep.expression import to_data, to_text
 from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer
-from flockstep.programs import Stepper
+from flockstep.programs import Effect, Stepper
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 from flockstep.transports.copies import Copies
+
+T = TypeVar("T")
 
 TICKET = "FLOCKSTEP_TICKET"
 """The environment variable by which a launcher lets a script's process into a run."""
@@ -130,10 +133,7 @@ class Loop:
 
     def step(self) -> None:
         """The gradients of one mini-batch are in the flat array: let the strategy use them."""
-        if self._failure is not None:
-            raise self._failure
-        if self._finished:
-            raise ConfigurationError("the run has been finished; call finish() after the last step()")
+        self._require_running("call finish() after the last step()")
         with self._telling():
             self._runner.advance(self.gradients)
 
@@ -152,6 +152,33 @@ class Loop:
         if not self._finished and self._failure is None:
             with self._telling():
                 self._seat.collect()
+
+    def exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+        """Run `program(worker)` on every worker between two steps; return what it returns here.
+
+        Every worker has to call it at the same point, under the same name. Its messages travel in a channel of their
+        own, so that a strategy which waits for messages meanwhile never sees them.
+
+        Raises:
+            ConfigurationError: the run has been finished.
+            PeerLost: a worker that `program` waits for died or left.
+        """
+        self._require_running(f"call it before finish(), got {name} after it")
+        assert self._worker is not None
+        worker, returned = self._worker, list[T]()
+
+        async def to_the_end() -> None:
+            returned.append(await worker.finished(worker.background(f"script.{name}", program(worker))))
+
+        with self._telling():
+            Runner(to_the_end(), self._seat).advance(None)
+        return returned[0]
+
+    def _require_running(self, way_out: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._finished:
+            raise ConfigurationError(f"the run has been finished; {way_out}")
 
     def finish(self) -> None:
         """End the run: hand over what is held back, and put the resulting model into the parameters."""
