@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from flockstep.drivers.mover import Mover
+    from flockstep.drivers.torch_buffers import Policy
     from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.frameworks.base import Data, Job
     from flockstep.strategies.base import Strategy
@@ -20,11 +21,15 @@ __version__ = "0.1.0"
 __all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "join", "shard"]
 
 
-def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Strategy) -> DistributedOptimizer:
+def distribute(
+    model: nn.Module, optimizer: optim.Optimizer, strategy: str | Strategy, *, buffers: Policy = "mean"
+) -> DistributedOptimizer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
     Returns an optimiser to use in place of `optimizer`. All workers start from rank 0's parameters. Call its
-    `finish()` when training is over: the model then holds the result, the same on every worker.
+    `finish()` when training is over: the model then holds the result, the same on every worker. `buffers` says what
+    becomes of BatchNorm's statistics and other buffers at `finish()` and at `sync_buffers()`: `mean` over all ranks,
+    those of rank 0 (`rank0`), or each rank's own (`local`).
 
     Raises:
         ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers.
@@ -43,7 +48,7 @@ def distribute(model: nn.Module, optimizer: optim.Optimizer, strategy: str | Str
     ticket = ticket_from_environment()
     try:
         import_components(ticket.imports if ticket is not None else ())
-        return DistributedOptimizer(model, optimizer, Strategy.parse(strategy))
+        return DistributedOptimizer(model, optimizer, Strategy.parse(strategy), buffers)
     except FlockstepError as error:
         refuse(error)
         raise

@@ -90,7 +90,8 @@ class Loop:
 
     `params` and `gradients` are the flat arrays of the user's model, whose gradients are to be moved to
     `loop.gradients` afterwards; `stepper` is the user's optimiser, and
-    `server_optimizer` its rebuilt form for strategies whose servers apply the gradients.
+    `server_optimizer` its rebuilt form for strategies whose servers apply the gradients. `buffers` gives what this
+    worker holds besides parameters (uint8); after `finish`, `handed` has that of every worker.
     """
 
     def __init__(
@@ -101,10 +102,13 @@ class Loop:
         strategy: Strategy,
         stepper: Stepper,
         server_optimizer: Optimizer,
+        buffers: Callable[[], FlatArray] = lambda: np.empty(0, np.uint8),
     ):
         self.strategy = strategy
         self.epochs = 0
+        self.handed: dict[int, FlatArray] = {}
         self._params = params
+        self._buffers = buffers
         self._member: Member | None = None
         self._events: EventWriter | None = None
         self._finished = False
@@ -204,7 +208,7 @@ class Loop:
         assert self._events is not None
         self._seat.close()
         self._events.close()
-        result = self._member.wait_for_end()
+        result = self._member.wait_for_end(self.handed)
         if result is not None:
             self._params[:] = result
         self._leave_groups(failed=False)
@@ -233,7 +237,7 @@ class Loop:
 
     def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
         die_with(ticket.supervisor, ticket.directory)
-        self._member = Member(ticket, schema)
+        self._member = Member(ticket, schema, self._buffers().nbytes)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(self._params)
         with self._telling():
@@ -241,6 +245,7 @@ class Loop:
         self._params[:] = params
         self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
         self._seat = Seat(self._member, self.strategy.traits.survives, 0, self._events.write)
+        self._seat.buffers = self._buffers
         take_place(Place(self._member, self._seat.figure))
         return cluster
 

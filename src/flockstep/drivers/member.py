@@ -203,8 +203,8 @@ class Member:
             if message is not None:
                 return message
 
-    def wait_for_end(self) -> FlatArray | None:
-        """Wait to be dismissed; return the resulting model if it was sent along.
+    def wait_for_end(self, buffers: dict[int, FlatArray] | None = None) -> FlatArray | None:
+        """Wait to be dismissed; return the resulting model if it was sent along; `buffers` gets those of all workers.
 
         Raises:
             Interrupted: the run failed or was interrupted meanwhile.
@@ -213,6 +213,8 @@ class Member:
             message = self.next()
             if message.source == LAUNCHER and message.tag == "stop":
                 raise stopped(message)
+            if message.source == LAUNCHER and message.tag == "buffers" and buffers is not None:
+                buffers[int(message.note["rank"])] = message.payload
             if message.source == LAUNCHER and message.tag == "end":
                 return message.array
 

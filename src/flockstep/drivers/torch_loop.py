@@ -10,6 +10,7 @@ import torch
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import Backward
+from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import from_torch
@@ -45,15 +46,21 @@ class _UserOptimizer:
 class DistributedOptimizer(torch.optim.Optimizer):
     """The user's optimiser, whose `step` lets a strategy use the gradients; everything else is the original's."""
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy):
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, buffers: Policy = "mean"
+    ):
         # The base class is for isinstance alone (schedulers ask); groups and state are the original's.
         self.inner = optimizer
         self.flat = FlatModule(module)
+        self.buffers = Buffers(module, buffers)
         _require_same_parameters(module, optimizer)
         server_side = strategy.traits.server_optimizer
         spec: Optimizer = from_torch(optimizer) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer)
-        self.loop = Loop(self.flat.params, self.flat.grads, self.flat.schema, strategy, stepper, spec)
+        flat = self.flat
+        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, spec, self.buffers.packed)
+        if self.buffers:
+            self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, self.buffers.packed())))
         self.flat.move_gradients(self.loop.gradients)
         self._backward = Backward(self.flat, self.loop)
 
@@ -94,6 +101,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """End the run; afterwards the model holds the result, the same on every worker."""
         self._backward.end()
         self.loop.finish()
+        self.buffers.take(self.loop.handed)
+        self.loop.handed.clear()
+
+    def sync_buffers(self) -> None:
+        """Make the module's buffers equal on all ranks by the policy given to `distribute`; call it on every rank.
+
+        Raises:
+            ConfigurationError: the ranks' buffers differ in size, or the run has been finished.
+        """
+        if self.buffers:
+            self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def state_dict(self) -> dict[str, Any]:
         """The original's."""

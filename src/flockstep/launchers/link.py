@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
 from flockstep.errors import ProtocolError
-from flockstep.messages import Message, Note, node_name
+from flockstep.messages import Address, Message, Note, node_name
 from flockstep.transports.wire import Identity, decode, encode
 from flockstep.transports.zeromq import LAUNCHER, harden, routing_id
 
@@ -44,6 +46,13 @@ class Link:
             self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return  # The node is gone or takes nothing; its process is watched separately.
+
+    def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
+        """Tell the node to leave; where it wants the resulting model, with the final buffers of every worker."""
+        for rank, array in buffers.items():
+            if result is not None and array is not None and self.address >= 0:
+                self.tell("buffers", {"rank": rank}, array)
+        self.tell("end", None, result)
 
     def receive(self) -> Message | None:
         """The next message of the node that is here by now.

@@ -19,6 +19,7 @@ import zmq
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
 from flockstep.drivers.mover_place import rule_of
+from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
 from flockstep.launchers.health import Health, last_step
@@ -348,7 +349,7 @@ class Supervisor:
     def _dismiss(self, result: FlatArray | None) -> None:
         for address, link in self._links.items():
             if address not in self._gone:
-                link.tell("end", None, result)
+                link.dismiss(result, {one.address: one.buffers for one in self.outcome.handed_in if one.tick == FINAL})
 
     def _end_all(self) -> None:
         """Ask everyone to end, after a failure; wait until they have, or kill them."""

@@ -1,0 +1,99 @@
+"""What the ranks of a launched script do with a module's buffers, such as the running statistics of BatchNorm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.nodes import Worker
+
+Policy = Literal["mean", "rank0", "local"]
+POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
+
+
+class Buffers:
+    """The buffers that a module's `state_dict` holds, and the policy by which ranks make them equal.
+
+    `mean`: floating-point buffers become the mean over all ranks, in float64, all others (counts) those of the lowest
+    rank. `rank0`: all become those of the lowest rank. `local`: each rank keeps its own.
+    """
+
+    def __init__(self, module: torch.nn.Module, policy: Policy = "mean"):
+        if policy not in POLICIES:
+            raise ConfigurationError(
+                f"buffers must be mean, rank0 or local, got {policy!r}; leave it out for {POLICIES[0]}"
+            )
+        self.policy = policy
+        self._module = module
+
+    def __bool__(self) -> bool:
+        return self.policy != "local" and bool(self._tensors())
+
+    def packed(self) -> FlatArray:
+        """The bytes of all buffers (uint8), one after the other in order of `named_buffers`; none under `local`."""
+        parts = [_bytes_of(tensor) for tensor in self._tensors()] if self.policy != "local" else []
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def take(self, packed: Mapping[int, FlatArray]) -> None:
+        """Set the buffers by the policy from those of several ranks, rank → `packed()`.
+
+        Raises:
+            ConfigurationError: the ranks' buffers differ in size.
+        """
+        if not packed or not self:
+            return
+        mine = len(self.packed())
+        for rank, other in packed.items():
+            if len(other) != mine:
+                raise ConfigurationError(
+                    f"all ranks must have the same buffers, got {len(other)} bytes on rank {rank} where this one has "
+                    f"{mine}; use buffers='local', or register what differs with persistent=False"
+                )
+        start, ranks = 0, sorted(packed)
+        for tensor in self._tensors():
+            stop = start + tensor.numel() * tensor.element_size()
+            values = [_tensor_of(packed[rank][start:stop], tensor) for rank in ranks]
+            averaged = self.policy == "mean" and tensor.is_floating_point()
+            tensor.copy_(torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
+            start = stop
+
+    def _tensors(self) -> list[torch.Tensor]:
+        kept = self._module.state_dict().keys()
+        return [buffer.detach() for name, buffer in self._module.named_buffers() if name in kept]
+
+
+async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
+    """Rank → buffers of every rank that lives."""
+    me.send_all(me.peers, "buffers", packed)
+    return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
+
+
+async def first_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
+    """The buffers of rank 0."""
+    if me.rank == 0:
+        me.send_all(me.peers, "buffers", packed)
+        return {0: packed}
+    return {0: (await me.receive("buffers", 0)).payload}
+
+
+async def _from(me: Worker, rank: int) -> FlatArray | None:
+    """What a rank sent; None where it died."""
+    with contextlib.suppress(PeerLost):
+        return (await me.receive("buffers", rank)).payload
+    if rank not in me.lost:
+        raise ConfigurationError(f"rank {rank} has called finish(); call sync_buffers() on every rank before")
+    return None
+
+
+def _bytes_of(tensor: torch.Tensor) -> FlatArray:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _tensor_of(data: FlatArray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(data.copy()).view(like.dtype).reshape(like.shape)

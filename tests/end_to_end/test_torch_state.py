@@ -1,0 +1,138 @@
+"""What a script's model and optimizer hold beside the gradients: buffers, checkpoints, changes from outside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.processes import Ended, RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()
+
+
+SCRIPT = """
+import copy
+from pathlib import Path
+import torch
+from torch import nn
+import flockstep
+from flockstep.drivers.loop import ticket_from_environment
+
+HERE = Path(__file__).parent
+rank = ticket_from_environment().address
+
+def batch(step, of=None, shift=0.0):
+    stream = torch.Generator().manual_seed(1000 * step + (rank if of is None else of))
+    x = torch.randn(8, 4, generator=stream) + shift
+    return x, x[:, :2] - x[:, 2:]
+
+def gradient(step, shift=0.0):
+    x, y = batch(step, shift=shift)
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+def save(name, what):
+    torch.save(what, HERE / f"{name}-{rank}")
+
+torch.manual_seed(0)
+"""
+NET = SCRIPT + "model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2))\n"
+PLAIN = SCRIPT + "model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))\n"
+
+
+def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
+    script = folder / "script.py"
+    script.write_text(body)
+    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=True).end()
+
+
+def saved(folder: Path, name: str, workers: int = 2) -> list[Any]:
+    return [torch.load(folder / f"{name}-{rank}") for rank in range(workers)]
+
+
+def fine(ended: Ended) -> None:
+    assert (ended.code, ended.out) == (0, ""), ended.err
+    assert "Warning" not in ended.err
+
+
+BATCH_NORM = """
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce"{policy})
+for step in range(6):
+    gradient(step, shift=3.0 * rank)
+    optimizer.step()
+save("own", [b.clone() for b in model.buffers()])
+optimizer.finish()
+save("buffers", list(model.buffers()))
+model.eval()
+save("evaluation", model(batch(99, of=5)[0]).detach())
+"""
+
+
+def test_evaluation_is_equal_on_all_ranks_after_the_end(tmp_path: Path) -> None:
+    """The statistics are the mean of what each rank has seen, the count rank 0's: equal in every bit everywhere."""
+    fine(outcome(NET + BATCH_NORM.format(policy=""), tmp_path))
+    one, other = saved(tmp_path, "evaluation")
+    assert torch.equal(one, other)
+    own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
+    assert not torch.allclose(own[0][0], own[1][0], atol=0.1)  # their data differ, so do their statistics
+    for index in (0, 1):
+        mean = ((own[0][index].double() + own[1][index].double()) / 2).float()
+        assert torch.equal(buffers[0][index], mean)
+        assert torch.equal(buffers[1][index], mean)
+    assert [int(b[2]) for b in buffers] == [6, 6]
+
+
+def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
+    fine(outcome(NET + BATCH_NORM.format(policy=', buffers="local"'), tmp_path))
+    own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
+    assert all(torch.equal(a, b) for r in (0, 1) for a, b in zip(own[r], buffers[r], strict=True))
+    assert not torch.equal(buffers[0][0], buffers[1][0])
+
+
+def test_buffers_of_rank_0_at_the_start_and_on_demand(tmp_path: Path) -> None:
+    """Rank 0 alone has a checkpoint's statistics; two ranks with unequal numbers of steps; buffers exceed the model."""
+    body = """
+model.register_buffer("table", torch.full((4096,), float(rank)))
+model.register_buffer("cache", torch.zeros(rank + 1), persistent=False)
+with torch.no_grad():
+    model[1].running_mean += 5.0 - 5 * rank
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "asgd", buffers="rank0")
+save("start", model.state_dict())
+for step in range(2 + 2 * rank):
+    gradient(step)
+    optimizer.step()
+save("before", copy.deepcopy(model.state_dict()))
+optimizer.sync_buffers()
+save("after", model.state_dict())
+model.table += rank
+optimizer.finish()
+save("end", model.state_dict())
+"""
+    fine(outcome(NET + body, tmp_path))
+    start, before, after, end = (saved(tmp_path, name) for name in ("start", "before", "after", "end"))
+    assert [s["1.running_mean"].tolist() for s in start] == [[5.0] * 3] * 2
+    assert [int(s["1.num_batches_tracked"]) for s in before] == [2, 4]
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked", "table"):
+        assert torch.equal(after[0][name], before[0][name]), name
+        assert torch.equal(after[1][name], before[0][name]), name
+        assert torch.equal(end[0][name], end[1][name]), name
+
+
+def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
+    ended = outcome(NET + BATCH_NORM.format(policy=', buffers="newest"'), tmp_path)
+    assert ended.code == 2
+    assert ended.err == "flockstep: buffers must be mean, rank0 or local, got 'newest'; leave it out for mean\n"
