@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 
 __version__ = "0.1.0"
-__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "join", "shard"]
+__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "join", "rank", "shard", "workers"]
 
 
 def distribute(
@@ -35,14 +35,16 @@ def distribute(
         ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers.
         MissingDependency: PyTorch is not installed.
     """
+    from flockstep.drivers.ticket import place_of_script, ticket_from_environment
     from flockstep.errors import FlockstepError, MissingDependency
     from flockstep.strategies.base import Strategy
 
+    place_of_script()
     try:
         from flockstep.drivers.torch_loop import DistributedOptimizer
     except ImportError:
         raise MissingDependency.of("PyTorch", "torch", "flockstep.distribute") from None
-    from flockstep.drivers.loop import refuse, ticket_from_environment
+    from flockstep.drivers.loop import refuse
     from flockstep.frameworks.job import import_components
 
     ticket = ticket_from_environment()
@@ -52,6 +54,31 @@ def distribute(
     except FlockstepError as error:
         refuse(error)
         raise
+
+
+def rank() -> int:
+    """The number of this process among the workers of `flockstep launch`, from 0; 0 in a script that runs alone.
+
+    It is known from a script's first line, for example to seed each worker's own draws:
+    `torch.manual_seed(1337 + flockstep.rank())`. A process that the script starts has the script's rank.
+
+    Raises:
+        ConfigurationError: another launcher started several processes, which belong to no run of flockstep.
+    """
+    from flockstep.drivers.ticket import place_of_script
+
+    return place_of_script()[0]
+
+
+def workers() -> int:
+    """The number of workers that `flockstep launch` started; 1 in a script that runs alone.
+
+    Raises:
+        ConfigurationError: another launcher started several processes, which belong to no run of flockstep.
+    """
+    from flockstep.drivers.ticket import place_of_script
+
+    return place_of_script()[1]
 
 
 def join(max_bytes: int = 1 << 30) -> Mover:

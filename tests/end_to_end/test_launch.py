@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import ticket_from_environment
 
 HERE = Path(__file__).parent
 rank = ticket_from_environment().address
@@ -46,7 +46,8 @@ import os, subprocess, sys, time
 from pathlib import Path
 import numpy as np
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop, ticket_from_environment
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.ticket import ticket_from_environment
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -266,7 +267,7 @@ def test_what_a_script_starts_does_not_belong_to_the_run(tmp_path: Path) -> None
     body = """
 start(); steps(2)
 if rank:
-    program = "from flockstep.drivers.loop import ticket_from_environment; print(ticket_from_environment())"
+    program = "from flockstep.drivers.ticket import ticket_from_environment; print(ticket_from_environment())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     (HERE / "said").write_text(said.stdout + said.stderr)
 steps(2)

@@ -183,7 +183,7 @@ def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None
     ],
 )
 def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:
-    who = "from flockstep.drivers.loop import ticket_from_environment\nticket = ticket_from_environment().address\n"
+    who = "from flockstep.drivers.ticket import ticket_from_environment\nticket = ticket_from_environment().address\n"
     done = ended(tmp_path, who + body, "-n", "2")
     assert done.code == (code or 1)
     assert text in done.err

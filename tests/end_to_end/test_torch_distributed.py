@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 import flockstep
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import ticket_from_environment
 
 HERE = Path(__file__).parent
 rank = ticket_from_environment().address

@@ -15,7 +15,7 @@ from rich.table import Table
 from flockstep.messages import Address, node_name
 
 if TYPE_CHECKING:
-    from flockstep.launchers.supervisor import Standing
+    from flockstep.launchers.standing import Standing
 
 console = Console(stderr=True)
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.account import fingerprint
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.solo import SoloSeat
+from flockstep.drivers.ticket import claim_ticket, ticket_from_environment
 from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
@@ -32,35 +31,8 @@ from flockstep.transports.copies import Copies
 
 T = TypeVar("T")
 
-TICKET = "FLOCKSTEP_TICKET"
-"""The environment variable by which a launcher lets a script's process into a run."""
-
-
-def ticket_from_environment() -> Ticket | None:
-    """The ticket that `flockstep launch` gave this process; None where nobody launched it."""
-    text = os.environ.get(TICKET)
-    if text is None:
-        return None
-    ticket = msgspec.convert(msgspec.json.decode(text), Ticket)
-    return ticket if ticket.process == os.getpid() else None  # a process that the script started has inherited it
-
-
-def claim_ticket() -> Ticket | None:
-    """The same, for the only part that this process can take in the run."""
-    ticket = ticket_from_environment()
-    if ticket is not None and ticket.claimed:
-        raise ConfigurationError(
-            "this process takes part in a run already; call flockstep.distribute once in a script, and flockstep.join "
-            "after it"
-        )
-    if ticket is not None:
-        os.environ[TICKET] = ticket_to_text(replace(ticket, claimed=True))
-    return ticket
-
-
-def ticket_to_text(ticket: Ticket) -> str:
-    """What to put into the environment."""
-    return msgspec.json.encode(asdict(ticket)).decode()
+FIRST = 3
+"""How many of its first gradients a worker shows, to be compared with those of the others."""
 
 
 def _check(strategy: Strategy, workers: int) -> None:
@@ -93,6 +65,9 @@ class Loop:
     `server_optimizer` its rebuilt form for strategies whose servers apply the gradients. `buffers` gives what this
     worker holds besides parameters (uint8); after `finish`, `handed` has that of every worker.
     """
+
+    _shown = 0
+    """Up to which step the supervisor has been shown the gradients."""
 
     def __init__(
         self,
@@ -139,6 +114,7 @@ class Loop:
         """The gradients of one mini-batch are in the flat array: let the strategy use them."""
         self._require_running("call finish() after the last step()")
         with self._telling():
+            self._show_gradient()
             self._runner.advance(self.gradients)
 
     @property
@@ -149,7 +125,21 @@ class Loop:
     def hand_over(self) -> None:
         """That part is in the flat array: let the strategy use it while backward goes on."""
         with self._telling():
+            self._show_gradient()
             self._runner.advance(self.gradients, whole=False)
+
+    def _show_gradient(self) -> None:
+        """Let the supervisor compare the first gradients of all workers: the same batch gives the same gradient.
+
+        What is shown is what a strategy is about to use first at its step, since it may change what it has used.
+        """
+        assert self._worker is not None
+        if self._member is None or self.workers == 1 or not self._shown <= self._worker.step < FIRST:
+            return
+        self._shown = self._worker.step + 1
+        part = self.gradients[self._runner.awaited :]
+        telling = np.any(part) and np.isfinite(part).all()  # no gradient at all says nothing of the batch
+        self._member.tell("gradient", None, {"step": self._shown, "gradient": fingerprint(part) if telling else ""})
 
     def listen(self) -> None:
         """Let messages that have arrived, and what waits for them, go on."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import place_of_script, ticket_from_environment
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -74,6 +74,7 @@ def shard(loader: Iterable[B]) -> Iterable[B]:
     Raises:
         ConfigurationError: the loader has a sampler of its own, which says already who gets what.
     """
+    place_of_script()
     ticket = ticket_from_environment()
     if ticket is None or ticket.workers == 1:
         return loader

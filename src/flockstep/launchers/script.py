@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.loop import TICKET, ticket_to_text
 from flockstep.drivers.member import Hello, Ticket
+from flockstep.drivers.ticket import TICKET, ticket_to_text
 from flockstep.drivers.tracker import FINAL, Tick
 from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
@@ -19,7 +19,8 @@ from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
 from flockstep.launchers.children import DRAIN, Child, Script, fork
 from flockstep.launchers.entry import server_main
-from flockstep.launchers.supervisor import Outcome, Standing, Supervisor
+from flockstep.launchers.standing import Standing
+from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
@@ -95,7 +96,13 @@ def start_script(script: Path, arguments: Sequence[str], ticket: Ticket, threads
     command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
     # A script cannot be told otherwise; without this, every process would use every core.
     limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    return Script(command, {**os.environ, **limits, TICKET: ticket_to_text(ticket)})
+    return Script(command, {**os.environ, **limits, **place_of(ticket), TICKET: ticket_to_text(ticket)})
+
+
+def place_of(ticket: Ticket) -> dict[str, str]:
+    """The environment variables in which scripts look for their rank, by torchrun's names; all run on this host."""
+    rank, workers = str(ticket.address), str(ticket.workers)
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:

@@ -22,9 +22,11 @@ from flockstep.drivers.mover_place import rule_of
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
+from flockstep.launchers.draws import Draws
 from flockstep.launchers.health import Health, last_step
 from flockstep.launchers.link import Link
 from flockstep.launchers.movers import Movers
+from flockstep.launchers.standing import Standing
 from flockstep.messages import Address, Message, node_name, server
 from flockstep.records.events import Lost
 from flockstep.records.folder import RunFolder
@@ -50,15 +52,6 @@ class HandedIn:
     step: int
     sent: int
     buffers: FlatArray | None = None
-
-
-@dataclass
-class Standing:
-    """What is known of one node, for the display."""
-
-    state: str = "starting"
-    step: int = 0
-    loss: float | None = None
 
 
 @dataclass
@@ -116,6 +109,7 @@ class Supervisor:
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
         self._movers = Movers(workers, self.outcome.lost, self._done)
+        self._draws = Draws(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start everything, wait for the end, dismiss everyone; `result` is the model to hand back to them.
@@ -285,9 +279,9 @@ class Supervisor:
             case "buffers":
                 self._buffers[address] = message.payload
             case "progress":
-                standing = self.standings[address]
-                standing.step = int(note["step"])
-                standing.loss = float(note["loss"]) if "loss" in note else None
+                self.standings[address].progress(note)
+            case "gradient":
+                self._draws.hear(address, note)
             case "snapshot" | "done":
                 self._keep(message)
             case "failed":

@@ -17,7 +17,8 @@ from flockstep.expression import from_data
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.entry import server_main, worker_main
-from flockstep.launchers.supervisor import Outcome, Standing, Supervisor
+from flockstep.launchers.standing import Standing
+from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.config import RunConfig

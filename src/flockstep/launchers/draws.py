@@ -1,0 +1,47 @@
+"""Notices that workers draw the same batches: their first gradients, from equal parameters, have the same bits."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from flockstep.messages import Address, Note
+
+
+@dataclass
+class Draws:
+    """Fingerprints of the first gradients of all workers of a launched script, by step."""
+
+    workers: int
+    told: bool = False
+    shown: dict[int, dict[Address, str]] = field(default_factory=dict)
+
+    def hear(self, address: Address, note: Note) -> None:
+        """A worker shows the gradient of a step; once all have shown it, say on standard error who drew the same."""
+        step = int(note["step"])
+        gradients = self.shown.setdefault(step, {})
+        gradients[address] = str(note["gradient"])
+        if len(gradients) < self.workers or self.told:
+            return
+        alike = alike_among(gradients)
+        self.told = bool(alike)
+        for ranks in alike:
+            sys.stderr.write(f"flockstep: {warning(ranks, step)}\n")
+            sys.stderr.flush()
+
+
+def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
+    """The groups of workers with equal gradients; gradients of nothing ("") are equal to none."""
+    groups: dict[str, list[Address]] = {}
+    for address, gradient in sorted(gradients.items()):
+        groups.setdefault(gradient, []).append(address)
+    return [ranks for gradient, ranks in groups.items() if gradient and len(ranks) > 1]
+
+
+def warning(ranks: list[Address], step: int) -> str:
+    """What is wrong where these workers have the same gradient, and the way out."""
+    named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return (
+        f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the drawing "
+        "of batches by flockstep.rank(), or give each worker its part with flockstep.shard"
+    )

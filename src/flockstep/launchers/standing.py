@@ -1,0 +1,21 @@
+"""What a supervisor knows of each node while a run goes on, for the display."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flockstep.messages import Note
+
+
+@dataclass
+class Standing:
+    """What is known of one node."""
+
+    state: str = "starting"
+    step: int = 0
+    loss: float | None = None
+
+    def progress(self, note: Note) -> None:
+        """The node reports how far it is."""
+        self.step = int(note["step"])
+        self.loss = float(note["loss"]) if "loss" in note else None
