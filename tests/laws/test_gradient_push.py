@@ -25,24 +25,28 @@ GRAPHS = ["one_peer_exponential", "directed_exponential", UNEVEN, "ring", "star"
 
 
 def oracle(topology, n, steps, tau=0, job=None, start=None):
-    """Algorithm 1 of the paper, with what was sent at step k arriving at the end of step k + tau."""
+    """Algorithm 1 of the paper; with tau > 0 overlapped as in the authors' code: one exchange in flight.
+
+    In the authors' code what is in flight is taken in right before the next exchange begins, and between the two tau
+    gradients are computed and nothing is sent. The graph moves on by one with every exchange.
+    """
     bench, schedule = Bench(n, job or bowl_job()), Topology.parse(topology).schedule(n)
     rate = bench.engine.optimizer.lr
     x = np.stack([bench.start() for _ in range(n)]).astype(np.float64) if start is None else start.copy()
-    omega, flying = np.ones(n), deque()
-    for step in range(steps):
+    omega, flying, exchanges = np.ones(n), (np.zeros_like(x), np.zeros(n)), 0
+    for step in range(1, steps + 1):
         z = x / omega[:, None]
         x -= rate * np.stack([bench.gradient(rank, z[rank]) for rank in range(n)])
-        p = schedule[step % len(schedule)]
+        if tau and step % tau:
+            continue
+        x, omega = x + flying[0], omega + flying[1]
+        p = schedule[exchanges % len(schedule)]
         kept, sent = np.diag(np.diag(p)), p - np.diag(np.diag(p))
-        flying.append((sent @ x, sent @ omega))
+        flying, exchanges = (sent @ x, sent @ omega), exchanges + 1
         x, omega = kept @ x, kept @ omega
-        if len(flying) > tau:
-            arrived = flying.popleft()
-            x, omega = x + arrived[0], omega + arrived[1]
-    for arrived in flying:
-        x, omega = x + arrived[0], omega + arrived[1]
-    return x, omega
+        if not tau:
+            x, omega, flying = x + flying[0], omega + flying[1], (np.zeros_like(x), np.zeros(n))
+    return x + flying[0], omega + flying[1]
 
 
 @pytest.mark.oracle("strategy:sgp")
@@ -68,8 +72,7 @@ class AtTheNumerator(GradientPush):
             me.params[:] = state.x
             me.optimizer_step(await me.gradient())
             state.x[:] = me.params
-            gradient_push.push(me, state, schedule[(me.step - 1) % len(schedule)])
-            await gradient_push.take(me, state, schedule, me.step)
+            await gradient_push.take(me, state, schedule, gradient_push.push(me, state, schedule))
 
 
 @pytest.mark.negative_control("strategy:sgp")
@@ -77,6 +80,84 @@ def test_the_oracle_notices_gradients_at_the_numerator():
     run = run_strategy(AtTheNumerator(Topology.parse(UNEVEN)), 4, 14, job=bowl_job())
     x, omega = oracle(UNEVEN, 4, 14)
     assert np.abs(run.replicas - x / omega[:, None]).max() > 0.01
+
+
+class Massed(Watched):
+    """Notes every worker's omega while it computes its gradients."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.omegas = {}
+
+    def note(self, event):
+        super().note(event)
+        if isinstance(event, Step):
+            self.omegas[event.rank, event.step] = self.seats[event.rank].node.state.mass / UNIT
+
+
+@dataclass(frozen=True)
+class AtEveryStep(GradientPush):
+    """Negative control: sends at every step, with tau exchanges in flight at a time."""
+
+    async def worker(self, me):
+        schedule, state = gradient_push.mixing(self.topology, me.workers), me.state
+        while me.training:
+            gradient = await me.gradient()
+            me.params[:] = state.x
+            me.optimizer_step(gradient)
+            state.x[:] = me.params
+            sent = gradient_push.push(me, state, schedule)
+            await gradient_push.take(me, state, schedule, sent - self.tau)
+            me.params[:] = gradient_push.debiased(state)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 4, 8])
+def test_one_exchange_is_in_flight(tau):
+    """Half of the mass is, whatever tau is, on a graph with one hearer a worker; all of it is home in between."""
+    run = run_strategy(f"sgp(tau={tau})", 4, 64, simulation=Massed)
+    assert {omega for (_, step), omega in run.simulation.omegas.items() if step > tau} == {0.5}
+    assert {omega for (_, step), omega in run.simulation.omegas.items() if step <= tau} == {1.0}
+    assert len(run.sent("push", 0)) == 64 // tau
+
+
+@pytest.mark.negative_control("strategy:sgp")
+@pytest.mark.parametrize(("tau", "omega"), [(1, 2 / 3), (2, 1 / 2), (4, 1 / 3), (8, 1 / 5)])
+def test_sending_at_every_step_thins_the_mass(tau, omega):
+    """What is left is 1 / (1 + tau / 2), by whose inverse a gradient moves the worker's own z too far."""
+    run = run_strategy(AtEveryStep(tau=tau), 4, 256, simulation=Massed)
+    late = [mass for (_, step), mass in run.simulation.omegas.items() if step > 240]
+    assert np.mean(late) == pytest.approx(omega, abs=0.02)
+
+
+def alike(tau, lr, curvature, rounds):
+    """How far workers that see the same data are from the optimum, in units of the start, in closed form.
+
+    While half of the mass is in flight z is moved by lr / omega = 2 lr, and what comes home has not moved: of the move
+    half is left, so that tau gradients move the mean by lr each.
+    """
+    return ((1 + (1 - 2 * lr * curvature) ** tau) / 2) ** rounds
+
+
+@pytest.mark.parametrize("tau", [1, 2, 4])
+@pytest.mark.parametrize("lr", [0.1, 0.4, 0.9])
+def test_a_gradient_moves_the_mean_at_the_learning_rate(tau, lr):
+    """The first exchange begins after tau steps at omega = 1, which are plain SGD; with tau = 1 they all are."""
+    job, curvatures = bowl_job(f"sgd(lr={lr})", noise=0.0), np.geomspace(1, 0.1, 8)
+    run = run_strategy(f"sgp(tau={tau})", 4, 6 * tau, job=job)
+    expected = (1 - lr * curvatures) ** tau * alike(tau, lr, curvatures, 5)
+    assert np.abs(run.replicas - (1 - expected)).max() < 1e-12
+    if tau == 1:
+        assert np.abs(run.replicas - run_strategy("all_reduce", 4, 6, job=job).replicas).max() < 1e-12
+
+
+@pytest.mark.negative_control("strategy:sgp")
+@pytest.mark.parametrize("tau", [1, 2, 4])
+@pytest.mark.parametrize("lr", [0.1, 0.4, 0.9])
+def test_sending_at_every_step_moves_the_mean_otherwise(tau, lr):
+    job, curvatures = bowl_job(f"sgd(lr={lr})", noise=0.0), np.geomspace(1, 0.1, 8)
+    run = run_strategy(AtEveryStep(tau=tau), 4, 6 * tau, job=job)
+    expected = (1 - lr * curvatures) ** tau * alike(tau, lr, curvatures, 5)
+    assert np.abs(run.replicas - (1 - expected)).max() > 1e-3
 
 
 @pytest.mark.parametrize("tau", [0, 2])

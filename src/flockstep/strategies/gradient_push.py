@@ -27,19 +27,24 @@ class PushState:
     """The numerator, (K,); the model is z = x / omega, in `me.params`."""
     mass: int = UNIT
     """omega · 2^48."""
+    sent: int = 0
+    """Exchanges that this worker has begun."""
     rounds: int = 0
-    """Steps whose messages have been taken in."""
+    """Exchanges whose messages have been taken in: `sent`, or one less while one is in flight."""
 
 
 @dataclass(frozen=True)
 class GradientPush(Strategy):
-    """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1), overlapped for tau > 0 (appendix A).
+    """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1), overlapped for tau > 0 as in the authors' code.
 
     x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to those that hear i; sum what is heard; z_i = x_i / omega_i.
     P is column-stochastic: the sums of x and of omega over the workers, what is in flight included, are conserved, the
-    latter exactly. With tau > 0 the messages of step k are taken in at step k + tau, so that they travel during tau
-    gradients; the paper takes in those that are early at once, here the delay is fixed and no bit depends on time.
-    Momentum is the optimiser's, on x, as in the authors' code. A lost message loses x together with its omega.
+    latter exactly. With tau > 0 one exchange is in flight: it begins after every tau-th step, travels during the next
+    tau gradients, and is taken in right before the next one begins; nothing is sent in between. So a worker computes
+    with the omega = p_ii that it kept (1/2 on the default graph), whatever tau is; its own z moves by η / p_ii a
+    gradient until the rest of the mass is back, and then every gradient has moved the mean by η. tau is the authors'
+    `synch_freq` + 1; they take in early messages at once, here the delay is fixed and no bit depends on time. Momentum
+    is the optimizer's, on x, as in the authors' code. A lost message loses x together with its omega.
     """
 
     topology: Topology = field(default_factory=OnePeerExponentialGraph)
@@ -82,19 +87,23 @@ class GradientPush(Strategy):
             me.params[:] = state.x
             me.optimizer_step(gradient)
             state.x[:] = me.params
-            push(me, state, schedule[(me.step - 1) % len(schedule)])
-            await take(me, state, schedule, me.step - self.tau)
+            if me.step % max(1, self.tau) == 0:
+                await take(me, state, schedule, state.sent)
+                push(me, state, schedule)
+                if not self.tau:
+                    await take(me, state, schedule, state.sent)
             me.params[:] = debiased(state)
 
     async def finish(self, me: Worker) -> None:
         """Take in what is still in flight; tell those who may wait for a message that was lost."""
-        await take(me, me.state, mixing(self.topology, me.workers), me.step)
+        await take(me, me.state, mixing(self.topology, me.workers), me.state.sent)
         me.params[:] = debiased(me.state)
         me.leave(peers=True)
 
 
-def push(me: Worker, state: PushState, weights: Matrix) -> None:
-    """Part with p_ji of x and omega for each j that hears this worker; what a dead one would get is kept."""
+def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
+    """Part with p_ji of x and omega for each j that hears this worker, dead ones aside; return the exchange's number."""
+    weights = schedule[state.sent % len(schedule)]
     whole, kept = state.mass, state.mass
     shares: dict[int, list[int]] = {}
     for j in hearing(weights, me.rank):
@@ -107,10 +116,12 @@ def push(me: Worker, state: PushState, weights: Matrix) -> None:
         me.send_all(others, "push", fraction(state.x, share, whole), {"mass": share})
     state.x[:] = fraction(state.x, kept, whole)
     state.mass = kept
+    state.sent += 1
+    return state.sent
 
 
 async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], rounds: int) -> None:
-    """Add up what was pushed to this worker in the steps before `rounds`."""
+    """Add up what was pushed to this worker in the first `rounds` exchanges."""
     while state.rounds < rounds:
         heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
         for j in map(int, heard):  # by rank, so that the sum does not depend on who was first

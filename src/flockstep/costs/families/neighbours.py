@@ -1,6 +1,7 @@
 """Neighbours on a graph, d of them, b = (m + header) / B.
 
-Averaging beside the gradient: max(T_c, L + d b) where all cards are asked for alike; pushing after it: T_c + L + d b.
+Averaging beside the gradient: max(T_c, L + d b) where all cards are asked for alike; pushing after it: T_c + L + d b;
+pushing every τ gradients, beside them: max(T_c, (L + d b) / τ).
 """
 
 from __future__ import annotations
@@ -55,20 +56,24 @@ def _(strategy: GradientPush, setting: Setting) -> StepCost:
         rounds.Cards(setting),
         setting.busy(setting.nbytes),
     )
-    heard: list[rounds.Times] = []
+    flying: list[rounds.Times] = []  # when each has what is on its way to it: with tau, one exchange
+    gradients = max(1, strategy.tau)
 
     def turn(workers: rounds.Workers) -> None:
         for pattern in known:
-            done = workers.compute()
-            heard.append(cards.exchange(done, pattern, busy))
-            late = heard[-1 - strategy.tau] if len(heard) > strategy.tau else done
-            workers.at = np.maximum(done, late)
-            del heard[: -1 - strategy.tau]
+            at = workers.compute(gradients)
+            if flying:
+                at = np.maximum(at, flying.pop())
+            heard = cards.exchange(at, pattern, busy)
+            if strategy.tau:
+                flying.append(heard)
+            workers.at = at if strategy.tau else np.maximum(at, heard)
 
-    mixed = setting.reducing(_degree(known) * setting.elements) + setting.updating(setting.elements)
-    seconds = rounds.settled(setting, turn, len(known), _width(known)) / len(known)
-    late = float(strategy.tau)
-    return _cost(setting, seconds + mixed, _degree(known), 1.0 + _degree(known), (late, None))
+    turns = gradients * len(known)
+    mixed = setting.reducing(_degree(known) * setting.elements) / gradients + setting.updating(setting.elements)
+    seconds = rounds.settled(setting, turn, turns, _width(known)) / turns
+    degree, late = _degree(known) / gradients, float(strategy.tau)
+    return _cost(setting, seconds + mixed, degree, 1.0 + _degree(known), (late, None))
 
 
 def _width(known: list[rounds.Pattern]) -> int:
