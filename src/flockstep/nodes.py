@@ -219,8 +219,7 @@ class Node:
         return number
 
     async def _await(self, wanted: Wanted) -> Message:
-        message = self.mailbox.take(wanted)
-        if message is not None:
+        if (message := self.mailbox.take(wanted)) is not None:
             return message
         if wanted.source is not None and wanted.source in self.departed:
             raise self.missed(wanted)
@@ -260,6 +259,8 @@ class Worker(Node):
         """The job's optimiser in the form that can step a slice of the parameters, as servers have it."""
         self.train_size = train_size
         """Number of training samples of a declared job; 0 in a script's own loop."""
+        self.samples = 0
+        """Those of them in this worker's part; set by the driver of a declared job."""
         self.tensors = tuple(tensors) or (slice(0, len(params)),)
         """Where each of the model's tensors lies in the flat array, in order."""
         self.rendezvous: Rendezvous | None = None
@@ -268,7 +269,7 @@ class Worker(Node):
         """The workers who share memory with this one, if that is all of them; set by the driver."""
         self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
         """Finds the layers that can be factored; set by the driver of a declared job."""
-        self._stepper = stepper
+        self.stepper = stepper
         self._peers: list[int] | None = None
 
     @property
@@ -285,8 +286,7 @@ class Worker(Node):
     def peers(self) -> list[int]:
         """The other workers that are not lost, in ascending order."""
         if self._peers is None or len(self._peers) + len(self.lost) + 1 != self.cluster.workers:
-            here = range(self.cluster.workers)
-            self._peers = [rank for rank in here if rank != self.address and rank not in self.lost]
+            self._peers = [rank for rank in range(self.workers) if rank != self.address and rank not in self.lost]
         return self._peers
 
     def sum_together(self, array: Array, divisor: int = 1) -> bool:
@@ -304,7 +304,7 @@ class Worker(Node):
     @property
     def lr(self) -> float:
         """The learning rate of the next step."""
-        return self._stepper.lr
+        return self.stepper.lr
 
     def gradient(self) -> Awaitable[Array]:
         """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
@@ -364,7 +364,7 @@ class Worker(Node):
 
     def optimizer_step(self, gradient: Array) -> None:
         """Let this worker's own optimiser update `params` in place."""
-        self._stepper.step(self.params, gradient)
+        self.stepper.step(self.params, gradient)
 
     def record_round(self, count: int = 1) -> None:
         """Tell the record that `count` updates of every other worker took effect here, none of them late."""

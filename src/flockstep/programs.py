@@ -178,6 +178,9 @@ class Stepper(Protocol):
     def step(self, params: Array, gradient: Array) -> None:
         """Update `params` in place."""
 
+    def reset(self, params: Array) -> None:
+        """Forget momentum and all other state, as before the first step on `params`."""
+
 
 class SharedSum(Protocol):
     """The workers of one host, who share memory."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Quadratic
 from flockstep.records.events import Snapshot
+from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import Bench, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.workloads.sampler import Sampler
 
 
 def oracle(n, period, steps, optimizer="sgd(lr=0.1)"):
@@ -113,3 +118,63 @@ def test_the_mean_notices_another_rule():
     run = run_strategy(TakesOne(3), 4, 9, job=bowl_job("sgd(lr=0)"), replicas=start)
     assert equal_bits(*run.replicas)
     assert np.abs(run.replicas[0] - start.mean(0)).max() > 0.1
+
+
+SIZES = (120, 60, 36, 24)
+PARTS = np.split(np.arange(240), np.cumsum(SIZES)[:-1])
+"""Parts of unequal size, as the split dirichlet deals them out."""
+
+
+class Unequal(Watched):
+    """A simulation whose workers hold `PARTS`."""
+
+    def __init__(self, engine, plan, *rest):
+        super().__init__(engine, replace(plan, parts=PARTS), *rest)
+
+
+def one_apart():
+    """Bowls of one curvature whose optimum is 1 for the smallest part, a tenth of all samples, and 0 for the others."""
+    x = np.zeros((240, 2))
+    x[PARTS[3]] = 1
+
+    def metric(outputs, targets):
+        return float(np.mean(np.square(outputs)))
+
+    data = Data(x, np.zeros(240), x, np.zeros(240))
+    return Job(lambda: Quadratic(np.ones(2), np.zeros(2)), lambda: data, "sgd(lr=0.1)", metric=metric, batch=4)
+
+
+@pytest.mark.parametrize(("weighting", "optimum"), [("samples", 0.1), ("equal", 0.25)])
+@pytest.mark.parametrize("outer", ["average", "nesterov", "bmuf"])
+def test_parts_of_unequal_size_weigh_as_they_should(weighting, optimum, outer):
+    """FedAvg (McMahan et al. 2017, algorithm 1): w ← sum_k n_k / n w_k, whose fixed point is the mean over samples."""
+    text = f"local_sgd(5, outer={outer}, weighting={weighting})"
+    run = run_strategy(text, 4, 400, job=one_apart(), simulation=Unequal)
+    assert run.replicas == pytest.approx(optimum, abs=1e-3)
+
+
+def test_weights_by_samples_equal_the_oracle():
+    job = small_job(dtype="float64")
+    engine = Bench(4, job)
+    w, samplers = [engine.start() for _ in range(4)], [Sampler(part, 8, 0, rank) for rank, part in enumerate(PARTS)]
+    for step in range(1, 21):
+        for rank in range(4):
+            out = np.empty_like(w[rank])
+            engine.engine.gradient(w[rank], samplers[rank].next(), out, rank)
+            w[rank] -= 0.1 * out
+        if step % 4 == 0:
+            mean = sum(size / 240 * replica for size, replica in zip(SIZES, w, strict=True))
+            w = [mean.copy() for _ in w]
+    run = run_strategy("local_sgd(4, weighting=samples)", 4, 20, job=job, simulation=Unequal)
+    assert np.allclose(run.replicas, np.stack(w), rtol=1e-12, atol=1e-14)
+
+
+def test_equal_parts_weigh_alike_in_every_bit():
+    weighed, plain = (run_strategy(f"local_sgd(4, weighting={text})", 4, 20) for text in ("samples", "equal"))
+    assert equal_bits(weighed.replicas, plain.replicas)
+
+
+def test_weights_by_samples_need_a_declared_job():
+    assert Strategy.parse("local_sgd(weighting=samples)").traits.needs_job
+    with pytest.raises(ConfigurationError, match="weighting must be equal or samples, got bytes; leave it out"):
+        LocalSGD(weighting="bytes")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.optimizers.adam import Adam
 from flockstep.records.events import Snapshot
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
@@ -46,15 +47,16 @@ def nesterov(lr, momentum):
     return move
 
 
-def adam(lr, beta1, beta2, eps):
-    m, s = np.zeros(18, F), np.zeros(18, F)
+def adam(lr, beta1, beta2, tau):
+    """Reddi et al. 2021, algorithm 2: no correction of the bias, and v starts at tau², the least that they allow."""
+    m, v = np.zeros(18, F), np.full(18, tau**2, F)
 
-    def move(theta, mean, t):
-        nonlocal m, s
-        delta = theta - mean
-        m = m + F(1 - beta1) * (delta - m)
-        s = F(beta2) * s + F(1 - beta2) * (delta * delta)
-        return theta - F(lr / (1 - beta1**t)) * (m / (np.sqrt(s) / F((1 - beta2**t) ** 0.5) + F(eps)))
+    def move(theta, mean, _):
+        nonlocal m, v
+        delta = mean - theta
+        m = F(beta1) * m + F(1 - beta1) * delta
+        v = F(beta2) * v + F(1 - beta2) * delta**2
+        return theta + F(lr) * m / (np.sqrt(v) + F(tau))
 
     return move
 
@@ -88,12 +90,64 @@ def test_adam_equals_the_oracle(n):
     assert np.allclose(run.replicas, expected, rtol=1e-6, atol=1e-7)
 
 
+def test_the_first_step_of_fedadam_is_the_papers():
+    """m = 0.1 · 0.1, v = 0.95 · 0.01 + 0.05 · 0.01 = 0.01: 0.3 · 0.01 / (0.1 + 0.1) = 0.015."""
+    outer, model = OuterAdam(lr=0.3, beta1=0.9, beta2=0.95, eps=0.1), np.zeros(1)
+    state = outer.start(model, 4)
+    outer.move(model, np.array([0.1]), state)
+    assert model[0] == pytest.approx(0.015, rel=1e-12)
+
+
 @pytest.mark.oracle("outer:bmuf")
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_bmuf_equals_the_oracle_in_every_bit(n, ahead):
     run = run_strategy(f"local_sgd({PERIOD}, outer=bmuf(zeta=0.8, nesterov={ahead}))", n, STEPS)
     assert equal_bits(run.replicas, np.stack(after(n, bmuf(1 - 1 / n, 0.8, ahead))))
+
+
+def test_bmuf_hands_out_the_global_model():
+    """Chen & Huo 2016: the result is W(t); W(t) + eta Delta(t) is only where Nesterov's replicas begin the next block.
+
+    Between blocks training goes on from there, and a run that goes on after its result was taken does so too.
+    """
+    outer = "local_sgd(4, outer=bmuf(nesterov={}))"
+    for steps in (20, 22):
+        ahead = np.stack(after(4, bmuf(1 - 1 / 4, 1.0, True), steps=steps))
+        run = run_strategy(outer.format(True), 4, steps)
+        assert equal_bits(run.replicas, ahead) == (steps == 22)
+    state = run_strategy(outer.format(True), 4, 20).nodes[0].state
+    assert equal_bits(run_strategy(outer.format(True), 4, 20).replicas[0], state.outer.model)
+    assert equal_bits(state.model, np.stack(after(4, bmuf(1 - 1 / 4, 1.0, True), steps=20))[0])
+    classic = run_strategy("local_sgd(4, outer=bmuf)", 4, 20)
+    assert equal_bits(classic.replicas, np.stack(after(4, bmuf(1 - 1 / 4, 1.0, False), steps=20)))
+
+
+def test_bmuf_can_reset_the_momentum_of_the_workers():
+    """CNTK's resetSGDMomentum: every block begins with v = 0."""
+    job, eta = small_job("sgd(lr=0.1, momentum=0.9)"), F(1 - 1 / 3)
+    bench = Bench(3, job)
+    w = [bench.start() for _ in range(3)]
+    start, model, change, v = bench.start(), bench.start(), np.zeros(18, F), [np.zeros(18, F) for _ in range(3)]
+    for step in range(1, STEPS + 1):
+        for rank in range(3):
+            v[rank] = F(0.9) * v[rank] + bench.gradient(rank, w[rank])
+            w[rank] = w[rank] - F(0.1) * v[rank]
+        if step % PERIOD == 0:
+            change = eta * change + (ring_mean(w) - start)
+            model = model + change
+            start, w, v = model.copy(), [model.copy() for _ in w], [np.zeros(18, F) for _ in v]
+    reset, kept = (
+        run_strategy(f"local_sgd({PERIOD}, outer=bmuf(reset={text}))", 3, STEPS, job=job).replicas
+        for text in (True, False)
+    )
+    assert np.allclose(reset, np.stack(w), rtol=1e-5, atol=1e-6)
+    assert np.abs(kept - reset).max() > 1e-3
+
+
+def test_a_reset_needs_a_meeting_of_the_whole_model():
+    with pytest.raises(CompositionError, match="resets the workers' optimizers"):
+        Strategy.parse("streaming_diloco(outer=bmuf(reset=True))")
 
 
 @pytest.mark.oracle("outer:average")
@@ -104,7 +158,7 @@ def test_average_equals_the_oracle_in_every_bit(n):
     assert equal_bits(run.replicas, run_strategy(f"local_sgd({PERIOD})", n, STEPS).replicas)
 
 
-@pytest.mark.parametrize("outer", ["nesterov(1, 0)", "bmuf(0, 1)", "bmuf(0, 1, nesterov=False)"])
+@pytest.mark.parametrize("outer", ["nesterov(1, 0)", "bmuf(0, 1)", "bmuf(0, 1, nesterov=True)"])
 def test_without_momentum_it_is_averaging(outer):
     """DiLoCo with epsilon = 1 and mu = 0, and BMUF with eta = 0 and zeta = 1."""
     job = small_job("sgd(lr=0.1, momentum=0.9)", "float64")
@@ -180,12 +234,14 @@ class ForgetsItsMomentum(Nesterov):
 
 
 @dataclass(frozen=True)
-class Uncorrected(OuterAdam):
-    """Always at its first step."""
+class Corrected(OuterAdam):
+    """Corrects the bias of both means, as Adam does and algorithm 2 of Reddi et al. 2021 does not."""
+
+    def start(self, model, workers):
+        return Adam(self.lr, self.beta1, self.beta2, self.eps).init(model)
 
     def move(self, model, mean, state):
-        state.steps = 0
-        super().move(model, mean, state)
+        Adam(self.lr, self.beta1, self.beta2, self.eps).step(model, model - mean, state, self.lr)
 
 
 @dataclass(frozen=True)
@@ -208,13 +264,13 @@ def test_a_forgotten_momentum_shows():
 
 
 @pytest.mark.negative_control("outer:adam")
-def test_an_uncorrected_bias_shows():
-    assert broken(Uncorrected(), adam(0.3, 0.9, 0.95, 0.1))
+def test_a_corrected_bias_shows():
+    assert broken(Corrected(), adam(0.3, 0.9, 0.95, 0.1))
 
 
 @pytest.mark.negative_control("outer:bmuf")
 def test_a_change_measured_from_elsewhere_shows():
-    assert broken(FromTheModel(), bmuf(1 - 1 / 3, 1.0, True))
+    assert broken(FromTheModel(nesterov=True), bmuf(1 - 1 / 3, 1.0, True))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +280,7 @@ def test_a_change_measured_from_elsewhere_shows():
         ("bmuf(zeta=0)", "zeta of bmuf must be > 0"),
         ("bmuf(zeta=inf)", "zeta of bmuf must be > 0 and finite, got inf"),
         ("nesterov(lr=-1)", "lr of sgd must be >= 0"),
-        ("adam(eps=0)", "eps of adam must be > 0"),
+        ("adam(eps=0)", "eps of outer adam must be > 0"),
     ],
 )
 def test_bad_settings_are_refused(text, message):

@@ -99,3 +99,6 @@ class _Unused:
 
     def step(self, params: Array, gradient: Array) -> None:
         """Nothing is trained."""
+
+    def reset(self, params: Array) -> None:
+        """Nothing."""

@@ -40,7 +40,7 @@ class BlockMomentum(Claim):
     def check(self, say: Say) -> Verdict:
         """Train with each."""
         steps, best = {}, {}
-        for outer in ("average", "bmuf(nesterov=False)", "bmuf"):
+        for outer in ("average", "bmuf", "bmuf(nesterov=True)"):
             runs = [_trained(outer, seed) for seed in range(self.seeds)]
             steps[outer] = float(np.median([run[0] for run in runs]))
             best[outer] = float(np.median([run[1] for run in runs]))

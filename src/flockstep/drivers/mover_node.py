@@ -29,6 +29,9 @@ class _Unused:
     def step(self, params: Array, gradient: Array) -> None:
         """Nothing."""
 
+    def reset(self, params: Array) -> None:
+        """Nothing."""
+
 
 class _Unbroken(Mailbox):
     """Nothing can be missing here: the transport checks the sequence of all messages."""

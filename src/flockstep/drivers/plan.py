@@ -141,9 +141,14 @@ class LocalOptimizer:
         self.lr = optimizer.lr
         """Of the next step; drivers set it by the schedule before every gradient that a program gets."""
         self._optimizer = optimizer
-        self.state = optimizer.init(params)
-        self.state.tensors = tuple(tensors)
+        self._tensors = tuple(tensors)
+        self.reset(params)
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
         """Update `params` in place."""
         self._optimizer.step(params, gradient, self.state, self.lr)
+
+    def reset(self, params: FlatArray) -> None:
+        """Begin anew, without momentum."""
+        self.state = self._optimizer.init(params)
+        self.state.tensors = self._tensors

@@ -50,7 +50,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
                 engine.train_size,
                 engine.schema.slices,
             )
-            worker.schema = engine.schema
+            worker.schema, worker.samples = engine.schema, len(plan.parts[ticket.address])
             worker.find_layers = lambda: plan.layers(engine)
             worker.state = plan.strategy.worker_state(worker)
             worker.freeze = Copies(member.endpoint.me.heap, worker.lost).frozen

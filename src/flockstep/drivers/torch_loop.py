@@ -42,6 +42,10 @@ class _UserOptimizer:
             self._flat.grads[:] = gradient
         self._optimizer.step()
 
+    def reset(self, params: FlatArray) -> None:
+        """Let the user's optimizer begin anew: torch's make their state at the next step."""
+        self._optimizer.state.clear()
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """The user's optimiser, whose `step` lets a strategy use the gradients; everything else is the original's."""

@@ -131,7 +131,7 @@ class Simulation:
         stepper.lr = plan.lr_at(0)
         facts = plan.optimizer, self._engine.train_size, self._engine.schema.slices
         worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
-        worker.schema = self._engine.schema
+        worker.schema, worker.samples = self._engine.schema, len(plan.parts[rank])
         worker.find_layers = lambda: plan.layers(self._engine)
         worker.state = plan.strategy.worker_state(worker)
         seat.node = worker

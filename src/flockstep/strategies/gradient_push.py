@@ -102,7 +102,7 @@ class GradientPush(Strategy):
 
 
 def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
-    """Part with p_ji of x and omega for each j that hears this worker, dead ones aside; return the exchange's number."""
+    """Part with p_ji of x and omega for each j that hears this worker and lives; return the exchange's number."""
     weights = schedule[state.sent % len(schedule)]
     whole, kept = state.mass, state.mass
     shares: dict[int, list[int]] = {}

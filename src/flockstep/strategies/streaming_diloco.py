@@ -12,7 +12,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
@@ -73,6 +73,11 @@ class StreamingDiloco(Strategy):
             )
         if not 0 <= self.alpha <= 1:
             raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, 0 takes the mean alone")
+        if self.outer.resets:
+            raise CompositionError(
+                f"{self.outer} resets the workers' optimizers when the whole model is averaged, got fragments; use "
+                "local_sgd, or leave reset out"
+            )
         check_composition(self.codec, self.feedback)
 
     @property

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from flockstep.arrays.schema import FlatArray
-from flockstep.optimizers.adam import Adam
-from flockstep.optimizers.base import OptimizerState
+from flockstep.optimizers.base import OptimizerState, require, require_visible
 from flockstep.strategies.outer.base import Outer
 
 
 @dataclass(frozen=True)
 class OuterAdam(Outer):
-    """Adam as outer optimiser (Reddi et al. 2021: FedAdam; one of DiLoCo's, Douillard et al. 2023, section 3.2).
+    """Adam as outer optimizer (FedAdam: Reddi et al. 2021, algorithm 2).
 
-    Delta = theta - mean_i theta_i is its gradient. It needs an eps that is large beside the root of the mean square of
-    Delta, or every element moves by lr whatever the replicas did.
+    With Delta = mean_i theta_i - theta: m ← beta1 m + (1 - beta1) Delta, v ← beta2 v + (1 - beta2) Delta²,
+    theta ← theta + lr m / (sqrt(v) + eps), from m = 0 and v = eps²; the bias of m and v is not corrected, unlike in
+    the optimizer adam. `eps` is the paper's tau, the degree of adaptivity: beside a Delta much larger than eps every
+    element moves by about lr whatever the replicas did.
     """
 
     lr: float = 0.3
@@ -24,16 +28,22 @@ class OuterAdam(Outer):
     eps: float = 0.1
 
     def __post_init__(self) -> None:
-        self.optimizer()
-
-    def optimizer(self) -> Adam:
-        """The optimiser that is handed Delta as a gradient."""
-        return Adam(self.lr, self.beta1, self.beta2, self.eps)
+        require(0 <= self.lr < math.inf, "lr of outer adam", ">= 0 and finite", self.lr, "use for example 0.3")
+        require(0 <= self.beta1 < 1, "beta1 of outer adam", "in [0, 1)", self.beta1, "use for example 0.9")
+        require(0 <= self.beta2 < 1, "beta2 of outer adam", "in [0, 1)", self.beta2, "use for example 0.99")
+        require(0 < self.eps < math.inf, "eps of outer adam", "> 0 and finite", self.eps, "use for example 0.1")
 
     def start(self, model: FlatArray, workers: int) -> OptimizerState:
-        """No moments."""
-        return self.optimizer().init(model)
+        """m = 0 and v = eps²."""
+        require_visible(self.eps, model)
+        return OptimizerState(slots={"mean": np.zeros_like(model), "square": np.full_like(model, self.eps**2)})
 
     def move(self, model: FlatArray, mean: FlatArray, state: OptimizerState) -> None:
         """Step along Delta."""
-        self.optimizer().step(model, model - mean, state, self.lr)
+        scalar, m, v = model.dtype.type, state.slots["mean"], state.slots["square"]
+        delta = mean - model
+        m *= scalar(self.beta1)
+        m += scalar(1 - self.beta1) * delta
+        v *= scalar(self.beta2)
+        v += scalar(1 - self.beta2) * (delta * delta)
+        model += scalar(self.lr) * m / (np.sqrt(v) + scalar(self.eps))

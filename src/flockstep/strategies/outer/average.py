@@ -11,7 +11,7 @@ from flockstep.strategies.outer.base import Outer
 
 @dataclass(frozen=True)
 class Average(Outer):
-    """Plain averaging (McDonald, Hall & Mann 2010; McMahan et al. 2017: FedAvg)."""
+    """Plain averaging (McDonald, Hall & Mann 2010); with weighting=samples FedAvg (McMahan et al. 2017)."""
 
     moves: ClassVar[bool] = False
 

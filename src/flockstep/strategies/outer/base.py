@@ -19,6 +19,11 @@ class Outer(Component):
     moves: ClassVar[bool] = True
     """Otherwise the mean itself is the next model, and neither the last one nor a state is kept."""
 
+    @property
+    def resets(self) -> bool:
+        """Whether every worker's own optimizer forgets its state after each mean."""
+        return False
+
     def start(self, model: FlatArray, workers: int) -> Any:
         """What it remembers before the first mean; `model`, (K,), is what the replicas begin from."""
         return None
@@ -26,3 +31,7 @@ class Outer(Component):
     @abstractmethod
     def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
         """Turn `model`, (K,), from which all replicas began, into the next one, in place."""
+
+    def result(self, model: FlatArray, state: Any) -> FlatArray:
+        """The model, (K,), that training ends with right after a mean; `model` is what replicas would begin from."""
+        return model

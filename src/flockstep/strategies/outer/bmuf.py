@@ -25,13 +25,15 @@ class Bmuf(Outer):
     """Incremental block training with blockwise model-update filtering (Chen & Huo 2016, section 2).
 
     With G = mean_i w_i - W_g: Delta ← eta Delta + zeta G, W ← W + Delta. Replicas go on from W_g = W (classical block
-    momentum), or from W_g = W + eta Delta (Nesterov's, which the authors prefer). The block momentum eta is 1 - 1/n
-    unless it is given. With eta = 0 and zeta = 1 it is plain averaging, up to rounding.
+    momentum), or with `nesterov` from W_g = W + eta Delta; the result is W either way. The block momentum eta is
+    1 - 1/n unless it is given. `reset` zeroes the workers' own momentum after every block, as CNTK's resetSGDMomentum
+    does. With eta = 0 and zeta = 1 it is plain averaging, up to rounding.
     """
 
     momentum: float | None = None
     zeta: float = 1.0
-    nesterov: bool = True
+    nesterov: bool = False
+    reset: bool = False
 
     def __post_init__(self) -> None:
         if self.momentum is not None and not 0 <= self.momentum < 1:
@@ -40,6 +42,11 @@ class Bmuf(Outer):
             )
         if not 0 < self.zeta < float("inf"):
             raise ConfigurationError(f"zeta of bmuf must be > 0 and finite, got {self.zeta}; 1 is usual")
+
+    @property
+    def resets(self) -> bool:
+        """As `reset` says."""
+        return self.reset
 
     def start(self, model: FlatArray, workers: int) -> Blocks:
         """Delta = 0."""
@@ -55,3 +62,7 @@ class Bmuf(Outer):
         model[:] = state.model
         if self.nesterov:
             model += eta * state.change
+
+    def result(self, model: FlatArray, state: Blocks) -> FlatArray:
+        """W, not the point ahead of it."""
+        return state.model
