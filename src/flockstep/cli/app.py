@@ -22,6 +22,8 @@ from flockstep.cli.calibrate import calibrate
 from flockstep.cli.plan import plan
 from flockstep.errors import FlockstepError, Interrupted
 from flockstep.records.config import Kind
+from flockstep.simulation.compute import USUAL as USUAL_COMPUTE
+from flockstep.simulation.network import USUAL as USUAL_NETWORK
 
 INTERRUPTED = 130
 """The exit code of a command that a signal ended."""
@@ -123,8 +125,8 @@ def simulate(
     job: o.Job,
     strategy: o.StrategyText,
     workers: o.Workers = 16,
-    network: o.NetworkText = "1gbit",
-    compute: o.ComputeText = "constant(0.01)",
+    network: o.NetworkText = USUAL_NETWORK,
+    compute: o.ComputeText = USUAL_COMPUTE,
     faults: o.Faults = None,
     seed: o.Seed = 0,
     epochs: o.Epochs = None,
@@ -155,8 +157,8 @@ def compare(
     strategy: Annotated[list[str], typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.")],
     workers: o.Workers = 4,
     simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time instead of on real processes.")] = False,
-    network: o.NetworkText = "1gbit",
-    compute: o.ComputeText = "constant(0.01)",
+    network: o.NetworkText = USUAL_NETWORK,
+    compute: o.ComputeText = USUAL_COMPUTE,
     faults: o.Faults = None,
     seed: o.Seed = 0,
     epochs: o.Epochs = None,

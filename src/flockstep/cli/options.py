@@ -43,7 +43,12 @@ Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a
 Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
 NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]
 ComputeText = Annotated[
-    str, typer.Option("--compute", help="Seconds per gradient: constant(0.01), exponential(0.05), lognormal(…), ….")
+    str,
+    typer.Option(
+        "--compute",
+        help="Seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), constant(0.01), …; "
+        "`flockstep calibrate` measures a machine's.",
+    ),
 ]
 Faults = Annotated[
     list[str] | None,

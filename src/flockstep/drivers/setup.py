@@ -18,6 +18,7 @@ from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
+from flockstep.simulation import compute, network
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -60,7 +61,11 @@ def check(config: RunConfig) -> Strategy:
 
 
 def canonical(config: RunConfig) -> RunConfig:
-    """The configuration with every component written in its shortest form."""
+    """The configuration with every component written in its shortest form, and a simulation's models of time named."""
+    if config.kind == "simulate":
+        config = dataclasses.replace(
+            config, compute=config.compute or compute.USUAL, network=config.network or network.USUAL
+        )
     bases = {
         "strategy": Strategy,
         "schedule": Schedule,

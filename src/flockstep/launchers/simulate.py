@@ -29,8 +29,7 @@ def simulate(
     """
     limit_threads(config.threads or 1)
     engine, plan, config = prepare(config)
-    network = Network.parse(config.network or "1gbit")
-    compute = ComputeModel.parse(config.compute or "constant(0.01)")
+    network, compute = Network.parse(str(config.network)), ComputeModel.parse(str(config.compute))
     faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})
     record = RunFolder(folder)

@@ -88,6 +88,14 @@ def _time(summary: Summary) -> str:
     return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
 
 
+def modelled(summaries: Sequence[Summary]) -> str:
+    """The models of time that simulated runs share, for a heading; labels tell apart what runs do not share."""
+    laws = {summary.compute for summary in summaries}, {summary.network for summary in summaries}
+    compute, network = (only.pop() if len(only) == 1 else None for only in laws)
+    said = [f"a gradient takes {compute}"] if compute else []
+    return ", ".join([*said, *([f"network {network}"] if network else [])]) or "time is modelled"
+
+
 def table(summaries: Sequence[Summary]) -> Table:
     """The ranked table for the terminal; empty where there are no runs.
 
@@ -98,7 +106,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     if not ranked:
         return Table(title="no runs", box=box.SIMPLE_HEAD)
     first = ranked[0]
-    clock = "real seconds" if first.clock == "real" else "VIRTUAL seconds: time is modelled"
+    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {escape(modelled(ranked))}"
     counts = " and ".join(str(n) for n in sorted({summary.workers for summary in ranked}))
     title = f"{escape(first.job)} on {counts} workers, {clock}"
     made = Table(

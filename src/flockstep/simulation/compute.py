@@ -20,6 +20,8 @@ import numpy.typing as npt
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
+USUAL = "lognormal(mean=0.01)"
+"""The law of a simulation that names none: equal durations would make every asynchronous update n-1 steps late."""
 _TAG = int.from_bytes(b"time", "big")  # keeps these streams apart from others of the same seed
 _BLOCK = 256
 _BASE, _SPELLS = 0, 1

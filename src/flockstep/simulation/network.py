@@ -32,6 +32,9 @@ from flockstep.messages import Address, node_name, server
 from flockstep.nodes import Cluster
 from flockstep.simulation import units
 
+USUAL = "1gbit"
+"""The network of a simulation that names none."""
+
 
 class Hop:
     """A shared resource of the network.
