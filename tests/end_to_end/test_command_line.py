@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
     assert "lower the learning rate, now 1e+06" in err
     assert len(err.strip().splitlines()) == 1
     summary = json.loads(Path("r/summary.json").read_text())
-    assert summary["status"] == "failed"
+    assert summary["status"] == "diverged"
     assert "the loss of worker" in summary["error"]
     assert Path("r/events.jsonl").stat().st_size > 0
 
@@ -186,7 +186,7 @@ def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFix
     code, out, err = outcome([*arguments, "-s", "all_reduce", "-s", "broadcast"], capsys)
     assert code == 1
     assert "broadcast: " in err
-    assert "failed" in out
+    assert "diverged" in out
     assert "finished" in out
 
 

@@ -17,5 +17,5 @@ def test_a_simulation_that_names_no_law_varies_and_says_which_law_it_used(tmp_pa
     assert settled > 0.9  # n-1: equal durations make workers take turns
     assert max(usual.staleness_counts.values()) / sum(usual.staleness_counts.values()) < 0.7
     assert usual.compute == RunFolder(tmp_path / "usual").read_config().compute == "lognormal(mean=0.01)"
-    assert "a gradient takes lognormal(mean=0.01), network 1gbit" in str(table([usual]).title)
+    assert "VIRTUAL seconds: a gradient takes lognormal(mean=0.01)" in str(table([usual]).title)
     assert "real seconds" in str(table([msgspec.structs.replace(usual, clock="real")]).title)

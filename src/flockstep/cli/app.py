@@ -136,6 +136,7 @@ def simulate(
     schedule: o.ScheduleText = None,
     split: o.SplitText = "iid",
     target: o.Target = None,
+    until_target: o.UntilTarget = False,
     evaluate_every: o.EvaluateEvery = None,
     result: o.Result = None,
     threads: o.Threads = 1,
@@ -161,14 +162,18 @@ def compare(
     compute: o.ComputeText = USUAL_COMPUTE,
     faults: o.Faults = None,
     seed: o.Seed = 0,
+    seeds: o.Seeds = 1,
     epochs: o.Epochs = None,
     steps: o.Steps = None,
     batch: o.Batch = None,
     lr: o.Lr = None,
+    lr_grid: o.LrGrid = None,
     schedule: o.ScheduleText = None,
     split: o.SplitText = "iid",
     target: o.Target = None,
+    until_target: o.UntilTarget = False,
     evaluate_every: o.EvaluateEvery = None,
+    result: o.Result = None,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
     threads: o.Threads = 1,
@@ -177,12 +182,13 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
-    from flockstep.cli.compare import compare_all
+    from flockstep.cli.compare import Matrix, compare_all
 
     kind: Kind = "simulate" if simulate else "train"
     o.refuse_idle(kind, context)
     base = o.configured(kind, {**locals(), "strategy": ""})
-    raise typer.Exit(compare_all(base, strategy, o.folder(out, f"compare-{job}"), as_json))
+    matrix = Matrix(base, tuple(strategy), o.rates(lr_grid, lr), seeds)
+    raise typer.Exit(compare_all(matrix, o.folder(out, f"compare-{job}"), as_json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

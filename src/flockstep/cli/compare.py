@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -19,37 +20,87 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
-from flockstep.report.table import table
+from flockstep.report.medians import Group, best, spreads
+from flockstep.report.table import one_by_one, table
 
 
-def compare_all(base: RunConfig, strategies: Sequence[str], out: Path, as_json: bool) -> int:
-    """Run every strategy that `out` does not hold finished already; return the exit code.
+@dataclass(frozen=True)
+class Matrix:
+    """What to compare: each strategy at each learning rate (none: the job's own) with each of `seeds` seeds."""
+
+    base: RunConfig
+    strategies: Sequence[str]
+    rates: Sequence[float] = ()
+    seeds: int = 1
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ConfigurationError(f"seeds must be >= 1 run of each strategy, got {self.seeds}; 5 are usual")
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a strategy has more than one run."""
+        return self.seeds > 1 or len(self.rates) > 1
+
+    def groups(self, out: Path) -> list[list[_Planned]]:
+        """The runs, those that differ in their seed only together, by strategy and learning rate.
+
+        Raises:
+            ConfigurationError: a strategy or an option that no run could work with, or a strategy given twice.
+        """
+        configs = [dataclasses.replace(self.base, strategy=text) for text in self.strategies]
+        for config in configs:
+            check(config)
+        texts = [canonical(config).title for config in configs]
+        for text in texts:
+            if texts.count(text) > 1:
+                raise ConfigurationError(f"the strategy {text} is given {texts.count(text)} times; give each once")
+        found = []
+        for config, name in zip(configs, _names(texts), strict=True):
+            for lr in self.rates or (self.base.lr,):
+                rated, place = dataclasses.replace(config, lr=lr), f"{name}-lr-{lr:g}" if self.rates else name
+                found.append([self._planned(rated, out / place, index) for index in range(self.seeds)])
+        return found
+
+    def _planned(self, config: RunConfig, folder: Path, index: int) -> _Planned:
+        seed = config.seed + index
+        place = folder if self.seeds == 1 else folder.with_name(f"{folder.name}-seed-{seed}")
+        return _Planned(dataclasses.replace(config, seed=seed), place)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    config: RunConfig
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        return f"{self.config.job}, {self.config.strategy}"
+
+
+def compare_all(matrix: Matrix, out: Path, as_json: bool) -> int:
+    """Run what `out` does not hold finished already; return the exit code: 1 if a strategy has no useful run.
 
     Raises:
         ConfigurationError: before anything starts, for a strategy or an option that no run could work with.
         Interrupted: what was finished is in the report; the same command goes on from there.
     """
-    configs = [dataclasses.replace(base, strategy=text) for text in strategies]
-    for config in configs:
-        check(config)
-    texts = [canonical(config).title for config in configs]
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ConfigurationError(f"the strategy {text} is given {texts.count(text)} times; give each once")
-    folders = [out / name for name in _names(texts)]
-    failures: list[str] = []
+    groups = matrix.groups(out)
+    runs = [run for group in groups for run in group]
     try:
-        for number, (config, folder) in enumerate(zip(configs, folders, strict=True), start=1):
-            _run(config, folder, f"{number} of {len(configs)}: {config.job}, {config.strategy}", failures)
+        for number, run in enumerate(runs, start=1):
+            _run(run, f"{number} of {len(runs)}: {run.title}{_marks(run, matrix)}")
     except (Interrupted, KeyboardInterrupt):
-        _conclude(folders, out, as_json)
+        _conclude(groups, matrix, out, as_json)
         raise Interrupted(
             f"interrupted; finished runs are kept: repeat the command with --out {out} to go on"
         ) from None
-    _conclude(folders, out, as_json)
-    for sentence in failures:
-        show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
-    return 1 if failures else 0
+    return _conclude(groups, matrix, out, as_json)
+
+
+def _marks(run: _Planned, matrix: Matrix) -> str:
+    rate = f", lr {run.config.lr:g}" if matrix.rates else ""
+    return rate + (f", seed {run.config.seed}" if matrix.seeds > 1 else "")
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -69,7 +120,8 @@ def _names(texts: Sequence[str]) -> list[str]:
     return [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
 
 
-def _run(config: RunConfig, folder: Path, title: str, failures: list[str]) -> None:
+def _run(run: _Planned, title: str) -> None:
+    config, folder = run.config, run.folder
     if _is_finished(config, folder):
         show.console.print(f"{title}: kept from before", markup=False)
         return
@@ -88,8 +140,7 @@ def _run(config: RunConfig, folder: Path, title: str, failures: list[str]) -> No
     except Interrupted:
         raise
     except RunError as error:
-        failures.append(f"{config.strategy}: {error}")
-        show.console.print(f"{title}: failed", markup=False)
+        show.console.print(f"{title}: {RunFolder(folder).read_summary().status}: {error}", markup=False, soft_wrap=True)
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
@@ -104,19 +155,35 @@ def _in_short(summary: Summary) -> str:
     return f"{summary.metric} {metric}{reached} ({summary.clock} {summary.seconds:.2f} s)"
 
 
-def _conclude(folders: Sequence[Path], out: Path, as_json: bool) -> None:
-    """Print the ranked table and write the report of the runs that there are."""
-    here = [folder for folder in folders if RunFolder(folder).config_file.exists()]
-    if not here:
-        return
-    records = [RunFolder(folder).read() for folder in here]
-    summaries = [record.summary for record in records]
-    path = write_report(records, out / "report.html", predictions=for_report(here))
-    for sentence in filter(None, map(missed, summaries)):
+def _conclude(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, as_json: bool) -> int:
+    """Print the ranked table, write the report of the runs that are ranked; return the exit code."""
+    there = [[run.folder for run in group if RunFolder(run.folder).config_file.exists()] for group in groups]
+    folders = [folder for group in there for folder in group]
+    if not folders:
+        return 0
+    read = {folder: RunFolder(folder).read() for folder in folders}
+    made = [Group(tuple(read[folder].summary for folder in group)) for group in there if group]
+    chosen = [best(list(rates)) for rates in _by_strategy(made)]
+    summaries = [group.median() for group in chosen] if matrix.repeated else [group.runs[0] for group in made]
+    ranked = [folder for folder in folders if any(read[folder].summary in group.runs for group in chosen)]
+    table_of = (made, chosen) if matrix.repeated else None
+    path = write_report([read[f] for f in ranked], out / "report.html", predictions=for_report(ranked), spread=table_of)
+    failures = [f"{one.strategy}: {one.error}" for one in summaries if one.status in ("diverged", "failed")]
+    for sentence in [*filter(None, map(missed, summaries)), *one_by_one([read[f].config for f in ranked]), *failures]:
         show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        rows = [as_data(summary, folder) for summary, folder in zip(summaries, here, strict=True)]
-        print(msgspec.json.encode({"report": str(path), "runs": rows}).decode())
+        rows = [as_data(read[folder].summary, folder) for folder in folders]
+        medians = [group.document(group in chosen) for group in made] if matrix.repeated else []
+        print(msgspec.json.encode({"report": str(path), "runs": rows, "medians": medians}).decode())
     else:
         show.page().print(table(summaries))
+        if matrix.repeated:
+            show.page().print(spreads(made, chosen))
         print(f"report: {path}")
+    return 1 if failures else 0
+
+
+def _by_strategy(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups of each strategy, one for each learning rate."""
+    texts = list(dict.fromkeys(group.runs[0].strategy for group in groups))
+    return [[group for group in groups if group.runs[0].strategy == text] for text in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,11 @@ Epochs = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker and step (default: the job's).")]
 Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).")]
+LrGrid = Annotated[
+    str | None,
+    typer.Option("--lr-grid", help="Learning rates, as 0.03,0.1,0.3: each strategy is ranked by its best one."),
+]
+Seeds = Annotated[int, typer.Option(help="Runs of each strategy, with seeds from --seed on: medians are ranked.")]
 ScheduleText = Annotated[
     str | None,
     typer.Option("--schedule", help="How the learning rate or the batch changes: goyal, cosine, batch_increase, …."),
@@ -36,6 +42,9 @@ SplitText = Annotated[
     str, typer.Option("--split", help="How data is split over workers: iid, by-label, dirichlet(alpha).")
 ]
 Target = Annotated[float | None, typer.Option(help="The metric that time-to-target refers to (default: the job's).")]
+UntilTarget = Annotated[
+    bool, typer.Option("--until-target", help="End at the first evaluation that reaches the target (virtual time).")
+]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
 Result = Annotated[str | None, typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.")]
 TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: shared_memory, ipc or tcp.")]
@@ -64,7 +73,11 @@ Out = Annotated[Path | None, typer.Option(help="Folder for the record (default: 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output; progress on standard error.")]
 
 
-_NOT_OF = {"train": ("network", "compute", "faults"), "simulate": ("transport", "heartbeat"), "launch": ()}
+_NOT_OF = {
+    "train": ("network", "compute", "faults", "until_target"),
+    "simulate": ("transport", "heartbeat"),
+    "launch": (),
+}
 
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
@@ -82,13 +95,32 @@ def refuse_idle(kind: Kind, context: typer.Context) -> None:
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
             raise ConfigurationError(
-                f"--{name.removesuffix('s')} {value[0] if isinstance(value, list) else value} "
+                f"--{name.removesuffix('s').replace('_', '-')} {value[0] if isinstance(value, list) else value} "
                 + (
                     "matters in virtual time only; add --simulate"
                     if kind == "train"
                     else "is for real processes only; leave it or --simulate out"
                 )
             )
+
+
+def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:
+    """The learning rates of a grid; none where there is no grid.
+
+    Raises:
+        ConfigurationError: a rate that is no number above 0, one that is there twice, or --lr besides.
+    """
+    if grid is None:
+        return ()
+    if lr is not None:
+        raise ConfigurationError(f"--lr {lr:g} and --lr-grid {grid} say different things; give one of them")
+    try:
+        found = tuple(float(word) for word in grid.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate < math.inf for rate in found) or len(set(found)) < len(found):
+        raise ConfigurationError(f"--lr-grid must be different numbers > 0, got {grid}; write 0.03,0.1,0.3")
+    return found
 
 
 def folder(out: Path | None, what: str) -> Path:

@@ -14,7 +14,7 @@ from flockstep.drivers.account import fingerprint
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
-from flockstep.report.table import table
+from flockstep.report.table import one_by_one, table
 
 
 def train_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool) -> None:
@@ -47,17 +47,20 @@ def launch_one(script: Path, arguments: Sequence[str], config: RunConfig, folder
 
 
 def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) -> None:
-    """Print the outcome; exit code 1 if a target that was asked for was not reached."""
+    """Print the outcome; exit code 1 if the run diverged, or a target that was asked for was not reached."""
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:
         show.page().print(table([summary]))
         print(f"record: {folder}")
     sentence = missed(summary)
-    if sentence is not None:
-        show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
-        if must_reach:
-            raise typer.Exit(1)
+    said = [sentence] if sentence is not None else []
+    if summary.status == "diverged":
+        said.append(f"{summary.strategy} diverged: {summary.error}")
+    for text in [*said, *one_by_one([RunFolder(folder).read_config()])]:
+        show.console.print(f"flockstep: {text}", markup=False, highlight=False, soft_wrap=True)
+    if not summary.useful or (must_reach and sentence is not None):
+        raise typer.Exit(1)
 
 
 def missed(summary: Summary) -> str | None:

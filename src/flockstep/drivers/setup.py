@@ -122,6 +122,8 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
     for fact, value in config.facts.items():
         if job.facts.get(fact) != value:
             raise ConfigurationError(f"{fact} is {job.facts.get(fact)}, the record says {value}; the data has changed")
+    if config.until_target and job.target is None:
+        raise ConfigurationError(f"until_target needs a target, and {job.name} has none; give one with --target")
     optimizer = engine.optimizer
     if config.lr is not None:
         optimizer = dataclasses.replace(optimizer, lr=config.lr)  # type: ignore[type-var]

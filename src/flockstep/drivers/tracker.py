@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Emit
+from flockstep.drivers.account import Emit, fingerprint
 from flockstep.frameworks.base import Engine, Evaluation
 from flockstep.messages import Address, Message, server
 from flockstep.nodes import Cluster
-from flockstep.records.events import Snapshot
+from flockstep.records.events import Replica, Snapshot
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
@@ -119,6 +119,7 @@ class Tracker:
         self._alive = set(cluster.addresses) - self._idle
         self._ticks: dict[float, Tick] = {}
         self._latest = -1.0
+        self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
         """Take a node's parameters as they are now (copied where they are kept); those of a mere cache are dropped."""
@@ -131,6 +132,8 @@ class Tracker:
             entry.add_worker(params, step, sent, self._samples(step))
         if self._keeps(address):
             entry.kept[address] = params.copy()
+        if tick == FINAL and address >= 0:
+            self._evaluate_own(address, params, t)
         if not entry.missing:
             self._evaluate(tick)
 
@@ -175,6 +178,14 @@ class Tracker:
                 entry.divergence() if entry.workers == self._cluster.workers else None,
             )
         )
+
+    def _evaluate_own(self, rank: int, params: FlatArray, t: float) -> None:
+        """What a worker ended with by itself; evaluated once where all replicas are equal and have no buffers."""
+        digest = fingerprint(params) if not len(self._engine.buffers(rank)) else f"worker {rank}"
+        if digest not in self._own:
+            self._own[digest] = self._engine.evaluate(params, [rank])
+        own = self._own[digest]
+        self._emit(Replica(t, rank, own.loss, own.metric))
 
     def _choose(self, entry: Tick) -> FlatArray | None:
         """The resulting model, (K,), or the members of an ensemble, (M, K)."""

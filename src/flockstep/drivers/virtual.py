@@ -103,6 +103,14 @@ class Simulation:
             raise RunError(f"deadlock: every program waits for a message that nobody will send: {waits}")
         self.tracker.close()
 
+    def stop(self) -> None:
+        """End every program where it is, and write each node's totals."""
+        for seat in self.seats.values():
+            if not seat.done:
+                seat.program.close()
+                seat.done, seat.waiting = True, None
+                seat.account.close(self.now, seat.node.params)
+
     def _handle(self, event: Arrival | Ready | Death | Narrowing) -> None:
         if isinstance(event, Ready):
             self._gradient_due(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
 from flockstep.launchers.entry import limit_threads
-from flockstep.launchers.train import finished
+from flockstep.launchers.train import TargetReached, finished, until_target
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
@@ -36,16 +37,13 @@ def simulate(
     record.create(config)
     every_step = plan.steps * plan.cluster.workers
     with finished(record, config), EventWriter(record.node_events_file(None), flush_every=4096) as events:
+        heard = until_target(config, events.write) if config.until_target else events.write
         run = Simulation(
-            engine,
-            plan,
-            compute,
-            network,
-            events.write,
-            lambda done, t: progress(done, every_step, t),
-            faults=faults,
+            engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults=faults
         )
-        run.run()
+        with contextlib.suppress(TargetReached):
+            run.run()
+        run.stop()
         if run.tracker.result is not None:
             record.write_result(run.tracker.result, engine.schema)
     return record.read_summary()

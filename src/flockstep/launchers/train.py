@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from flockstep.drivers.account import Emit
 from flockstep.drivers.member import Hello, Ticket, in_short
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.tracker import Tracker
-from flockstep.errors import FlockstepError, Interrupted, RunError
+from flockstep.errors import Diverged, FlockstepError, Interrupted, RunError
 from flockstep.expression import from_data
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork
@@ -22,8 +23,9 @@ from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.config import RunConfig
+from flockstep.records.events import Event, Snapshot
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.summary import Status, Summary, summarise
+from flockstep.records.summary import Status, Summary, reaches, summarise
 from flockstep.transports.base import Transport
 
 HEARTBEAT = 5.0
@@ -95,6 +97,21 @@ def settle(record: RunFolder, engine: Engine, plan: Plan, outcome: Outcome) -> N
         record.write_result(tracker.result, engine.schema)
 
 
+class TargetReached(Exception):
+    """An evaluation has reached the target of a run that ends there."""
+
+
+def until_target(config: RunConfig, emit: Emit) -> Emit:
+    """Write events by `emit`; raise `TargetReached` after the first evaluation that reaches the target."""
+
+    def heard(event: Event) -> None:
+        emit(event)
+        if isinstance(event, Snapshot) and reaches(config, event.metric):
+            raise TargetReached
+
+    return heard
+
+
 @contextlib.contextmanager
 def finished(record: RunFolder, config: RunConfig) -> Iterator[None]:
     """Around a run: whatever happens, its record gets a summary that says so."""
@@ -107,7 +124,7 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[None]:
         status, text = "interrupted", str(error) or "interrupted"
         raise
     except Exception as error:
-        text = str(error)
+        status, text = "diverged" if isinstance(error, Diverged) else "failed", str(error)
         raise
     finally:
         record.write_summary(summarise(config, record.merge_events(), status, text))

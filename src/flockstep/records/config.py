@@ -76,6 +76,8 @@ class RunConfig:
     higher_is_better: bool = True
     target: float | None = None
     """The metric that time-to-target refers to."""
+    until_target: bool = False
+    """Whether the run ends at the first evaluation that reaches the target."""
     threads: int | None = None
     """Threads of the numerical libraries in each process."""
     heartbeat: float | None = None
@@ -119,6 +121,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None:
                 options += [f"--{name.replace('_', '-')}", _word(value)]
+        if self.until_target:
+            options.append("--until-target")
         for fault in self.faults:
             options += ["--fault", fault]
         for file in self.imports:

@@ -60,6 +60,15 @@ class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
     divergence: float | None
 
 
+class Replica(msgspec.Struct, tag="replica", frozen=True):
+    """A worker's own replica at its end, evaluated off the clock."""
+
+    t: float
+    rank: int
+    loss: float
+    metric: float
+
+
 class Node(msgspec.Struct, tag="node", frozen=True):
     """Totals of one node at its end; `hash` is of its final parameters."""
 
@@ -94,4 +103,4 @@ class Figure(msgspec.Struct, tag="figure", frozen=True):
     value: float
 
 
-Event = Step | Update | Span | Snapshot | Node | Lost | Figure
+Event = Step | Update | Span | Snapshot | Node | Lost | Figure | Replica

@@ -20,10 +20,12 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig, same_run
-from flockstep.records.events import Event, Figure, Snapshot, Span, Step, Update
+from flockstep.records.events import Event, Figure, Replica, Snapshot, Span, Step, Update
 from flockstep.records.summary import Summary, summarise, time_of
 
 _HALF = ".half"
+ENDED = ("finished", "diverged")
+"""What the status of a run is that there is no reason to repeat."""
 _HELD_BACK = (Step, Update, Span)
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
@@ -118,7 +120,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
         if self.config_file.exists():
-            if self._status() == "finished" and not same_run(self.read_config(), config):
+            if self._status() in ENDED and not same_run(self.read_config(), config):
                 raise ConfigurationError(
                     f"{self.path} holds a finished run of another configuration; choose another folder or delete it"
                 )
@@ -130,7 +132,7 @@ class RunFolder:
 
     def holds_finished(self, config: RunConfig) -> bool:
         """Whether this run is already here, finished: then there is nothing to do."""
-        return self.config_file.exists() and self._status() == "finished" and same_run(self.read_config(), config)
+        return self.config_file.exists() and self._status() in ENDED and same_run(self.read_config(), config)
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.toml."""
@@ -266,9 +268,10 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
 
 
 def _not_finite(data: dict[str, Any]) -> Event:
-    """A snapshot or a figure with a number that was not finite: JSON has no such, so it was written as null."""
+    """An evaluation or a figure with a number that was not finite: JSON has no such, so it was written as null."""
     kinds: dict[str, tuple[type[Event], tuple[str, ...]]] = {
         "evaluation": (Snapshot, ("loss", "metric")),
+        "replica": (Replica, ("loss", "metric")),
         "figure": (Figure, ("value",)),
     }
     if data.get("type") not in kinds:

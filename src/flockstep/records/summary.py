@@ -11,12 +11,14 @@ import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
-from flockstep.records.events import Event, Figure, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import Event, Figure, Lost, Node, Replica, Snapshot, Span, Step, Update
 
-Status = Literal["finished", "interrupted", "failed"]
+Status = Literal["finished", "interrupted", "diverged", "failed"]
+USELESS: tuple[Status, ...] = ("diverged", "failed")
+"""What a run ended in whose model is not to be relied on."""
 _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better",
-    "target",
+    "target", "lr",
 )  # fmt: skip
 
 
@@ -35,6 +37,10 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     header_bytes: int
     completeness: float | None = None
     """Updates of other workers that took effect here ÷ steps of the other workers; see `Summary.completeness`."""
+    loss: float | None = None
+    """Test loss of the worker's own replica at its end; None where there is none, or it is not finite."""
+    metric: float | None = None
+    """Metric of the worker's own replica at its end; None where there is none, or it is not finite."""
 
     @property
     def seconds(self) -> float:
@@ -63,9 +69,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     higher_is_better: bool
     target: float | None
+    lr: float | None = None
+    """Learning rate that the run began with."""
     status: Status
+    """diverged: a loss is not finite, in training or at the last evaluation, or that evaluation's metric is not."""
     error: str | None
-    """Why the run did not finish."""
+    """Why the run did not finish, or has no model to rely on."""
     seconds: float
     """Time of the last event."""
     time_to_target: float | None
@@ -118,6 +127,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What the strategy itself recorded, by name: the last value of each node, summed over those where it is finite."""
 
     @property
+    def useful(self) -> bool:
+        """Whether the model that the run ended with may be relied on."""
+        return self.status not in USELESS
+
+    @property
     def bytes_per_worker(self) -> float:
         """Payload bytes sent and received per worker."""
         return self.sent_per_worker + self.received_per_worker
@@ -138,8 +152,11 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, Update)]
     quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])
+    if status == "finished" and quality.diverged:
+        status, error = "diverged", "loss or metric of the last evaluation is not finite; lower the learning rate"
     nodes = {event.node: event for event in ordered if isinstance(event, Node)}
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
+    workers = _with_replicas(workers, ordered)
     agree = _replicas_agree(config.workers, nodes)
     staleness = _staleness(config.workers, updates)
     divergence = quality.divergence
@@ -182,19 +199,22 @@ class _Quality(NamedTuple):
     loss: float | None = None
     samples: int = 0
     divergence: float | None = None
+    diverged: bool = False
 
 
 def _quality(config: RunConfig, snapshots: Sequence[Snapshot]) -> _Quality:
     if not snapshots:
         return _Quality()
-    hit = next((s for s in snapshots if _reaches(config, s.metric)), None)
+    hit = next((s for s in snapshots if reaches(config, s.metric)), None)
     finite = [s.metric for s in snapshots if math.isfinite(s.metric)]
     best = (max if config.higher_is_better else min)(finite, default=None)
     last = snapshots[-1]
-    return _Quality(hit, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence)
+    diverged = not (math.isfinite(last.loss) and math.isfinite(last.metric))
+    return _Quality(hit, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence, diverged)
 
 
-def _reaches(config: RunConfig, metric: float) -> bool:
+def reaches(config: RunConfig, metric: float) -> bool:
+    """Whether a metric is as good as the target of the run; not where there is none."""
     if config.target is None:
         return False
     return metric >= config.target if config.higher_is_better else metric <= config.target
@@ -215,6 +235,16 @@ def _totals(workers: int, nodes: dict[Address, Node], events: Sequence[Event]) -
         if isinstance(event, Step) and event.rank in steps:
             steps[event.rank].append(event)
     return [_of_node(nodes[rank]) if rank in nodes else _of_steps(rank, steps[rank]) for rank in range(workers)]
+
+
+def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list[WorkerTotals]:
+    own = {event.rank: event for event in events if isinstance(event, Replica)}
+    return [
+        msgspec.structs.replace(w, loss=_finite(own[w.rank].loss), metric=_finite(own[w.rank].metric))
+        if w.rank in own
+        else w
+        for w in workers
+    ]
 
 
 def _of_node(node: Node) -> WorkerTotals:

@@ -33,7 +33,7 @@ class _Hit:
 
 def findings(series: Sequence[Series]) -> list[str]:
     """Plain sentences, not escaped, the most important first; `series` in order of rank."""
-    usable = [one for one in series if one.record.summary.status != "failed"]
+    usable = [one for one in series if one.record.summary.useful]
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
     hits = _hits(usable)

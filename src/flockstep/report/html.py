@@ -17,10 +17,11 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, words
 from flockstep.report.findings import findings
+from flockstep.report.medians import SPREAD, TITLE, Group, row
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
 from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
-from flockstep.report.table import cells, headings
+from flockstep.report.table import cells, headings, one_by_one
 
 _FACTS = (
     ("workers", "workers"),
@@ -71,17 +72,25 @@ def write_report(
     path: Path | str,
     title: str | None = None,
     predictions: Sequence[Prediction | None] = (),
+    spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
 ) -> Path:
     """Write the page to `path` and return it; the folder is made if need be."""
     path = Path(path)
-    text = render(records, title, predictions)
+    text = render(records, title, predictions, spread)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def render(records: Sequence[Record], title: str | None = None, predictions: Sequence[Prediction | None] = ()) -> str:
+def render(
+    records: Sequence[Record],
+    title: str | None = None,
+    predictions: Sequence[Prediction | None] = (),
+    spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
+) -> str:
     """The page as text; `records` in any order, `predictions` of them in the same, None where there is none.
+
+    `spread`: groups of runs that differ in their seed only, and those whose learning rate is ranked.
 
     Raises:
         ConfigurationError: the runs cannot be compared, or there are none.
@@ -99,7 +108,10 @@ def render(records: Sequence[Record], title: str | None = None, predictions: Seq
         title=title or _title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs),
-        findings=findings(series),
+        findings=[*findings(series), *(f"{text[:1].upper()}{text[1:]}." for text in one_by_one(configs))],
+        spread_headings=SPREAD,
+        spread_title=TITLE,
+        spread=[] if spread is None else [row(group, spread[1]) for group in spread[0]],
         headings=[full for full, _ in headings(ranked[0].summary)],
         rows=[(one, cells(one.place + 1, one.label, one.record.summary)) for one in series],
         predicted_headings=HEADINGS,

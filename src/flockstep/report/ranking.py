@@ -15,7 +15,7 @@ _MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": 
 def rank(summaries: Sequence[Summary]) -> list[Summary]:
     """The best first: time to target (reached before not reached), then final metric, then bytes per worker.
 
-    Failed runs come last, whatever they reached: their final model is not to be relied on.
+    Runs that failed or diverged come last, whatever they reached: their final model is not to be relied on.
 
     Raises:
         ConfigurationError: the runs cannot be compared: real and virtual clocks, several jobs, metrics or targets.
@@ -42,7 +42,7 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 def labels(summaries: Sequence[Summary]) -> list[str]:
     """A short name for each run, all different: its strategy, and what else it takes to tell it from the others."""
     names = [summary.system or summary.strategy for summary in summaries]
-    for setting in ("workers", "network", "compute", "seed"):
+    for setting in ("workers", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]
         twice = {name for name, count in Counter(names).items() if count > 1}
         differing = {name for name in twice if len({v for n, v in zip(names, values, strict=True) if n == name}) > 1}
@@ -62,4 +62,4 @@ def _key(summary: Summary) -> tuple[bool, float, float, float, str, int]:
     metric = summary.final_metric
     badness = math.inf if metric is None else -metric if summary.higher_is_better else metric
     time = math.inf if summary.time_to_target is None else summary.time_to_target
-    return (summary.status == "failed", time, badness, summary.bytes_per_worker, summary.strategy, summary.seed)
+    return (not summary.useful, time, badness, summary.bytes_per_worker, summary.strategy, summary.seed)

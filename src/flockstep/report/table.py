@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
 from flockstep.report import words
 from flockstep.report.ranking import labels, rank
 
-_STYLES = {"finished": "green", "interrupted": "yellow", "failed": "red"}
+_STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
 
 
 def rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """One JSON-friendly row per run, the best first; a failed run has no rank.
+    """One JSON-friendly row per run, the best first; a run that failed or diverged has no rank.
 
     Raises:
         ConfigurationError: the runs cannot be compared.
@@ -25,7 +26,7 @@ def rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     ranked = rank(summaries)
     return [
         {
-            "rank": None if summary.status == "failed" else place,
+            "rank": place if summary.useful else None,
             "label": label,
             "strategy": summary.strategy,
             "clock": summary.clock,
@@ -69,7 +70,7 @@ def headings(summary: Summary) -> list[tuple[str, str]]:
 def cells(place: int, label: str, summary: Summary) -> list[str]:
     """One row as text, in the order of `headings`; a run that has not reached its target says how long it tried."""
     return [
-        words.NONE if summary.status == "failed" else str(place),
+        str(place) if summary.useful else words.NONE,
         label,
         _time(summary),
         words.metric(summary.final_metric),
@@ -89,11 +90,17 @@ def _time(summary: Summary) -> str:
 
 
 def modelled(summaries: Sequence[Summary]) -> str:
-    """The models of time that simulated runs share, for a heading; labels tell apart what runs do not share."""
-    laws = {summary.compute for summary in summaries}, {summary.network for summary in summaries}
-    compute, network = (only.pop() if len(only) == 1 else None for only in laws)
-    said = [f"a gradient takes {compute}"] if compute else []
-    return ", ".join([*said, *([f"network {network}"] if network else [])]) or "time is modelled"
+    """The law of computing that simulated runs share, for a heading; labels tell apart what runs do not share."""
+    laws = {summary.compute for summary in summaries}
+    return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modelled"
+
+
+def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
+    """Sentences about simulations whose gradients could not be computed for many workers in one call."""
+    said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
+    return [
+        f"gradients were computed {how}; seconds are virtual, but the simulation takes longer" for how in sorted(said)
+    ]
 
 
 def table(summaries: Sequence[Summary]) -> Table:
@@ -129,5 +136,5 @@ def table(summaries: Sequence[Summary]) -> Table:
     for place, (label, summary) in enumerate(zip(labels(ranked), ranked, strict=True), 1):
         texts = [escape(text) for text in cells(place, label, summary)]
         texts[-1] = f"[{_STYLES[summary.status]}]{texts[-1]}[/]"
-        made.add_row(*texts, style="bold" if place == 1 and summary.status != "failed" else None)
+        made.add_row(*texts, style="bold" if place == 1 and summary.useful else None)
     return made

@@ -1,0 +1,145 @@
+"""Comparisons: several learning rates, several seeds, an end at the target, runs that diverge."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flockstep.cli.app import run
+from flockstep.records.folder import RunFolder
+
+BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--out", "c"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def compared(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, Any]:
+    assert run([*BASE, *options, "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def badness(one: dict[str, Any]) -> tuple[float, float]:
+    """Seconds to the target, then how far the metric (lower is better) is from it; a useless run is worst."""
+    if one["status"] == "diverged":
+        return math.inf, math.inf
+    time, metric = one["time_to_target"], one["final_metric"]
+    return math.inf if time is None else time, math.inf if metric is None else metric
+
+
+def test_each_strategy_is_ranked_at_its_best_rate_of_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, "-s", "all_reduce", "-s", "broadcast", "--lr-grid", "0.002,0.3,1.2")
+    assert [(r["strategy"], r["lr"]) for r in found["runs"]] == [
+        (strategy, lr) for strategy in ("all_reduce", "broadcast") for lr in (0.002, 0.3, 1.2)
+    ]
+    for strategy in ("all_reduce", "broadcast"):
+        runs = [one for one in found["runs"] if one["strategy"] == strategy]
+        want = min(runs, key=badness)["lr"]
+        assert [one["lr"] for one in found["medians"] if one["strategy"] == strategy and one["chosen"]] == [want]
+    diverged = [one for one in found["runs"] if one["status"] == "diverged"]
+    assert [(one["strategy"], one["lr"]) for one in diverged] == [("broadcast", 1.2)]
+    assert run([*BASE, "-s", "all_reduce", "-s", "broadcast", "--lr-grid", "0.002,0.3,1.2"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("kept from before") == 6  # a run that diverged is not repeated
+    assert "0.3*" in out
+    assert "Medians over seeds" in Path("c/report.html").read_text()
+
+
+def test_seeds_are_ranked_by_their_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compared(capsys, "-s", "asgd", "-s", "bsp", "--seeds", "3", "--seed", "5", "--target", "1e-9")
+    for one in found["medians"]:
+        finals = [r["final_metric"] for r in found["runs"] if r["strategy"] == one["strategy"]]
+        assert (one["seeds"], one["reached"], len(set(finals))) == ([5, 6, 7], 0, 3)
+        assert one["final_metric"] == {
+            "least": min(finals),
+            "median": statistics.median(finals),
+            "largest": max(finals),
+        }
+
+
+def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-s", "asgd", "-s", "bsp", "--target", "0.3"]
+    whole = compared(capsys, *options)["runs"]
+    assert run([*BASE[:-1], "d", *options, "--until-target", "--json"]) == 0
+    short = json.loads(capsys.readouterr().out)["runs"]
+    for one, other in zip(whole, short, strict=True):
+        assert one["time_to_target"] == other["time_to_target"] is not None
+        assert other["seconds"] < one["seconds"]
+        assert other["status"] == "finished"
+        steps = [worker["steps"] for worker in other["per_worker"]]
+        assert 0 < max(steps) < 60
+        assert Path(other["folder"], "result.npy").exists()
+    assert "--until-target" in RunFolder(short[0]["folder"]).read_config().command
+
+
+def test_the_resulting_model_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {
+        result: compared(capsys, "-s", "easgd", "--result", result, "--out", result)["runs"][0]["result_hash"]
+        for result in ("server", "mean", "best")
+    }
+    assert len(set(ends.values())) == 3
+
+
+def test_a_run_that_ended_without_a_usable_model_is_not_finished(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.py").write_text(
+        "import numpy as np\nimport dataclasses\nfrom flockstep.workloads.base import Workload\n"
+        "def job():\n"
+        "    job = Workload.parse('quadratic').job(0)\n"
+        "    return dataclasses.replace(job, metric=lambda outputs, targets: float('nan'), optimizer='sgd(lr=1e-3)')\n"
+    )
+    assert run(["simulate", "job.py", "-s", "bsp", "-n", "2", "--steps", "3", "--out", "r", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["status"] == "diverged"
+    assert "ps(consistency=bsp) diverged: loss or metric of the last evaluation is not finite" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--lr-grid", "0.1,x"], "--lr-grid must be different numbers > 0, got 0.1,x; write 0.03,0.1,0.3"),
+        (["--lr-grid", "0.1,0.1"], "--lr-grid must be different numbers > 0"),
+        (["--lr-grid", "0.1", "--lr", "0.2"], "--lr 0.2 and --lr-grid 0.1 say different things"),
+        (["--seeds", "0"], "seeds must be >= 1 run of each strategy, got 0"),
+        (["--result", "server"], "result must be one of"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*BASE, "-s", "gossip", *options]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not Path("c").exists()
+
+
+def test_gradients_that_cannot_be_batched_are_said_to_be_computed_one_by_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("gru.py").write_text(
+        "import torch\nfrom torch import nn\nfrom flockstep import Data, Job\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.gru = nn.GRU(2, 3, batch_first=True)\n"
+        "    def forward(self, x):\n        return self.gru(x)[0][:, -1]\n"
+        "def data():\n    x = torch.randn(40, 4, 2, generator=torch.Generator().manual_seed(0))\n"
+        "    return Data(x, (x.sum((1, 2)) > 0).long(), x, (x.sum((1, 2)) > 0).long())\n"
+        "def job():\n    return Job(Net, data, 'sgd(lr=0.1)', loss=nn.functional.cross_entropy, batch=4)\n"
+    )
+    assert run(["compare", "gru.py", "--simulate", "-s", "bsp", "-n", "2", "--steps", "2", "--out", "c"]) == 0
+    assert "flockstep: gradients were computed one by one: " in capsys.readouterr().err
+    assert "Gradients were computed one by one: " in Path("c/report.html").read_text()
+
+
+def test_every_workers_own_model_is_evaluated_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    one = compared(capsys, "-s", "ensemble", "-s", "bsp")["runs"]
+    alone, together = ([worker["metric"] for worker in run["per_worker"]] for run in one)
+    assert len(set(alone)) == 4
+    assert None not in alone
+    assert len(set(together)) == 1
+    assert together[0] == pytest.approx(one[1]["final_metric"])
