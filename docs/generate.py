@@ -35,7 +35,7 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
-from flockstep.strategies.base import Optimisation, Scheduling, Strategy
+from flockstep.strategies.base import Optimisation, Scheduling, Strategy, Traits
 from flockstep.systems.catalogue import NOT_YET, System, systems
 from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
@@ -80,7 +80,7 @@ def main() -> None:
 
 def strategies() -> str:
     """One row for each strategy, and for each of its variants that promises something else."""
-    heading = ("strategy", "completeness", "what travels", "models a step", "survives a dead worker", "after")
+    heading = ("strategy", "completeness", "what travels", "models a step", "deaths survived", "after")
     return table(heading, [row for name in registry.names("strategy") for row in _strategy_rows(name)])
 
 
@@ -99,15 +99,22 @@ def families() -> str:
 def _strategy_rows(name: str) -> Iterator[tuple[str, ...]]:
     kind = registry.load("strategy", name)
     write = next(row["write"] for row in listing("strategy") if row["name"] == name)
-    promised: list[tuple[int, bool]] = []
+    promised: list[tuple[object, ...]] = []
     for strategy, what in [(kind(), kind), *_variants(kind)]:
         traits = strategy.traits
-        if (traits.completeness, traits.survives) in promised:
+        promise = (traits.completeness, _deaths(traits))
+        if promise in promised:
             continue
         text = _code(to_text(strategy) if promised else write)
-        promised.append((traits.completeness, traits.survives))
-        survives = "yes" if traits.survives else "no"
-        yield text, CLASSES[traits.completeness], *_traffic(strategy), survives, _sources(what)
+        promised.append(promise)
+        yield text, CLASSES[traits.completeness], *_traffic(strategy), _deaths(traits), _sources(what)
+
+
+def _deaths(traits: Traits) -> str:
+    """How many deaths of workers a strategy survives, in words."""
+    if traits.survives is True:
+        return "any number" if traits.least == 1 else f"while {traits.least} are left"
+    return str(int(traits.survives)) if traits.survives else "none"
 
 
 def _variants(kind: type[Strategy]) -> Iterator[tuple[Strategy, type]]:

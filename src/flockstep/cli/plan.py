@@ -37,6 +37,13 @@ Needs = Annotated[
     typer.Option("--need", help="unbalanced, reproducible, elastic, private or slow-links; repeatable."),
 ]
 
+Hours = Annotated[
+    float | None,
+    typer.Option(
+        help="Hours that the run is to last, for the failures in it.",
+        show_default="the job's own passes; 24 without data",
+    ),
+]
 Strategies = Annotated[
     list[str] | None, typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).")
 ]
@@ -71,6 +78,7 @@ def plan(
         int | None, typer.Option("--batch", "-b", help="Samples per gradient (default: the job's).")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Also rehearse strategies without a closed form.")] = False,
+    hours: Hours = None,
     record: Records = None,
     imports: o.Imports = None,
     simulate: Simulate = False,
@@ -95,7 +103,7 @@ def plan(
     if record:
         _check(what, cluster, record, tuple(imports or ()), as_json)
         return
-    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything)
+    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything, _seconds(hours))
     needs = tuple(need or ())
     tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
     _conclude(outlook, needs, tried, out, as_json)
@@ -179,8 +187,23 @@ def _worths(outlook: Outlook, advice: Advice) -> dict[str, Any]:
     return {**document, "strategies": sorted(rows, key=lambda one: -one["worth"])}
 
 
+def _seconds(hours: float | None) -> float | None:
+    """The same in seconds."""
+    if hours is not None and not 0 < hours < float("inf"):
+        raise ConfigurationError(
+            f"--hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length"
+        )
+    return None if hours is None else 3600 * hours
+
+
 def _outlook(
-    what: str, cluster: str, workers: int | None, batch: int | None, strategies: tuple[str, ...], everything: bool
+    what: str,
+    cluster: str,
+    workers: int | None,
+    batch: int | None,
+    strategies: tuple[str, ...],
+    everything: bool,
+    length: float | None,
 ) -> Outlook:
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.plan import plan as predict
@@ -191,7 +214,8 @@ def _outlook(
     def run(say: Callable[[str], None]) -> Outlook:
         say(f"reading {what}")
         task = task_of(what, batch)
-        return _some(predict(task, shape, workers, strategies=strategies, rehearse=everything, say=say), strategies)
+        found = predict(task, shape, workers, strategies=strategies, rehearse=everything, length=length, say=say)
+        return _some(found, strategies)
 
     if not show.console.is_terminal:
         return run(lambda what: None)

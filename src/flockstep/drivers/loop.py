@@ -234,7 +234,7 @@ class Loop:
             cluster, params = self._member.join(to_text(self.strategy), to_data(optimizer), initial)
         self._params[:] = params
         self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
-        self._seat = Seat(self._member, self.strategy.traits.survives, 0, self._events.write)
+        self._seat = Seat(self._member, bool(self.strategy.traits.survives), 0, self._events.write)
         self._seat.buffers = self._buffers
         take_place(Place(self._member, self._seat.figure))
         return cluster

@@ -35,7 +35,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         params = engine.home()
         params[:] = start
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            seat = Seat(member, plan.strategy.traits.survives, plan.evaluate_every, events.write)
+            seat = Seat(member, bool(plan.strategy.traits.survives), plan.evaluate_every, events.write)
             stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
             stepper.lr = plan.lr_at(0)
             worker = guard.worker = Worker(
@@ -77,7 +77,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         cluster, params = member.join(to_text(rule), to_data(spec), None)
         held = rule.held(cluster.workers, len(params))[index]
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            seat = Seat(member, rule.traits.survives, every, events.write)
+            seat = Seat(member, bool(rule.traits.survives), every, events.write)
             seat.progress = Progress(cluster, every) if every else None
             random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
             node = Server(index, cluster, params[held].copy(), seat, random, spec)

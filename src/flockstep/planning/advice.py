@@ -9,6 +9,7 @@ from typing import Any
 from flockstep.errors import UnknownName
 from flockstep.planning import sentences as say
 from flockstep.planning.criteria import drops, is_central, is_synchronous
+from flockstep.planning.failing import unfit_to_lose_workers
 from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Crossover, crossovers, waiting
@@ -17,7 +18,7 @@ from flockstep.planning.words import short
 from flockstep.report import words
 
 NEEDS = {
-    "unbalanced": "the workers' data differ, as if sorted by label",
+    "unbalanced": "the workers' data differ in kind or size, as if sorted by label",
     "reproducible": "the same run again has to give the same result",
     "elastic": "workers come and go",
     "private": "data may not leave the machines that hold them",
@@ -26,6 +27,11 @@ NEEDS = {
 """What can be asked for, and what it means."""
 DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
 """Why something is not advised, whatever is needed."""
+LEAVING = {
+    "others": "its workers compute on samples of other workers",
+    "sent": "its messages contain training samples: the inputs of the first layer",
+}
+"""How data leave their machines, by `Traits.samples`."""
 SLOWER = 4.0
 """How many times slower links are taken to be at times under slow-links."""
 
@@ -198,12 +204,14 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
     cell, traits = found.strategy.cell, found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
         return "trains a model on every worker, not one"
-    if ("unbalanced" in needs or "private" in needs) and not (is_central(cell) and is_synchronous(cell, traits)):
+    if "private" in needs and traits.samples != "own":
+        return LEAVING[traits.samples]
+    if "unbalanced" in needs and not (is_central(cell) and is_synchronous(cell, traits)):
         return "needs data that are alike on all workers (R_LBD)"
+    if "unbalanced" in needs and traits.completeness == 4:
+        return "drops the gradients of slow workers, whose data then count less (R_LBD)"
     if "reproducible" in needs and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run (ERB)"
-    if "elastic" in needs and not traits.survives:
-        return "stops when a worker is gone (RSOI)"
-    if drops(found):
-        return DROPS
-    return None
+    if "elastic" in needs and (why := unfit_to_lose_workers(found, outlook)) is not None:
+        return why
+    return DROPS if drops(found) else None

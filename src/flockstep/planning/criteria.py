@@ -70,8 +70,8 @@ class Criteria:
     """CAHP: how many the strategy and its parts add."""
     exposure: float | None
     """RSOI: how much of the slowest worker's delay everyone takes on, 0 to 1; None: not known."""
-    survives: bool
-    """RSOI: whether the others go on when a worker is gone."""
+    survives: int
+    """RSOI: deaths of workers after which the others still go on."""
     reproducible: Literal["easy", "medium", "hard"]
     """ERB: how hard it is to get the same result again."""
 
@@ -83,7 +83,7 @@ class Criteria:
 def criteria(found: Prospect, pace: Pace | None) -> Criteria:
     """The row of a predicted strategy; of one worker, the trivial one."""
     if found.strategy is None:
-        return Criteria("one worker", False, "likely", 0.0, 0, 1.0, False, "easy")
+        return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
     cell, traits = found.strategy.cell, found.strategy.traits
     central, synchronous = is_central(cell), is_synchronous(cell, traits)
     rate: Literal["higher", "likely", "lower"] = "lower" if not synchronous else "higher" if central else "likely"
@@ -97,7 +97,7 @@ def criteria(found: Prospect, pace: Pace | None) -> Criteria:
         found.staleness,
         count(found.strategy),
         None if pace is None else pace.exposure,
-        traits.survives,
+        traits.deaths(found.workers),
         hard,
     )
 

@@ -54,6 +54,10 @@ class Outlook:
     curves: tuple[Curve, ...] = ()
     further: bool = False
     """Whether it was asked how strategies scale, and what would change which is best."""
+    length: float | None = None
+    """Seconds that the user says the run lasts; None: nobody said."""
+    steps: int | None = None
+    """Steps of a worker in a run of the job; None: only sizes are known, or no machine fails."""
 
     @property
     def task(self) -> Task:
@@ -130,12 +134,14 @@ def plan(
     strategies: tuple[str, ...] = (),
     rehearse: bool = True,
     further: bool = True,
+    length: float | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Outlook:
     """Predict every strategy, or only `strategies`, on `workers` (None: all that the cluster has).
 
     `rehearse`: also those without a closed form, which takes longer; `further`: also how they scale, and what would
-    change which is best. `say` hears what is looked at.
+    change which is best. `length`: seconds that the run is to last; None: the job's own passes over its data, or a day
+    where there is no job. `say` hears what is looked at.
 
     Raises:
         ConfigurationError: the cluster cannot have so many workers, nor can a plan, or a strategy is none.
@@ -158,6 +164,8 @@ def plan(
     found.sort(key=lambda one: -worth(one.samples_per_second, need(one, site)))
     rivals = _contenders(found, site)
     outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(rivals))
+    steps = task.steps(count) if length is None and cluster.failures else None
+    outlook = replace(outlook, length=length, steps=steps)
     if not further:
         return outlook
     say("scaling")
@@ -225,7 +233,10 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
     said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
     said.append("reading data, evaluating, starting, and what the operating system and other programs take")
     if site.cluster.failures:
-        said.append(f"failures: about {site.cluster.failures * 86400:.2g} a day on all machines together")
+        said.append(
+            f"failures: about {site.cluster.failures * 86400:.2g} a day on all machines together; the advice reckons "
+            "with them, and takes servers not to fail"
+        )
     if any(one.source == "rehearsal" for one in found):
         said.append("rehearsed strategies were run for some tens or hundreds of steps with one set of random times")
     return tuple(said)

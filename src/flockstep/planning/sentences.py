@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flockstep.planning import failing
 from flockstep.planning.criteria import approximates, drops
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
@@ -135,6 +136,8 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
             f"{as_much(case.worth(choice), 'quickly')} as one worker."
         )
     said += [f"It counts that {one}." for one in case.meanings]
+    if choice.strategy is not None and outlook.site.cluster.failures:
+        said.append(failing.sentence(choice, outlook))
     if case.second is not None:
         said.append(
             f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "

@@ -26,6 +26,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
+from flockstep.workloads.sampler import steps_for
 
 BATCH = 32
 """Samples in a gradient of a model that no job says it of."""
@@ -71,6 +72,13 @@ class Task:
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.tensors)
+
+    def steps(self, workers: int) -> int | None:
+        """Steps of each of so many workers in a run of the job, whose data is read for it; None: there is no job."""
+        if self.job is None:
+            return None
+        job = self.job(0)
+        return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
     def scaled(self, factor: float) -> Task:
         """The same with so many times the parameters, in one tensor, and the same work."""

@@ -187,7 +187,7 @@ TABLE_2 = (
     "late",
     "hyper-parameters",
     "waits for slowest",
-    "survives",
+    "deaths survived",
     "reproducible",
     "departures",
 )
@@ -205,7 +205,7 @@ def row_of_table_2(outlook: Outlook, found: Prospect) -> tuple[str, ...]:
         _late(outlook, found),
         str(row.hyper_parameters),
         exposed(row.exposure),
-        "yes" if row.survives else "no",
+        f"{row.survives:,}",
         row.reproducible,
         str(len(outlook.departures(found))),
     )

@@ -12,32 +12,17 @@ from flockstep.expression import Component
 from flockstep.nodes import Server, Worker
 
 ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
+Samples = Literal["own", "others", "sent"]
 Optimisation = Literal["central", "decentral"]
 Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
 Exchange = Literal[
-    "none",
-    "scatter-reduce",
-    "reduce",
-    "2:1 reduce",
-    "binomial tree",
-    "all-reduce",
-    "ad hoc",
+    "none", "scatter-reduce", "reduce", "2:1 reduce", "binomial tree", "all-reduce", "ad hoc",
     "ad hoc with eager scatter",
-]
+]  # fmt: skip
 Places = Literal[
-    "none",
-    "single PS",
-    "distributed PS",
-    "distributed PS (k = n)",
-    "hierarchical PS",
-    "replicated PS",
-    "shared memory",
-    "closed ring",
-    "graph",
-    "tree",
-    "p2p mesh",
-    "dedicated master",
-]
+    "none", "single PS", "distributed PS", "distributed PS (k = n)", "hierarchical PS", "replicated PS",
+    "shared memory", "closed ring", "graph", "tree", "p2p mesh", "dedicated master",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,8 +32,8 @@ class Traits:
     completeness: Literal[1, 2, 3, 4]
     """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay,
     3 complete with unbounded delay, 4 partial."""
-    survives: bool
-    """The others go on when a worker dies."""
+    survives: bool | int
+    """Deaths of workers after which the others still go on: a number, False for none, True for any number."""
     results: tuple[ResultPolicy, ...]
     """The policies for choosing the resulting model that make sense; the first is the default."""
     server_optimizer: bool = False
@@ -57,6 +42,18 @@ class Traits:
     """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
     needs_job: bool = False
     """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
+    least: int = 1
+    """Workers that must be left for the others to go on."""
+    joins: bool = False
+    """A worker may join a run that is under way; no strategy here promises that."""
+    samples: Samples = "own"
+    """Whose training samples a worker sees: its own alone; those of `others`, on which it computes gradients; or its
+    own, of which messages carry some, as they are (`sent`)."""
+
+    def deaths(self, workers: int) -> int:
+        """Number of deaths among so many workers after which the others still go on."""
+        most = workers - self.least
+        return max(0, most if self.survives is True else min(int(self.survives), most))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.messages import BYE, MASTER, Message
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 
 Code = npt.NDArray[np.float64]
 
@@ -47,8 +47,9 @@ class GradientCoding(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous; up to s workers may die."""
-        return Traits(1, self.s > 0, ("server", "mean", "rank0"), server_optimizer=True, needs_job=True)
+        """Synchronous; up to s workers may die, since their blocks of the data are on s other workers too."""
+        results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
+        return Traits(1, self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 
     @property
     def cell(self) -> Cell:
@@ -66,8 +67,7 @@ class GradientCoding(Strategy):
             raise ConfigurationError(f"s must be below the number of workers, {workers}, got {self.s}; use s=1")
         if self.scheme == "fractional" and workers > 1 and workers % (self.s + 1):
             raise ConfigurationError(
-                f"fractional gradient coding needs a multiple of s + 1 = {self.s + 1} workers, got {workers}; use "
-                "scheme=cyclic"
+                f"fractional coding needs a multiple of s + 1 = {self.s + 1} workers, got {workers}; use scheme=cyclic"
             )
 
     def master_state(self, me: Server) -> Round:

@@ -73,7 +73,7 @@ class ParameterServer(Strategy):
         rule = self.consistency
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         ends = any(chosen.carries for chosen in self.filters)  # a last push must be known as such
-        return Traits(rule.completeness, rule.survives, results, server_optimizer=True, needs_job=ends)
+        return Traits(rule.completeness, rule.survives, results, True, needs_job=ends, least=rule.least)
 
     @property
     def cell(self) -> Cell:

@@ -59,8 +59,8 @@ class Sandblaster(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """One exact gradient at a time; a dead worker's portion goes to another."""
-        return Traits(1, True, ("server",), needs_job=True, fixed_steps=False)
+        """One exact gradient at a time; any worker takes any portion, also one that a dead worker had."""
+        return Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others")
 
     @property
     def cell(self) -> Cell:

@@ -28,7 +28,7 @@ class SufficientFactors(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True)
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
 
     @property
     def cell(self) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,9 +46,8 @@ class FactorServer(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        """As a parameter server, for declared jobs."""
-        its = super().traits
-        return Traits(its.completeness, its.survives, its.results, server_optimizer=True, needs_job=True)
+        """As a parameter server, for declared jobs; the factors of the first layer are its inputs: the samples."""
+        return replace(super().traits, needs_job=True, samples="sent")
 
     def worker_state(self, me: Worker) -> PushState:
         """As a parameter server's, but layers must be there."""

@@ -89,8 +89,13 @@ class Consistency(Component):
 
     @property
     @abstractmethod
-    def survives(self) -> bool:
-        """The others go on when a worker dies."""
+    def survives(self) -> bool | int:
+        """Deaths after which the others still go on: a number, False for none, True for any number."""
+
+    @property
+    def least(self) -> int:
+        """Workers that must be left for the others to go on."""
+        return 1
 
     def check(self, workers: int) -> None:
         """Raise `ConfigurationError` unless the rule makes sense for that many workers."""

@@ -22,8 +22,8 @@ class FirstOf(Consistency):
         return 4
 
     @property
-    def survives(self) -> bool:
-        """As long as enough live."""
+    def survives(self) -> bool | int:
+        """Any number of deaths, as long as enough workers live."""
         return True
 
     def needed(self, workers: int) -> int:
@@ -75,6 +75,11 @@ class BackupWorkers(FirstOf):
         if self.b < 0:
             raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for everyone")
 
+    @property
+    def survives(self) -> int:
+        """As many deaths as there are backup workers."""
+        return self.b
+
     def check(self, workers: int) -> None:
         """Somebody must be left."""
         if workers > 1:
@@ -93,6 +98,11 @@ class KSync(FirstOf):
 
     k: int = field(default=1, metadata=SHOWN)
 
+    @property
+    def least(self) -> int:
+        """A step takes the gradients of k workers."""
+        return self.k
+
     def check(self, workers: int) -> None:
         """There must be so many."""
         self._require(self.k, workers, f"k={self.k}")
@@ -108,6 +118,11 @@ class KBatchSync(KSync):
 
     A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
     """
+
+    @property
+    def least(self) -> int:
+        """One worker can compute all k batches."""
+        return 1
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""

@@ -1,0 +1,111 @@
+"""Whose samples a worker sees, and how many deaths a strategy survives: the traits against what runs show."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flockstep import registry
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import SoftmaxRegression
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.testing import failures
+from flockstep.testing.failure_matrix import rows
+from flockstep.testing.strategies import Sent, Watched, run_strategy
+
+WORKERS = 4
+
+
+class Looking(Watched):
+    """A simulation that keeps which training samples each worker's gradients are over."""
+
+    seen: dict[int, set[int]]
+
+    def _compute_pending(self) -> None:
+        seen = vars(self).setdefault("seen", {})
+        for rank in self._pending:
+            seen.setdefault(rank, set()).update(int(i) for i in self._indices[rank])
+        super()._compute_pending()
+
+
+def wide_job() -> Job:
+    """Softmax regression whose matrix is larger than the factors of its gradient over two samples."""
+
+    def data() -> Data:
+        random = np.random.default_rng(7)
+        x = random.normal(size=(96, 40)).astype(np.float32)
+        return Data(x[:80], random.integers(0, 30, 80), x[80:], random.integers(0, 30, 16))
+
+    return Job(lambda: SoftmaxRegression(40, 30), data, "sgd(lr=0.1)", batch=2)
+
+
+def observed(strategy: str) -> str:
+    """What becomes of samples: `others` where a worker computes on another's, `sent` where a message holds one."""
+    job = wide_job()
+    run = run_strategy(strategy, WORKERS, 24, job=job, simulation=Looking)
+    parts = [set(map(int, part)) for part in run.simulation.plan.parts]
+    assert isinstance(run.simulation, Looking)
+    if any(not samples <= parts[rank] for rank, samples in run.simulation.seen.items()):
+        return "others"
+    samples = [row.tobytes() for row in job.data().train_x]
+    sent = [entry.message.array for entry in run.simulation.log if isinstance(entry, Sent)]
+    held = [np.asarray(array).tobytes() for array in sent if array is not None]
+    return "sent" if any(sample in message for message in held for sample in samples) else "own"
+
+
+@pytest.mark.parametrize("strategy", [row.strategy for row in rows()])
+def test_where_samples_go_is_what_the_trait_says(strategy: str) -> None:
+    assert Strategy.parse(strategy).traits.samples == observed(strategy)
+
+
+def test_each_way_is_observed_somewhere() -> None:
+    """Negative control: the observation tells the three apart."""
+    assert observed("gradient_coding") == "others"
+    assert observed("gradient_coding(s=0)") == "own"
+    assert observed("factor_server") == "sent"
+    assert observed("ps") == "own"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "survived"),
+    [
+        ("ps(consistency=backup(b=2))", 5, 2),
+        ("ps(consistency=backup(b=0))", 3, 0),
+        ("ps(consistency=k_sync(k=1))", 3, 2),
+        ("ps(consistency=k_sync(k=3))", 4, 1),
+        ("ps(consistency=k_batch_sync(k=3))", 4, 3),
+        ("gradient_coding(s=2, scheme=cyclic)", 5, 2),
+        ("gradient_coding(s=2)", 3, 2),
+        ("ps(consistency=ssp(s=0))", 3, 0),
+        ("gossip", 5, 4),
+        ("all_reduce", 5, 0),
+    ],
+)
+def test_as_many_deaths_are_survived_as_the_trait_says(strategy: str, workers: int, survived: int) -> None:
+    """By the papers: n - N backup workers (Chen et al. 2016), n - K learners (Dutta et al. 2018), s of a code."""
+    traits = Strategy.parse(strategy).traits
+    word = failures.dead_worker(strategy, workers)
+    if word in (failures.ENDS, failures.STALLS):
+        count = 0
+    else:
+        count = int(word.split("up to ")[1].split()[0]) if "up to" in word else workers - 1
+    assert count == survived
+    assert traits.deaths(workers) == survived
+    assert bool(traits.survives) == (survived > 0)
+
+
+def test_deaths_by_number_of_workers() -> None:
+    any_number, three, all_but_two = (
+        Traits(4, True, ("mean",)),
+        Traits(4, 3, ("mean",)),
+        Traits(4, True, ("mean",), least=2),
+    )
+    assert [one.deaths(8) for one in (any_number, three, all_but_two)] == [7, 3, 6]
+    assert [one.deaths(2) for one in (any_number, three, all_but_two)] == [1, 1, 0]
+    assert Traits(4, False, ("mean",)).deaths(8) == 0
+
+
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_no_strategy_promises_that_workers_may_join(name: str) -> None:
+    """No driver lets a worker into a run that is under way."""
+    assert not Strategy.parse(name).traits.joins

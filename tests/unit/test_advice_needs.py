@@ -1,0 +1,113 @@
+"""What needs rule out: where data lie, whether they differ, how many deaths are survived while the run lasts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.cluster_reading import read_cluster
+from flockstep.planning.advice import advise
+from flockstep.planning.failing import RISK, deaths, length, risk, sentence
+from flockstep.planning.plan import Outlook, plan
+from flockstep.planning.prospect import ALONE
+from flockstep.planning.task import Task, task_of
+
+TASK = Task("stand-in", 1_000_000, ((1000, 1000),))
+
+
+def cluster(bandwidth: str, count: int = 8, more: str = "") -> ClusterShape:
+    """Machines that are alike."""
+    text = f'compute = "constant(0.02)"\n[nodes.machines]\ncount = {count}\n{more}\n[[links]]\ninside = "machines"\n'
+    return read_cluster(text + f'bandwidth = "{bandwidth}"\nlatency = "50us"\n', name="test")
+
+
+KEEPING = "local_sgd(period=32)", "streaming_diloco", "gossip", "sgp", "dpsgd", "easgd", "all_reduce", "ps"
+"""Strategies whose workers compute on samples of their own alone and send parameters or gradients of them."""
+
+
+def test_private_data_rule_out_what_computes_on_samples_of_others_and_nothing_else() -> None:
+    """By the papers: codes replicate blocks (Tandon et al. 2017), Sandblaster hands portions to whoever is free (Dean
+    et al. 2012), a first layer's factors are its inputs (Xie et al. 2016); local steps are made for private data
+    (McMahan et al. 2017)."""
+    named = (*KEEPING, "gradient_coding", "gradient_coding(s=0)", "sandblaster")
+    predicted = plan(task_of("softmax"), cluster("1gbit", count=4), strategies=named, further=False)
+    out = dict(advise(predicted, ("private",)).excluded)
+    assert set(out) == {ALONE, "gradient_coding", "sandblaster"}
+    assert out["gradient_coding"] == "its workers compute on samples of other workers"
+    assert advise(predicted, ("private",)).choice.strategy.traits.samples == "own"
+    apart = dict(advise(predicted, ("unbalanced",)).excluded)
+    assert {"local_sgd(period=32)", "gossip", "easgd"} < set(apart)
+    assert not {"gradient_coding", "sandblaster", "all_reduce", ALONE} & set(apart)
+
+
+def test_factors_of_the_first_layer_are_samples() -> None:
+    predicted = plan(task_of("digits", 2), cluster("1gbit", count=4), strategies=("factor_server",), further=False)
+    out = dict(advise(predicted, ("private",)).excluded)
+    assert "training samples" in out["factor_server(consistency=asynchronous)"]
+
+
+def test_unbalanced_data_rule_out_what_drops_slow_workers() -> None:
+    predicted = plan(TASK, cluster("1gbit"), strategies=("ps(consistency=backup(1))", "ps"), further=False)
+    out = dict(advise(predicted, ("unbalanced",)).excluded)
+    assert "slow workers" in out["ps(consistency=backup(b=1))"]
+    assert "ps(consistency=bsp)" not in out
+
+
+FAILING = ("gradient_coding", "ps(consistency=backup(b=1))", "ps(consistency=asynchronous)", "ps")
+
+
+def failing(rate: str, hours: float | None) -> Outlook:
+    """Sixteen machines that fail at some rate."""
+    shape = cluster("1gbit", count=16, more=f'failures = "{rate}"\ncomes_and_goes = true')
+    length = None if hours is None else 3600 * hours
+    return plan(TASK, shape, strategies=FAILING, further=False, length=length)
+
+
+def test_a_second_death_ends_what_survives_one() -> None:
+    """P(more than one of 16 dies) by the binomial distribution, p = 1 - exp(-rate T)."""
+    for rate, hours, allowed in (("2.3/day", 24.0, False), ("2.3/day", 0.2, True), ("0.01/day", 24.0, True)):
+        predicted = failing(rate, hours)
+        p = -math.expm1(-float(rate.removesuffix("/day")) * hours / 24)
+        fails = 1 - (1 - p) ** 16 - 16 * p * (1 - p) ** 15
+        out = dict(advise(predicted, ("elastic",)).excluded)
+        for name in ("gradient_coding", "ps(consistency=backup(b=1))"):
+            assert risk(predicted.named(name), predicted) == pytest.approx(fails, rel=1e-9)
+            assert (name not in out) == allowed
+            assert allowed or "survives 1 death (RSOI): within" in out[name]
+        assert "ps(consistency=bsp)" in out
+        assert ("ps(consistency=asynchronous)" in out) == (p**16 > RISK)
+
+
+def test_how_long_the_run_takes_is_reckoned_with() -> None:
+    lasting = plan(task_of("softmax"), cluster("1gbit", more='failures = "1/day"'), strategies=("ps",), further=False)
+    found = lasting.named("ps(consistency=bsp)")
+    assert lasting.steps == lasting.task.steps(8) > 1
+    assert length(found, lasting) == lasting.steps * found.seconds
+    assert length(failing("1/day", None).named("gradient_coding"), failing("1/day", None)) == 86400
+    daily = failing("2.3/day", 24.0)
+    said = sentence(daily.named("gradient_coding"), daily)
+    assert said.startswith(
+        "Of 16 workers 14 are predicted to die in the 24.0 h that the run is taken to last, and none"
+    )
+    assert said.endswith("gradient_coding survives 1 death, so that the run ends early with probability 99.9 %.")
+
+
+def test_machines_take_their_workers_along() -> None:
+    """Two machines of two workers: none, two or four of them die."""
+    text = (
+        'compute = "constant(0.02)"\n[nodes.m]\ncount = 2\nworkers = 2\nfailures = "1/day"\n'
+        '[[links]]\ninside = "m"\nbandwidth = "1gbit"\n[[links]]\nnode = "m"\nbandwidth = "10gbit"\n'
+    )
+    both = plan(TASK, read_cluster(text, name="test"), strategies=("ps",), further=False, length=86400.0)
+    p = -math.expm1(-1.0)
+    predicted = deaths(both.named("ps(consistency=bsp)"), both)
+    assert predicted == pytest.approx([(1 - p) ** 2, 0, 2 * p * (1 - p), 0, p**2])
+
+
+def test_where_nobody_says_how_often_machines_fail_any_number_has_to_be_survived() -> None:
+    silent = plan(TASK, cluster("1gbit"), strategies=("easgd", "gradient_coding"), further=False)
+    out = dict(advise(silent, ("elastic",)).excluded)
+    assert "does not say how often machines fail" in out["gradient_coding"]
+    assert "easgd" not in out
