@@ -1,0 +1,255 @@
+"""`flockstep.shard`: what each worker takes of a loader, and what of the loader stays as the user wrote it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import flockstep
+from flockstep.drivers.member import Ticket
+from flockstep.drivers.ticket import TICKET, ticket_to_text
+from flockstep.errors import ConfigurationError
+
+WORKERS = 3
+
+
+class Numbers(Dataset[int]):
+    """0 .. count-1, each loaded once it is asked for."""
+
+    def __init__(self, count: int = 20):
+        self.count = count
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """0 .. count-1 in order, or shuffled by torch's generator; loader workers take turns."""
+
+    def __init__(self, count: int = 20, shuffled: bool = False):
+        self.count = count
+        self.shuffled = shuffled
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        order = torch.randperm(self.count).tolist() if self.shuffled else list(range(self.count))
+        yield from order[info.id :: info.num_workers] if info is not None else order
+
+
+class Doubling(DataLoader[int]):
+    """A user's own loader."""
+
+    def __iter__(self) -> Any:
+        return (2 * batch for batch in super().__iter__())
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    def become(rank: int, workers: int = WORKERS) -> None:
+        ticket = Ticket("run", rank, "ipc://control", str(tmp_path), "ipc", 5.0, str(tmp_path), workers, os.getpid())
+        monkeypatch.setenv(TICKET, ticket_to_text(Ticket(**{**vars(ticket), "process": os.getpid()})))
+
+    return become
+
+
+Become = Callable[[int], None]
+Batches = list[list[int]]
+
+
+def listed(batches: Iterable[Any]) -> Batches:
+    return [torch.as_tensor(batch).tolist() for batch in batches]
+
+
+def flat(nested: Any) -> list[int]:
+    return [one for inner in nested for one in flat(inner)] if isinstance(nested, list) else [nested]
+
+
+def parts(loader: Callable[[], Iterable[Any]], as_rank: Become) -> list[Batches]:
+    """What each worker takes of its own loader in the first epoch; each seeds torch by its rank."""
+    found = []
+    for rank in range(WORKERS):
+        as_rank(rank)
+        torch.manual_seed(1337 + rank)
+        found.append(listed(flockstep.shard(loader())))
+    return found
+
+
+def each_nth(batches: Batches) -> list[Batches]:
+    """The rule: worker i takes batches i, i + n, …; what is left over at the end is dropped."""
+    turns = len(batches) // WORKERS
+    return [[batches[WORKERS * turn + rank] for turn in range(turns)] for rank in range(WORKERS)]
+
+
+@pytest.mark.parametrize("loading", [0, 2])
+def test_a_stream_is_split_by_batches(loading: int, as_rank: Become) -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(Stream(), batch_size=2, num_workers=loading)
+
+    assert parts(loader, as_rank) == each_nth(listed(loader()))
+
+
+@pytest.mark.parametrize("loading", [0, 2])
+def test_a_shuffled_stream_is_split_without_overlap_and_anew_each_epoch(loading: int, as_rank: Become) -> None:
+    loaders = [DataLoader(Stream(18, shuffled=True), batch_size=2, num_workers=loading) for _ in range(WORKERS)]
+    epochs = []
+    for _ in range(2):
+        taken = []
+        for rank, loader in enumerate(loaders):
+            as_rank(rank)
+            taken.append(listed(flockstep.shard(loader)))
+        assert [len(one) for one in taken] == [3, 3, 3]
+        if loading == 0:  # otherwise loader workers shuffle apart from each other
+            assert sorted(flat(taken)) == list(range(18))
+        epochs.append(taken)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_batch_sampler_is_split_by_batches_and_others_samples_are_not_loaded(shuffled: bool, as_rank: Become) -> None:
+    data = [Numbers() for _ in range(WORKERS)]
+    made = iter(data)
+
+    def loader() -> DataLoader[int]:
+        one = next(made)
+        return DataLoader(
+            one, batch_sampler=BatchSampler((RandomSampler if shuffled else SequentialSampler)(one), 2, True)
+        )
+
+    found = parts(loader, as_rank)
+    assert [len(one) for one in found] == [3, 3, 3]
+    everything = flat(found)
+    assert len(set(everything)) == 18
+    assert (everything != sorted(everything)) or not shuffled
+    for rank in range(WORKERS):
+        assert sorted(data[rank].asked) == sorted(flat(found[rank]))
+    if not shuffled:
+        assert found == each_nth([[i, i + 1] for i in range(0, 20, 2)])
+
+
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"batch_size": None}], ids=str)
+def test_samples_are_split_as_distributed_data_parallel_splits_them(options: dict[str, Any], as_rank: Become) -> None:
+    """As many batches on every worker; without drop_last some samples are drawn twice to that end."""
+    data = Numbers(20)
+    found = parts(lambda: DataLoader(data, **{"batch_size": 3, "shuffle": True} | options), as_rank)
+    assert len({len(one) for one in found}) == 1
+    assert len({len(flat(one)) for one in found}) == 1
+    assert len(set(flat(found))) == (18 if "drop_last" in options else 20)
+
+
+def test_each_epoch_is_shuffled_anew_and_the_same_on_all_workers(as_rank: Become) -> None:
+    loaders = [DataLoader(Numbers(18), batch_size=2, shuffle=True) for _ in range(WORKERS)]
+    epochs = []
+    for _ in range(2):
+        taken = []
+        for rank, loader in enumerate(loaders):
+            as_rank(rank)
+            taken.append(listed(flockstep.shard(loader)))
+        assert sorted(flat(taken)) == list(range(18))
+        epochs.append(taken)
+    assert epochs[0] != epochs[1]
+
+
+def seen_by(worker: int) -> None:
+    torch.set_num_threads(1)
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.count = 6  # type: ignore[attr-defined] # what only this function does
+
+
+KEPT: dict[str, Any] = {
+    "batch_size": 2,
+    "num_workers": 1,
+    "persistent_workers": True,
+    "prefetch_factor": 5,
+    "timeout": 50.0,
+    "worker_init_fn": seen_by,
+    "generator": torch.Generator(),
+    "collate_fn": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("data", [Numbers(6), Stream(30)], ids=lambda data: type(data).__name__)
+def test_the_loader_stays_as_the_user_wrote_it(data: Any, as_rank: Become) -> None:
+    as_rank(1)
+    loader = DataLoader(data, **KEPT, multiprocessing_context="fork", pin_memory=True)
+    mine: Any = flockstep.shard(loader)
+    for name in (*KEPT, "dataset", "multiprocessing_context", "pin_memory", "drop_last"):
+        assert getattr(mine, name) == getattr(loader, name), name
+    assert mine.dataset is data
+    assert hasattr(mine, "sampler")
+    assert not hasattr(mine, "no_such_thing")
+
+
+def test_worker_init_fn_is_called_and_persistent_workers_persist(as_rank: Become) -> None:
+    as_rank(0)
+    loader = DataLoader(Stream(30), **KEPT)
+    assert listed(flockstep.shard(loader)) == [[0, 1]]
+    mine: Any = flockstep.shard(loader)
+    before = mine._iterator._workers[0].pid
+    assert listed(mine) == [[0, 1]]
+    assert mine._iterator._workers[0].pid == before
+
+
+def test_a_loader_of_ones_own_stays_of_its_class(as_rank: Become) -> None:
+    for rank in range(WORKERS):
+        as_rank(rank)
+        mine = flockstep.shard(Doubling(Numbers(6), batch_size=2))
+        assert isinstance(mine, Doubling)
+        assert listed(mine) == [[2 * rank, 2 * rank + 6]]
+
+
+def test_lengths(as_rank: Become) -> None:
+    as_rank(2)
+    data = Numbers(20)
+    sampler = BatchSampler(SequentialSampler(data), 2, False)
+    for loader, batches in [
+        (DataLoader(data, batch_size=2), 4),
+        (DataLoader(data, batch_sampler=sampler), 3),
+        ([1, 2, 3, 4], 1),
+    ]:
+        mine: Any = flockstep.shard(loader)
+        assert len(mine) == batches == len(list(mine))
+        if isinstance(loader, DataLoader):
+            assert len(mine.dataset) == 20
+    with pytest.raises(TypeError):
+        len(flockstep.shard(DataLoader(Stream())))  # type: ignore[arg-type]
+
+
+REFUSED = {
+    "WeightedRandomSampler": lambda data: WeightedRandomSampler([1.0] * len(data), 5),
+    "RandomSampler": lambda data: RandomSampler(data, replacement=True, num_samples=1000),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sampler_that_says_what_is_drawn_is_refused(name: str, as_rank: Become) -> None:
+    as_rank(0)
+    data = Numbers()
+    with pytest.raises(ConfigurationError, match=rf"the loader has a {name} of its own.*flockstep\.rank"):
+        flockstep.shard(DataLoader(data, sampler=REFUSED[name](data)))
+
+
+def test_alone_it_is_the_loader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TICKET, raising=False)
+    loader = DataLoader(Stream())
+    assert flockstep.shard(loader) is loader
