@@ -173,12 +173,15 @@ class Node:
         if address not in self.departed:
             self.deliver(Message(address, BYE, note={"lost": 1}))
 
-    def record_update(self, source: Address | None, staleness: int | None = None, count: int = 1) -> None:
+    def record_update(
+        self, source: Address | None, staleness: int | None = None, count: int = 1, weight: float | None = None
+    ) -> None:
         """Tell the record that `count` updates of `source` (None: of every worker) took effect here.
 
-        `staleness` is the number of versions by which they were late; None where that has been counted elsewhere.
+        `staleness`: versions by which they were late; `weight`: multiple of the learning rate at which each gradient
+        was applied. None: not known, or counted elsewhere.
         """
-        self._port.updates(source, count, staleness)
+        self._port.updates(source, count, staleness, weight)
 
     def record_figure(self, name: str, value: float) -> None:
         """Put a figure of the strategy's own on the record."""
@@ -381,20 +384,15 @@ class Server(Node):
     """A node that holds the shared parameters, or the index-th slice of them."""
 
     def __init__(
-        self,
-        index: int,
-        cluster: Cluster,
-        params: Array,
-        port: Port,
-        random: np.random.Generator,
-        optimizer: Optimizer,
+        self, index: int, cluster: Cluster, params: Array, port: Port, random: np.random.Generator, optimizer: Optimizer
     ):
         super().__init__(server(index), cluster, params, port, random)
         self.optimizer = optimizer
         self.optimizer_state: OptimizerState = optimizer.init(params)
         self.version = 0
 
-    def update(self, gradient: Array, lr: float | None = None) -> None:
-        """Apply one optimiser step to the shared parameters; the version grows by one."""
-        self.optimizer.step(self.params, gradient, self.optimizer_state, self.optimizer.lr if lr is None else lr)
+    def update(self, gradient: Array, lr: float | None = None, share: float = 1.0) -> None:
+        """Apply one optimizer step, or a share of one, to the shared parameters; the version grows by one."""
+        rate = self.optimizer.lr if lr is None else lr
+        self.optimizer.step(self.params, gradient, self.optimizer_state, rate, share)
         self.version += 1

@@ -163,7 +163,7 @@ class Port(Protocol):
     def collect(self) -> None:
         """Put what has arrived by now into the mailbox; does not wait."""
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Note that updates took effect here (source None: from every other worker)."""
 
     def figure(self, name: str, value: float) -> None:

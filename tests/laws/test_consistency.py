@@ -168,11 +168,15 @@ def test_no_slack_is_bulk_synchronous_in_every_bit_and_moment(compute, network, 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_bound_that_never_binds_is_asynchronous_in_every_bit_and_moment(network):
+    """With the paper's sum. By default each gradient counts as 1/n of a step: the same moments, other parameters."""
     options = {"steps": 15, "compute": STRAGGLER, "network": network}
-    one, other, bound = (run_strategy(f"ps({rule})", **options) for rule in ("ssp(1000000)", "asynchronous", "ssp(2)"))
+    rules = ("ssp(1000000, weight=sum)", "asynchronous", "ssp(2, weight=sum)", "ssp(1000000)")
+    one, other, bound, mean = (run_strategy(f"ps({rule})", **options) for rule in rules)
     assert equal_bits(one.result, other.result)
     assert one.events == other.events
     assert one.events != bound.events
+    assert not equal_bits(one.result, mean.result)
+    assert one.seconds == mean.seconds
 
 
 def test_slack_buys_time():

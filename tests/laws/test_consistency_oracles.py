@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,9 +12,15 @@ import pytest
 
 from flockstep.records.events import Update
 from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.worker_copies import push_and_keep
 from flockstep.testing.strategies import COMPUTE, Bench, equal_bits, run_strategy, small_job
 
+APPLY, PUSH_AND_KEEP = Plain.apply, push_and_keep
+
 STEPS = 15
+RATE = 0.1
+"""The learning rate of `small_job`."""
 STRAGGLER = "speeds(exponential(0.05), (1, 1, 2, 8))"
 
 
@@ -51,6 +58,8 @@ class Rule:
     """A rule in plain words: the group to apply now, if any, and who may read."""
 
     group: Callable[[State], list]
+    full: int = 4
+    """Gradients that make a full step: each counts with the learning rate divided by this."""
     admits: Callable[[State, int], bool] = lambda state, rank: True
     cancels: bool = False
     flushes: bool = True
@@ -62,6 +71,11 @@ def newer(state, rank):
 
 def applied(state, rank):
     return all(push[0] != rank for push in state.pending)
+
+
+def value_bounded(bound):
+    """VAP's condition with the bound v_t of the t-th version: v_0 / sqrt(t) in the theorem (Wei et al. 2013)."""
+    return lambda state, rank: not state.computing or state.moved < bound(max(1, state.version))
 
 
 def bounded(s):
@@ -92,17 +106,22 @@ def oldest(s):
 
 
 RULES = {
-    "bsp": (Rule(oldest(0), bounded(0)), "ps(bsp)"),
-    "ssp": (Rule(oldest(2), bounded(2)), "ps(ssp(2))"),
-    "asynchronous": (Rule(everything), "ps(asynchronous)"),
-    "bounded_delay": (Rule(everything, bounded(2)), "ps(bounded_delay(2))"),
-    "value_bound": (Rule(everything, lambda s, rank: not s.computing or s.moved < 0.02), "ps(value_bound(0.02))"),
-    "softsync": (Rule(chunk(lambda s: s.n // 2)), "ps(softsync(2))"),
-    "backup": (Rule(first(3), newer, cancels=True, flushes=False), "ps(backup(1))"),
-    "k_sync": (Rule(first(2), newer, cancels=True, flushes=False), "ps(k_sync(2))"),
-    "k_batch_sync": (Rule(first(3), cancels=True, flushes=False), "ps(k_batch_sync(3))"),
-    "k_async": (Rule(chunk(lambda s: min(2, s.live)), applied), "ps(k_async(2))"),
-    "k_batch_async": (Rule(chunk(lambda s: 3)), "ps(k_batch_async(3))"),
+    "bsp": (Rule(oldest(0), 4, bounded(0)), "ps(bsp)"),
+    "ssp": (Rule(oldest(2), 4, bounded(2)), "ps(ssp(2))"),
+    "ssp, sum": (Rule(oldest(2), 1, bounded(2)), "ps(ssp(2, weight=sum))"),
+    "asynchronous": (Rule(everything, 1), "ps(asynchronous)"),
+    "bounded_delay": (Rule(everything, 1, bounded(2)), "ps(bounded_delay(2))"),
+    "value_bound": (Rule(everything, 1, value_bounded(lambda t: 0.02)), "ps(value_bound(0.02))"),
+    "value_bound, decreasing": (
+        Rule(everything, 1, value_bounded(lambda t: 0.1 / np.sqrt(t))),
+        "ps(value_bound(0.1, decreasing=True))",
+    ),
+    "softsync": (Rule(chunk(lambda s: s.n // 2), 2), "ps(softsync(2))"),
+    "backup": (Rule(first(3), 3, newer, cancels=True, flushes=False), "ps(backup(1))"),
+    "k_sync": (Rule(first(2), 2, newer, cancels=True, flushes=False), "ps(k_sync(2))"),
+    "k_batch_sync": (Rule(first(3), 3, cancels=True, flushes=False), "ps(k_batch_sync(3))"),
+    "k_async": (Rule(chunk(lambda s: min(2, s.live)), 2, applied), "ps(k_async(2))"),
+    "k_batch_async": (Rule(chunk(lambda s: 3), 3), "ps(k_batch_async(3))"),
 }
 
 
@@ -110,7 +129,6 @@ def oracle(rule, n=4, steps=STEPS, compute=COMPUTE):
     """The server's parameters at the end, and when the last gradient was applied."""
     bench = Bench(n, small_job())
     state = State(n, bench.start(), clocks=[0] * n)
-    stepper = bench.stepper(state.w)
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     steps_taken, due, now, last = [0] * n, [], 0.0, 0.0
 
@@ -125,7 +143,8 @@ def oracle(rule, n=4, steps=STEPS, compute=COMPUTE):
     def apply(group):
         nonlocal last
         gradients = [push[3] for push in group]
-        stepper.step(state.w, sum(gradients[1:], gradients[0]) / state.w.dtype.type(len(group)))
+        mean = sum(gradients[1:], gradients[0]) / np.float32(len(group))
+        state.w -= np.float32(RATE * len(group) / rule.full) * mean
         state.version, last = state.version + 1, now
         state.pending = [push for push in state.pending if all(push is not other for other in group)]
         if rule.cancels:
@@ -196,87 +215,136 @@ def test_the_oracle_tells_every_rule_from_every_other():
         assert [other for other, run in ends.items() if equal_bits(run.server, w)] == [name]
 
 
-def copies_oracle(n=4, s=2, steps=STEPS, compute=COMPUTE, eager=True):
-    """The server's parameters at the end: a worker computes on the newest copy it has, and its own steps since."""
-    bench = Bench(n, small_job())
-    state = State(n, bench.start(), clocks=[0] * n)
-    stepper, own_steppers = bench.stepper(state.w), [bench.stepper(state.w) for _ in range(n)]
+def table(reads, n=4, s=2, steps=STEPS, compute=COMPUTE, weight="mean", own_writes=True):
+    """The parameters at the end, of SSPTable (Ho et al. 2013) and ESSPTable (Dai et al. 2015), as sums over updates.
+
+    An update u(q, t) = -eta g, or -eta g / n, is added once, whoever else's are added with it. A worker at clock c
+    reads theta_0 + the sum of u(q, t) over those that it may see: all with t <= c - s - 1, its own, and of the rest
+    what the server holds, which is t <= slowest + s - 1. `reads`: "ssp" asks with every push, "cached_ssp" when its
+    copy is too old, "essp" is sent a copy whenever the slowest clock advances.
+    """
+    bench = Bench(n, small_job(dtype="float64"))
+    start, rate = bench.start(), RATE / n if weight == "mean" else RATE
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
-    params, own = [state.w.copy() for _ in range(n)], [[] for _ in range(n)]
-    copies, inbox = [0] * n, [[] for _ in range(n)]
-    due = [(next(durations[rank]), rank) for rank in range(n)]
+    updates, clocks = {}, [0] * n
+    copies, known, inbox = [set() for _ in range(n)], [0] * n, [[] for _ in range(n)]
+    due = [(next(durations[rank]), rank, frozenset()) for rank in range(n)]
     heapq.heapify(due)
     blocked = set()
 
-    def take(rank):
-        for w, slowest, held in inbox[rank]:
-            copies[rank] = slowest
-            params[rank] = w.copy()
-            for timestamp, step in own[rank]:
-                if timestamp >= held:
-                    params[rank] += step
-        inbox[rank] = []
+    def theta(seen):
+        return start + sum(updates[key] for key in sorted(seen))
+
+    def held():
+        return {(q, t) for q, t in updates if t <= min(clocks) + s - 1}
 
     def go_on(rank, now):
-        if copies[rank] < state.clocks[rank] - s:
+        for seen, slowest in inbox[rank]:
+            copies[rank], known[rank] = seen, slowest
+        inbox[rank] = []
+        if known[rank] < clocks[rank] - s or (reads == "ssp" and (rank, clocks[rank] - 1) not in copies[rank]):
             blocked.add(rank)
-        elif state.clocks[rank] < steps:
-            heapq.heappush(due, (now + next(durations[rank]), rank))
+        elif clocks[rank] < steps:
+            own = {(rank, t) for t in range(clocks[rank])} if own_writes else set()
+            heapq.heappush(due, (now + next(durations[rank]), rank, frozenset(copies[rank] | own)))
 
     while due:
-        now, rank = heapq.heappop(due)
-        gradient = bench.gradient(rank, params[rank])
-        before, stepped = params[rank], params[rank].copy()
-        own_steppers[rank].step(stepped, gradient)
-        own[rank].append((state.clocks[rank], (stepped - before) / np.float32(n)))
-        params[rank] = before + own[rank][-1][1]
-        take(rank)
-        slowest = min(state.clocks)
-        state.pending.append((rank, state.clocks[rank], 0, gradient))
-        state.clocks[rank] += 1
+        now, rank, seen = heapq.heappop(due)
+        updates[rank, clocks[rank]] = -rate * bench.gradient(rank, theta(seen))
+        slowest = min(clocks)
+        clocks[rank] += 1
         go_on(rank, now)
-        while group := oldest(s)(state):
-            gradients = [push[3] for push in group]
-            stepper.step(state.w, sum(gradients[1:], gradients[0]) / np.float32(len(group)))
-            state.pending = [push for push in state.pending if all(push is not other for other in group)]
-        if min(state.clocks) > slowest or not eager:
-            for other in range(n) if eager else sorted(blocked):
-                held = state.clocks[other] - sum(push[0] == other for push in state.pending)
-                inbox[other].append((state.w.copy(), min(state.clocks), held))
+        for other in range(n):
+            if (min(clocks) > slowest) if reads == "essp" else (other in blocked and min(clocks) >= clocks[other] - s):
+                inbox[other].append((held(), min(clocks)))
         for other in sorted(blocked):
-            take(other)
-            if copies[other] >= state.clocks[other] - s:
+            if inbox[other] and inbox[other][-1][1] >= clocks[other] - s:
                 blocked.remove(other)
                 go_on(other, now)
-    return state.w
+    return theta(updates)
 
 
-@pytest.mark.oracle("consistency:essp")
+def tables(reads, s, compute, weight="mean"):
+    """The servers' parameters of a run and the oracle's."""
+    job = small_job(dtype="float64")
+    text = f"ps({reads}({s}{', weight=sum' if weight == 'sum' else ''}))"
+    run = run_strategy(text, 4, STEPS, job=job, compute=compute, network="ideal")
+    return run, table(reads, 4, s, compute=compute, weight=weight)
+
+
+def apart(one, other):
+    """The largest difference, where rounding leaves less than 1e-12."""
+    return float(np.max(np.abs(one - other)))
+
+
+@pytest.mark.oracle("consistency:ssp", "consistency:essp", "consistency:cached_ssp")
+@pytest.mark.parametrize("weight", ["mean", "sum"])
 @pytest.mark.parametrize("compute", [COMPUTE, STRAGGLER])
 @pytest.mark.parametrize("s", [0, 1, 2, 5])
-def test_essp_equals_its_oracle(s, compute):
-    run = run_strategy(f"ps(essp({s}))", 4, STEPS, compute=compute, network="ideal")
-    assert equal_bits(run.server, copies_oracle(4, s, compute=compute), *run.replicas)
+@pytest.mark.parametrize("reads", ["ssp", "essp", "cached_ssp"])
+def test_equals_the_sum_over_updates_of_the_paper(reads, s, compute, weight):
+    run, theta = tables(reads, s, compute, weight)
+    assert apart(run.server, theta) < 1e-12
+    if reads == "essp":
+        assert all(apart(replica, theta) < 1e-12 for replica in run.replicas)
 
 
-@pytest.mark.oracle("consistency:cached_ssp")
-@pytest.mark.parametrize("compute", [COMPUTE, STRAGGLER])
-@pytest.mark.parametrize("s", [0, 1, 2, 5])
-def test_cached_ssp_equals_its_oracle(s, compute):
-    run = run_strategy(f"ps(cached_ssp({s}))", 4, STEPS, compute=compute, network="ideal")
-    assert equal_bits(run.server, copies_oracle(4, s, compute=compute, eager=False))
+@pytest.mark.negative_control("consistency:ssp", "consistency:essp", "consistency:cached_ssp")
+@pytest.mark.parametrize("reads", ["ssp", "essp", "cached_ssp"])
+def test_the_sum_over_updates_notices_another_bound_another_table_and_another_weight(reads):
+    run, _ = tables(reads, 2, STRAGGLER)
+    wrong = [
+        table(reads, s=1, compute=STRAGGLER),
+        table(reads, s=2, compute=STRAGGLER, weight="sum"),
+        *(table(other, s=2, compute=STRAGGLER) for other in ("ssp", "essp", "cached_ssp") if other != reads),
+    ]
+    assert all(apart(run.server, theta) > 1e-4 for theta in wrong)
 
 
-@pytest.mark.negative_control("consistency:cached_ssp")
-def test_the_cached_oracle_notices_eager_servers_and_another_bound():
-    w = copies_oracle(4, 2, compute=STRAGGLER, eager=False)
-    for rule in ("essp(2)", "cached_ssp(1)", "ssp(2)"):
-        assert not equal_bits(run_strategy(f"ps({rule})", 4, STEPS, compute=STRAGGLER, network="ideal").server, w)
+@pytest.mark.negative_control("consistency:ssp", "consistency:essp", "consistency:cached_ssp")
+@pytest.mark.parametrize("reads", ["ssp", "essp", "cached_ssp"])
+def test_averaging_what_is_released_together_is_noticed(reads, monkeypatch):
+    """A step of full length for every group: a gradient that comes alone counts n times (decision 0020)."""
+    monkeypatch.setattr(Plain, "apply", lambda rule, me, state, group, share=1.0: APPLY(rule, me, state, group, 1.0))
+    run, theta = tables(reads, 2, STRAGGLER)
+    assert apart(run.server, theta) > 1e-3
 
 
-@pytest.mark.negative_control("consistency:essp")
-def test_the_essp_oracle_notices_another_bound_and_missing_own_writes(monkeypatch):
-    w = copies_oracle(4, 2, compute=STRAGGLER)
-    assert not equal_bits(run_strategy("ps(essp(1))", 4, STEPS, compute=STRAGGLER, network="ideal").server, w)
-    monkeypatch.setattr("flockstep.strategies.worker_copies._missing", lambda state, held: [])
-    assert not equal_bits(run_strategy("ps(essp(2))", 4, STEPS, compute=STRAGGLER, network="ideal").server, w)
+@pytest.mark.parametrize("weight", ["mean", "sum"])
+@pytest.mark.parametrize("reads", ["essp", "cached_ssp"])
+def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monkeypatch):
+    """Read-my-writes: the first update of the copy is minus the learning rate, or 1/n of it, times the gradient."""
+    seen = []
+
+    async def watched(me, state, pushes, gradient, rule):
+        before = me.params.copy()
+        await PUSH_AND_KEEP(me, state, pushes, gradient, rule)
+        if me.step == 1:
+            seen.append((before, gradient.copy(), state.own[0][1].copy()))
+
+    monkeypatch.setattr("flockstep.strategies.parameter_server.push_and_keep", watched)
+    run, _ = tables(reads, 3, STRAGGLER, weight)
+    assert len(seen) == 4
+    rate = RATE / 4 if weight == "mean" else RATE
+    assert all(np.allclose(own, -rate * gradient, rtol=0, atol=1e-15) for _, gradient, own in seen)
+    assert {update.weight for update in run.of(Update)} == {rate / RATE}
+
+
+@pytest.mark.negative_control("consistency:essp", "consistency:cached_ssp")
+@pytest.mark.parametrize("reads", ["essp", "cached_ssp"])
+def test_missing_own_writes_are_noticed(reads, monkeypatch):
+    _, theta = tables(reads, 2, STRAGGLER)
+    assert apart(table(reads, s=2, compute=STRAGGLER, own_writes=False), theta) > 1e-4
+    if reads == "essp":  # a copy that was asked for holds them all
+        monkeypatch.setattr("flockstep.strategies.worker_copies._missing", lambda state, held: [])
+        assert apart(tables(reads, 2, STRAGGLER)[0].server, theta) > 1e-4
+
+
+@pytest.mark.parametrize("workers", [3, 5, 7])
+@pytest.mark.parametrize("n", [2, 3])
+def test_softsync_takes_the_floor_of_workers_over_n(n, workers):
+    """c = floor(lambda / n) gradients make a step (Gupta et al. 2016), where n does not divide lambda too."""
+    run = run_strategy(f"ps(softsync({n}))", workers, 6, network="ideal")
+    sizes = Counter(update.t for update in run.of(Update)).values()
+    assert max(sizes) == workers // n
+    assert {update.weight for update in run.of(Update)} == {1 / (workers // n)}

@@ -293,3 +293,16 @@ def test_impossible_values_are_refused(kind, values, sentence):
 def test_text_round_trip(optimizer):
     check_component(optimizer)
     assert Optimizer.parse(str(replace(optimizer, lr=0.3))).lr == 0.3
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_a_share_of_a_step_is_that_share_of_the_rate(optimizer):
+    """Both divide by the norm of what they step along, which would undo a scaled gradient."""
+    random = np.random.default_rng(4)
+    start, gradient = random.normal(size=40), random.normal(size=40)
+    moved = []
+    for share in (1.0, 0.25):
+        params = start.copy()
+        optimizer.step(params, gradient, begin(optimizer, params), optimizer.lr, share)
+        moved.append(params - start)
+    np.testing.assert_allclose(moved[1], moved[0] / 4, rtol=1e-9, atol=1e-15)

@@ -24,10 +24,15 @@ ALL = ["bsp", "ssp(0)", "ssp(1)", "ssp(3)", "asynchronous"]
 
 def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
     """The server and what each worker read last, (1 + n, K): stale synchronous parallel with bound s where messages
-    take no time, from Ho et al.'s conditions. There is a read after every push, also after the last."""
+    take no time, from Ho et al.'s conditions. There is a read after every push, also after the last.
+
+    Each gradient counts as 1/n of a step; without a bound, where each is applied alone, as a whole one. With momentum,
+    which is linear, the gradient is scaled, otherwise the learning rate.
+    """
     bench = Bench(n, small_job(optimizer))
     w = bench.start()
     stepper = bench.stepper(w)
+    rate, full = stepper.lr, n if s < math.inf else 1
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     read, clock, pending, idle = [w.copy()] * n, [0] * n, [], set(range(n))
     due, now = [], 0.0
@@ -45,7 +50,12 @@ def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
         idle.add(rank)
         for t in sorted({t for t, _, _ in pending if t <= min(clock) + s - 1}):
             group = [g for _, _, g in sorted((p for p in pending if p[0] == t), key=lambda p: p[1])]
-            stepper.step(w, sum(group[1:], group[0]) / w.dtype.type(len(group)))
+            mean, share = sum(group[1:], group[0]) / w.dtype.type(len(group)), len(group) / full
+            if "momentum" in optimizer:
+                mean = mean * w.dtype.type(share)
+            else:
+                stepper.lr = rate * share
+            stepper.step(w, mean)
             pending = [p for p in pending if p[0] != t]
     return np.stack([w, *read])
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.nodes import Cluster
+from flockstep.optimizers import Optimizer
 from flockstep.records.events import Update
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.parameter_server import ParameterServer
-from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.rules.base import Rule, equal_weights
 from flockstep.strategies.rules.delay_compensated import DelayCompensated, compensate
 from flockstep.strategies.rules.staleness_scaled import StalenessScaled, weighted_mean
 from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
@@ -162,10 +164,11 @@ def test_the_true_curvature_recovers_the_gradient_exactly():
 class TrueCurvature(DelayCompensated):
     """Compensates by the bowl's own Hessian."""
 
-    def apply(self, me, state, group):
+    def apply(self, me, state, group, share=1.0):
         for push in group:
             backup = state.backups.get(push.rank, state.initial)
-            me.update(compensate(push.gradient, np.geomspace(1, 0.1, 8), me.params, backup), push.lr)
+            me.update(compensate(push.gradient, np.geomspace(1, 0.1, 8), me.params, backup), push.lr, share)
+        return equal_weights(group, share)
 
 
 def test_with_the_true_curvature_asynchronous_is_sequential():
@@ -301,3 +304,34 @@ def test_what_copies_hold_cannot_be_compensated(consistency):
 
 def _asynchronous():
     return Strategy.parse("asgd").consistency
+
+
+# ---- shares of a step
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["plain", "staleness_scaled", "delay_compensated", "proximal(0.01)", "with_optimizer(sgd(lr=0.1))",
+     "momentum_corrected", "negative_momentum"],
+)  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, weight_decay=0.1)"])
+def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
+    """From rest, a group that stands for 1/4 of a step moves the parameters by 1/4 of what a whole step does."""
+    moved, weights = [], []
+    for share in (1.0, 0.25):
+        start = np.linspace(1, 2, 5)
+        server = FakeServer(start.copy(), 0, Optimizer.parse(optimizer))
+        server.cluster, state = Cluster(4, 1), server.optimizer.init(start)
+
+        def update(gradient, lr, share=1.0, server=server, state=state):
+            server.optimizer.step(server.params, gradient, state, lr, share)
+            server.version += 1
+
+        server.update = update
+        chosen = Rule.parse(rule)
+        group = [Push(rank, 0, 0, 0.1, np.full(5, float(rank + 1))) for rank in range(2)]
+        weights.append(chosen.apply(server, chosen.start(server), group, share))
+        moved.append(server.params - start)
+        assert server.version == 1
+    np.testing.assert_allclose(moved[1], moved[0] / 4, rtol=1e-12)
+    assert weights == [[0.5, 0.5], [0.125, 0.125]]

@@ -40,6 +40,6 @@ class FakeServer:
     def __init__(self, params, version, optimizer=None):
         self.params, self.version, self.optimizer = params, version, optimizer
 
-    def update(self, gradient, lr):
-        self.params -= lr * gradient
+    def update(self, gradient, lr, share=1.0):
+        self.params -= lr * share * gradient
         self.version += 1

@@ -295,3 +295,72 @@ def test_blocks_cover_everything_once(size: int) -> None:
     assert covered[::2] == [0, *covered[1:-1:2]][: len(covered) // 2]
     assert not covered or (covered[0], covered[-1]) == (0, size)
     assert all(0 < part.stop - part.start <= BLOCK for part in blocks(size))
+
+
+LINEAR = [setting for setting in SETTINGS if isinstance(setting, SGD)]
+
+
+@pytest.mark.parametrize("share", [0.25, 1 / 3, 2.0])
+@pytest.mark.parametrize("optimizer", LINEAR, ids=str)
+def test_a_share_of_a_gradient_has_that_share_of_its_effect_over_all_later_steps(optimizer: SGD, share: float) -> None:
+    """Whatever the shares of the steps before and after: - share lr (1 - dampening) g / (1 - momentum) in the end."""
+    optimizer = replace(optimizer, weight_decay=0.0)
+    params, gradient = np.zeros(3), np.array([1.0, -2.0, 0.5])
+    state = optimizer.init(params)
+    optimizer.step(params, 0 * gradient, state, optimizer.lr)
+    optimizer.step(params, gradient, state, optimizer.lr, share)
+    for _ in range(400):
+        optimizer.step(params, 0 * gradient, state, optimizer.lr, 0.25)
+    total = optimizer.lr * (1 - optimizer.dampening) / (1 - optimizer.momentum)
+    np.testing.assert_allclose(params, -share * total * gradient, rtol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [s for s in SETTINGS if not getattr(s, "lr_decay", 0)], ids=str)
+def test_the_parts_of_many_steps_together_are_as_long_as_the_steps(optimizer: Optimizer) -> None:
+    """Four parts for each step, of the same gradient; weight decay too acts once a step."""
+    rate, steps, parts = optimizer.lr / 10, 400, 4
+    moved = []
+    for share in (1.0, 1 / parts):
+        params = np.linspace(-1, 1, 5)
+        state, gradient, start = optimizer.init(params), np.array([1.0, -2.0, 0.5, 0.1, 3.0]), params.copy()
+        for _ in range(round(steps / share)):
+            optimizer.step(params, gradient, state, rate, share)
+        moved.append(params - start)
+    np.testing.assert_allclose(moved[0], moved[1], rtol=0.05)
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.01), AdamW(lr=0.01, weight_decay=0.3)], ids=str)
+def test_adam_does_not_undo_a_share(optimizer: Optimizer) -> None:
+    """A scaled gradient would give the full step."""
+    steps = []
+    for share in (1.0, 0.25):
+        params = np.linspace(-1, 1, 5)
+        state = optimizer.init(params)
+        optimizer.step(params, np.array([1.0, -2.0, 0.5, 0.1, 3.0]), state, optimizer.lr, share)
+        steps.append(params - np.linspace(-1, 1, 5))
+    np.testing.assert_allclose(steps[1], steps[0] / 4, rtol=1e-12, atol=1e-16)
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_a_share_of_one_is_the_step_itself_in_every_bit(optimizer: Optimizer) -> None:
+    gradients = np.random.default_rng(1).normal(size=(5, 40)).astype("float32")
+    one, other = np.zeros(40, "float32"), np.zeros(40, "float32")
+    states = optimizer.init(one), optimizer.init(other)
+    for gradient in gradients:
+        optimizer.step(one, gradient, states[0], optimizer.lr)
+        optimizer.step(other, gradient, states[1], optimizer.lr, 1.0)
+    assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("optimizer", SETTINGS, ids=NAMES)
+def test_blocks_and_slices_take_the_same_share(optimizer: Optimizer) -> None:
+    random = np.random.default_rng(2)
+    whole = random.normal(size=2 * BLOCK + 7)
+    gradient, half = random.normal(size=len(whole)), len(whole) // 2
+    pieces = [whole[:half].copy(), whole[half:].copy()]
+    state, states = optimizer.init(whole), [optimizer.init(piece) for piece in pieces]
+    for _ in range(3):
+        optimizer.step(whole, gradient, state, optimizer.lr, 0.3)
+        for piece, part, own in zip(pieces, (gradient[:half], gradient[half:]), states, strict=True):
+            optimizer.step(piece, part, own, optimizer.lr, 0.3)
+    assert whole.tobytes() == np.concatenate(pieces).tobytes()

@@ -80,7 +80,7 @@ class Post:
         while (arrived := self.endpoint.receive(0)) is not None:
             self.node.deliver(arrived)
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """There is no record."""
 
     def figure(self, name: str, value: float) -> None:

@@ -88,9 +88,11 @@ class Account:
             )
         )
 
-    def updates(self, t: float, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(
+        self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None
+    ) -> None:
         """Note updates that took effect here."""
-        self.emit(Update(t, self.address, source, count, staleness))
+        self.emit(Update(t, self.address, source, count, staleness, weight))
 
     def figure(self, t: float, name: str, value: float) -> None:
         """Note a figure of the strategy's own."""

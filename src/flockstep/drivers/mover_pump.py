@@ -174,7 +174,7 @@ class Pump:
     def collect(self) -> None:
         """The thread does it all the time."""
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """A mover has no strategy whose record this would belong to."""
 
     def figure(self, name: str, value: float) -> None:

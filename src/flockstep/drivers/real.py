@@ -93,9 +93,9 @@ class Seat:
             raise self.node.missed(Wanted("sum", peer))
         self._gone = gone
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Write to the record."""
-        self.account.updates(self.now, source, count, staleness)
+        self.account.updates(self.now, source, count, staleness, weight)
 
     def figure(self, name: str, value: float) -> None:
         """Write to the record."""

@@ -84,9 +84,9 @@ class Seat:
     def collect(self) -> None:
         """Nothing to do: what has arrived by now is in the mailbox already."""
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Write to the record."""
-        self.account.updates(self._simulation.now, source, count, staleness)
+        self.account.updates(self._simulation.now, source, count, staleness, weight)
 
     def figure(self, name: str, value: float) -> None:
         """Write to the record."""

@@ -58,7 +58,7 @@ class SoloSeat:
     def collect(self) -> None:
         """Nothing is ever on its way."""
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Nobody keeps a record here."""
 
     def figure(self, name: str, value: float) -> None:
@@ -107,7 +107,7 @@ class _Local:
     def collect(self) -> None:
         pass
 
-    def updates(self, source: Address | None, count: int, staleness: int | None) -> None:
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         pass
 
     def figure(self, name: str, value: float) -> None:

@@ -16,7 +16,8 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi, Hazan & Singer 2011).
 
     With g' = g + weight_decay w at step t = 1, 2, ...: s ← s + g'², w ← w - lr / (1 + (t - 1) lr_decay) g' / (sqrt(s) +
-    eps); s starts at initial_accumulator_value and never shrinks. Slots: `square_sum` (s).
+    eps); s starts at initial_accumulator_value and never shrinks. For a share of a full step
+    lr and g'² are multiplied by the share. Slots: `square_sum` (s).
     """
 
     lr: float = 0.01
@@ -41,10 +42,12 @@ class Adagrad(Optimizer):
         require_visible(self.eps, params)
         return OptimizerState(slots={"square_sum": np.full_like(params, self.initial_accumulator_value)})
 
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
         scalar = params.dtype.type
-        rate = scalar(lr / (1 + state.steps * self.lr_decay))
+        rate = scalar(lr * share / (1 + state.steps * self.lr_decay))
         state.steps += 1
         scratch = np.empty((2, min(len(params), BLOCK)), params.dtype)
         for part in blocks(len(params)):
@@ -55,6 +58,8 @@ class Adagrad(Optimizer):
                 np.add(first, g, out=first)
                 g = first
             np.multiply(g, g, out=second)
+            if share != 1:
+                np.multiply(second, scalar(share), out=second)
             np.add(s, second, out=s)
             np.sqrt(s, out=second)
             np.add(second, scalar(self.eps), out=second)

@@ -17,7 +17,8 @@ class Adam(Optimizer):
     """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
 
     With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'²,
-    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). Slots: `mean` (m) and `square` (v).
+    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share of a full
+    step lr is multiplied by the share. Slots: `mean` (m) and `square` (v).
     """
 
     decoupled: ClassVar[bool] = False
@@ -47,10 +48,13 @@ class Adam(Optimizer):
         require_visible(self.eps, params)
         return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
 
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
         scalar = params.dtype.type
         state.steps += 1
+        lr *= share
         rate = scalar(lr / (1 - self.beta1**state.steps))
         root = scalar(math.sqrt(1 - self.beta2**state.steps))
         decay = scalar(1 - lr * self.weight_decay) if self.decoupled else scalar(self.weight_decay)

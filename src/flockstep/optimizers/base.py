@@ -44,8 +44,17 @@ class Optimizer(Component):
         """A fresh state for `params`."""
 
     @abstractmethod
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
+        """Update `params` and `state` in place; `gradient` is left as it is.
+
+        Args:
+            share: the part of a full step that the gradient stands for, for example 1/n where it is one worker's of n.
+                The parts of a step move `params` together about as far as the full step does: an optimizer that is
+                linear in the gradient multiplies the gradient, weight decay included, by `share`; any other would
+                undo that, and multiplies the learning rate instead. With 1 the step is the full one, in every bit.
+        """
 
 
 def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice, ...]:

@@ -48,7 +48,9 @@ class LAMB(Optimizer):
         require_visible(self.eps, params)
         return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
 
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
         """Update `params` and `state` in place, layer by layer; `gradient` is left as it is.
 
         Raises:
@@ -61,7 +63,7 @@ class LAMB(Optimizer):
             w, u = params[part], self._direction(params, gradient, state, part)
             weights, length = norm(w), norm(u)
             ratio = min(weights, self.largest) / length if weights > 0 and length > 0 else 1.0
-            u *= scalar(lr * ratio)
+            u *= scalar(lr * share * ratio)
             w -= u
 
     def _direction(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice) -> FlatArray:

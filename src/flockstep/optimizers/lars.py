@@ -42,7 +42,9 @@ class LARS(Optimizer):
         """A fresh state for `params`, whose tensors are still to be set."""
         return OptimizerState(slots={"momentum": np.zeros_like(params)})
 
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
         """Update `params` and `state` in place, layer by layer; `gradient` is left as it is.
 
         Raises:
@@ -53,7 +55,7 @@ class LARS(Optimizer):
         momentum = scalar(self.momentum * (lr / state.lr if corrects else 1.0))
         for part in layers_of(params, state, "lars"):
             w, g, v = params[part], gradient[part], state.slots["momentum"][part]
-            rate = scalar(lr * self._local_rate(norm(w), norm(g)))
+            rate = scalar(lr * share * self._local_rate(norm(w), norm(g)))
             v *= momentum
             v += rate * (g + scalar(self.weight_decay) * w if self.weight_decay else g)
             w -= v

@@ -18,7 +18,9 @@ class SGD(Optimizer):
 
     With g' = g + weight_decay w: v ← momentum v + (1 - dampening) g' (v ← g' at the first step), and w ← w - lr v;
     Nesterov's form uses g' + momentum v in place of v. Without momentum w ← w - lr g', every product and every
-    difference rounded to the parameters' dtype. Slots: `momentum` (v), only where momentum is not 0.
+    difference rounded to the parameters' dtype. For a share of a full step g' = share (g + weight_decay w), so that in
+    all later steps together g moves w by share lr g / (1 - momentum). Slots: `momentum` (v), only where momentum is not
+    0.
     """
 
     lr: float = 0.01
@@ -43,9 +45,11 @@ class SGD(Optimizer):
         """A fresh state for `params`."""
         return OptimizerState(slots={"momentum": np.zeros_like(params)} if self.momentum else {})
 
-    def step(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float) -> None:
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
-        rate = params.dtype.type(lr)
+        rate = params.dtype.type(lr if self.momentum else lr * share)
         state.steps += 1
         if len(params) <= BLOCK and not self.weight_decay and not self.momentum:
             params -= rate * gradient
@@ -56,12 +60,12 @@ class SGD(Optimizer):
             w, g = params[part], gradient[part]
             change = scratch[0, : len(w)]
             if self.weight_decay or self.momentum:
-                g = self._direction(w, g, state, part, scratch[:, : len(w)])
+                g = self._direction(w, g, state, part, scratch[:, : len(w)], share)
             np.multiply(g, rate, out=change)
             np.subtract(w, change, out=w)
 
     def _direction(
-        self, w: FlatArray, g: FlatArray, state: OptimizerState, part: slice, scratch: FlatArray
+        self, w: FlatArray, g: FlatArray, state: OptimizerState, part: slice, scratch: FlatArray, share: float
     ) -> FlatArray:
         """What to step along, which may lie in a row of `scratch`; the velocity is updated."""
         if self.weight_decay:
@@ -69,6 +73,8 @@ class SGD(Optimizer):
             g = np.add(scratch[0], g, out=scratch[0])
         if not self.momentum:
             return g
+        if share != 1:
+            g = np.multiply(g, w.dtype.type(share), out=scratch[0])
         return self._move(state.slots["momentum"][part], g, scratch[1], state.steps == 1)
 
     def _move(self, v: FlatArray, g: FlatArray, scratch: FlatArray, first_step: bool) -> FlatArray:

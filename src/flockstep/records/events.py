@@ -26,13 +26,18 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 class Update(msgspec.Struct, tag="update", frozen=True):
-    """`count` updates of worker `source` (None: of every other worker) took effect on `node`."""
+    """`count` updates of worker `source` (None: of every other worker) took effect on `node`.
+
+    `weight`: multiple of the learning rate at which each of these gradients was applied (1/n under `bsp`, 1 under
+    `asynchronous`); None where no server applied them, and in older records.
+    """
 
     t: float
     node: int
     source: int | None
     count: int
     staleness: int | None
+    weight: float | None = None
 
 
 class Span(msgspec.Struct, tag="span", frozen=True):

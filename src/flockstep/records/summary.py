@@ -22,6 +22,16 @@ _IDENTITY = (
 )  # fmt: skip
 
 
+class GradientWeight(msgspec.Struct, frozen=True):
+    """The weights at which servers applied one worker's gradients, as multiples of the learning rate."""
+
+    count: int
+    """Gradients applied, counted at every server that applied them."""
+    mean: float
+    min: float
+    max: float
+
+
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker did: its Node event, or the sum of its Step events where it died before writing one."""
 
@@ -41,6 +51,9 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Test loss of the worker's own replica at its end; None where there is none, or it is not finite."""
     metric: float | None = None
     """Metric of the worker's own replica at its end; None where there is none, or it is not finite."""
+    gradient_weight: GradientWeight | None = None
+    """Weights at which servers applied this worker's gradients, in learning rates (1/n under `bsp`, 1 under
+    `asynchronous`): `count`, `mean`, `min` and `max`; None where no weight is on the record."""
 
     @property
     def seconds(self) -> float:
@@ -115,6 +128,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     summed over the workers. None where no update is on the record, or nobody else made a step. Never clipped: more
     than 1 is a mistake in a strategy's accounting.
     """
+    effective_rate: float | None = None
+    """Sum of the weights of all gradients ÷ number of servers ÷ steps per worker (mean): the multiple of the learning
+    rate at which a gradient of every worker together was applied, 1 under `bsp`, n under `asynchronous`; less where
+    gradients were dropped. None where no weight is on the record."""
     replicas_agree: bool | None
     """All workers ended with equal parameters; None where a worker left no hash."""
     hashes: dict[str, str]
@@ -156,10 +173,9 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
         status, error = "diverged", "loss or metric of the last evaluation is not finite; lower the learning rate"
     nodes = {event.node: event for event in ordered if isinstance(event, Node)}
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
-    workers = _with_replicas(workers, ordered)
+    workers, effective_rate = _weighted(_with_replicas(workers, ordered), updates)
     agree = _replicas_agree(config.workers, nodes)
     staleness = _staleness(config.workers, updates)
-    divergence = quality.divergence
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
@@ -180,8 +196,9 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
         staleness_max=max(staleness, default=None),
         staleness_counts=dict(sorted(staleness.items())),
         utilisation=_mean(w.utilisation for w in workers if w.utilisation is not None),
-        divergence=0.0 if divergence is None and agree else divergence,
+        divergence=0.0 if quality.divergence is None and agree else quality.divergence,
         completeness=completeness,
+        effective_rate=effective_rate,
         replicas_agree=agree,
         hashes={node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))},
         per_worker=workers,
@@ -287,20 +304,46 @@ def _completed(
     at_servers = [update for update in updates if update.node < 0]
     if at_servers:
         servers = {update.node for update in at_servers} | {node for node in nodes if node < 0}
-        applied = sum(_weight(update, len(workers) + 1) for update in at_servers)
+        applied = sum(_count(update, len(workers) + 1) for update in at_servers)
         share = applied / (len(servers) * total) if total else None
         return [msgspec.structs.replace(worker, completeness=share) for worker in workers], share
     arrived: Counter[int] = Counter()
     for update in updates:
         if update.source != update.node:
-            arrived[update.node] += _weight(update, len(workers))
+            arrived[update.node] += _count(update, len(workers))
     of_others = [total - worker.steps for worker in workers]
     shares = [arrived[w.rank] / others if others else None for w, others in zip(workers, of_others, strict=True)]
     complete = [msgspec.structs.replace(w, completeness=s) for w, s in zip(workers, shares, strict=True)]
     return complete, arrived.total() / sum(of_others) if sum(of_others) else None
 
 
-def _weight(update: Update, nodes: int) -> int:
+def _weighted(workers: list[WorkerTotals], updates: Sequence[Update]) -> tuple[list[WorkerTotals], float | None]:
+    """The workers with the weights of their gradients, and the effective rate of the run."""
+    weights: dict[int, list[tuple[float, int]]] = {worker.rank: [] for worker in workers}
+    servers = set()
+    for update in updates:
+        if update.weight is not None and update.source in weights:
+            weights[update.source].append((update.weight, update.count))
+            servers.add(update.node)
+    if not servers:
+        return workers, None
+    found = [msgspec.structs.replace(worker, gradient_weight=_spread(weights[worker.rank])) for worker in workers]
+    total = math.fsum(weight * count for own in weights.values() for weight, count in own)
+    steps = sum(worker.steps for worker in workers) / len(workers)
+    return found, total / len(servers) / steps if steps else None
+
+
+def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
+    """Count, mean, least and largest of weights, each given with the number of gradients that have it."""
+    count = sum(times for _, times in weights)
+    if not count:
+        return None
+    mean = math.fsum(weight * times for weight, times in weights) / count
+    each = [weight for weight, _ in weights]
+    return GradientWeight(count, mean, min(each), max(each))
+
+
+def _count(update: Update, nodes: int) -> int:
     """How many updates the event stands for: without a source, `count` of each of the other workers."""
     return update.count * (nodes - 1) if update.source is None else update.count
 
@@ -308,7 +351,7 @@ def _weight(update: Update, nodes: int) -> int:
 def _staleness(workers: int, updates: Sequence[Update]) -> Counter[int]:
     counts: Counter[int] = Counter()
     for update in updates:
-        weight = _weight(update, workers if update.node >= 0 else workers + 1)
+        weight = _count(update, workers if update.node >= 0 else workers + 1)
         if update.staleness is not None and weight > 0:
             counts[update.staleness] += weight
     return counts

@@ -133,9 +133,9 @@ class Downpour(Strategy):
         note, rank, dtype = message.note, message.source, me.params.dtype.name
         total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
         push = Push(rank, message.step - 1, int(note["version"]), float(note["lr"]), total)
+        late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push])
         if note["count"]:
-            me.record_update(rank, me.version - push.version, int(note["count"]))
-        self.rule.apply(me, state.rule, [push])
+            me.record_update(rank, late, int(note["count"]), weight)
 
     def _pushes(self, me: Worker, state: Replica, fetch: bool = False, flush: bool = False) -> list[Request]:
         """What each shard is sent; `fetch`: and answers with its parameters; `flush`: filters aside."""

@@ -113,9 +113,9 @@ class EpochServer(Strategy):
     def _push(self, me: Server, state: Epochs, message: Message) -> None:
         note, rank = message.note, message.source
         version = int(note["version"])
-        me.record_update(rank, me.version - version)
         push = Push(rank, message.step - 1, version, float(note["lr"]), message.payload)
-        self.rule.apply(me, state.rule, [push])
+        late, [weight] = me.version - version, self.rule.apply(me, state.rule, [push])
+        me.record_update(rank, late, weight=weight)
         current = int(note["epoch"]) == state.epoch
         state.count += current
         if state.count >= math.ceil(self.share * int(note["batches"]) * me.cluster.workers - 1e-9):

@@ -34,8 +34,10 @@ class Hierarchical(Strategy):
     Synchronous leaves take one gradient of each worker, in order of rank; the workers wait for the root's answer.
     Asynchronous ones take whatever comes and answer a worker at once with the parameters that they hold: a cache that
     is written back, and refreshed, with every sum. A synchronous root takes one step for the sums of all leaves, in
-    order of index: synchronous SGD, but for the order of addition. An asynchronous one takes a step for each. The
-    staleness of a gradient is the number of the root's updates since the parameters that it was computed on.
+    order of index: synchronous SGD, but for the order of addition. An asynchronous one takes a step for each sum, in
+    which every gradient counts as 1/m of a step, m being the workers of the largest leaf, so that a smaller leaf's step
+    is shorter. The staleness of a gradient is the number of the root's updates since the parameters that it was
+    computed on.
     """
 
     group: int = field(default=4, metadata=SHOWN)
@@ -95,10 +97,12 @@ class Hierarchical(Strategy):
 
     async def master(self, me: Server) -> None:
         """Be the root, or a leaf."""
+        groups, sync = self._groups(me.cluster.workers), self.root == "synchronous"
         if me.address == MASTER:
-            await serve_root(me, self.root == "synchronous")
+            largest = max(group.stop - group.start for group in groups)
+            await serve_root(me, sync, me.cluster.workers if sync else largest)
         else:
-            await serve_leaf(me, self._groups(me.cluster.workers)[server(1) - me.address], self.leaf == "synchronous")
+            await serve_leaf(me, groups[server(1) - me.address], self.leaf == "synchronous")
 
     def _groups(self, workers: int) -> list[slice]:
         """The ranks of each leaf's workers."""

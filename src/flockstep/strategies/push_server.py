@@ -101,9 +101,10 @@ class PushServer:
         return View(state.slowest, workers, live, len(me.lost), me.version, computing, drift, waiting)
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
-        for push in group:
-            me.record_update(push.rank, me.version - push.version)
-        self.rule.apply(me, state.rule, group)
+        share, before = len(group) / self.consistency.full_step(me.cluster.workers), me.version
+        weights = self.rule.apply(me, state.rule, group, share)
+        for push, weight in zip(group, weights, strict=True):
+            me.record_update(push.rank, before - push.version, weight=weight)
         state.leave(group)
         if self.consistency.bounds_values:
             state.snapshots[me.version] = me.params.copy()

@@ -90,8 +90,8 @@ def _pass_on(me: Server, state: LeafState, sync: bool) -> None:
     state.under_way += 1
 
 
-async def serve_root(me: Server, sync: bool) -> None:
-    """Step, and hand down, until every leaf has left."""
+async def serve_root(me: Server, sync: bool, full: int) -> None:
+    """Step, and hand down, until every leaf has left; `full` gradients make a full step of the optimizer."""
     state: RootState = me.state
     leaves = {server(index) for index in range(1, me.cluster.servers)}
     ended: list[Message] = []
@@ -103,7 +103,7 @@ async def serve_root(me: Server, sync: bool) -> None:
             case "last":
                 ended.append(message)
         if state.sums and (not sync or len(state.sums) == len(leaves) - len(ended)):
-            _step(me, state)
+            _step(me, state, full)
     for request in ended:
         fresh = request.note["version"] == me.version
         me.reply(request, None if fresh else me.params, _news(me, state, request.source))
@@ -111,19 +111,20 @@ async def serve_root(me: Server, sync: bool) -> None:
         await me.receive(BYE, leaf)
 
 
-def _step(me: Server, state: RootState) -> None:
+def _step(me: Server, state: RootState, full: int) -> None:
+    """One step along the mean of the sums that are here, or the share of a step that so few gradients stand for."""
     sums = sorted(state.sums, key=lambda message: -message.source)
     state.sums = []
-    count = 0
-    for message in sums:
-        ranks, versions = (str(message.note[key]).split() for key in ("ranks", "versions"))
-        for rank, version in zip(map(int, ranks), versions, strict=True):
-            me.record_update(rank, me.version - int(version))
-            state.applied[rank] += 1
-        count += len(ranks)
+    ranks, versions = (
+        [int(number) for message in sums for number in str(message.note[key]).split()] for key in ("ranks", "versions")
+    )
     mean = sum_of(sums)
-    mean /= count
-    me.update(mean, float(sums[0].note["lr"]))
+    mean /= len(ranks)
+    share, before = len(ranks) / full, me.version
+    me.update(mean, float(sums[0].note["lr"]), share)
+    for rank, version in zip(ranks, versions, strict=True):
+        me.record_update(rank, before - version, weight=share / len(ranks))
+        state.applied[rank] += 1
     for message in sums:
         me.send(message.source, "params", me.params, _news(me, state, message.source))
 

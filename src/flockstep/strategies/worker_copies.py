@@ -36,7 +36,7 @@ async def push_and_keep(
         me.send(to, "push", data, note)
     before = me.params.copy()
     me.optimizer_step(gradient)
-    state.own.append((me.step - 1, (me.params - before) / me.workers))
+    state.own.append((me.step - 1, (me.params - before) / rule.full_step(me.workers)))
     me.params[:] = before + state.own[-1][1]
     await renew(me, state, rule, me.step - rule.slack)
 

@@ -23,6 +23,10 @@ class Asynchronous(ClockRule):
         """Nobody waits for anybody."""
         return True
 
+    def full_step(self, workers: int) -> int:
+        """Each gradient is a full step."""
+        return 1
+
     def admits(self, clock: int, slowest: int) -> bool:
         """Always."""
         return True

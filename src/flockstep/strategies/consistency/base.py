@@ -97,6 +97,10 @@ class Consistency(Component):
         """Workers that must be left for the others to go on."""
         return 1
 
+    @abstractmethod
+    def full_step(self, workers: int) -> int:
+        """Number of gradients that make a full step; each counts as its inverse, however many are released together."""
+
     def check(self, workers: int) -> None:
         """Raise `ConfigurationError` unless the rule makes sense for that many workers."""
 
@@ -106,7 +110,7 @@ class Consistency(Component):
 
     @abstractmethod
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The groups of gradients, in order of arrival, to apply now; each group becomes one step with its mean."""
+        """The groups of gradients to apply now, in order; m of them make m / full_step of a step along their mean."""
 
     def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
         """Those that will never be applied."""

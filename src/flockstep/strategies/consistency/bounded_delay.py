@@ -16,7 +16,8 @@ class BoundedDelay(ClockRule):
     """Bounded delay (Li et al. 2014, section 3.4): task t starts when all tasks up to t - tau - 1 have finished.
 
     A task is a worker's push and pull; gradients are applied as they arrive, so that, unlike with `ssp`, a reader may
-    see some that are further ahead than its bound. tau = 0 is sequential: bulk synchronous, bit for bit.
+    see some that are further ahead than its bound. Each is a full step. tau = 0 is sequential: bulk synchronous, bit
+    for bit, where each of n workers' gradients is 1/n of a step.
     """
 
     tau: int = field(default=4, metadata=SHOWN)
@@ -34,6 +35,10 @@ class BoundedDelay(ClockRule):
     def survives(self) -> bool:
         """A dead worker's clock no longer counts."""
         return self.tau > 0
+
+    def full_step(self, workers: int) -> int:
+        """Each gradient is a full step; with tau = 0 one of each worker."""
+        return 1 if self.tau else workers
 
     def admits(self, clock: int, slowest: int) -> bool:
         """t - tau <= slowest clock."""

@@ -23,6 +23,10 @@ class BulkSynchronous(ClockRule):
         """A dead worker stops everyone."""
         return False
 
+    def full_step(self, workers: int) -> int:
+        """One gradient of each worker."""
+        return workers
+
     def admits(self, clock: int, slowest: int) -> bool:
         """Everyone has pushed as often as the reader."""
         return clock <= slowest

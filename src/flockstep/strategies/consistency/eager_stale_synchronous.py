@@ -17,7 +17,7 @@ class EagerStaleSynchronous(StaleSynchronous):
     The same bound s as `ssp`, but nobody asks: whenever the slowest clock advances, servers send fresh parameters to
     everyone. A worker computes on the newest copy that has arrived, and waits only where that is older than the bound
     allows. Its own updates that the copy does not hold yet are added to it (read-my-writes), each as a step of its own
-    optimiser divided by the number of workers, until the servers' version of them arrives.
+    optimizer with the weight that the servers give it (1/n, or 1 with `weight="sum"`), until their version arrives.
     """
 
     eager: ClassVar[bool] = True

@@ -12,7 +12,10 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
 class FirstOf(Consistency):
-    """A step for the first `needed` gradients of the current version; workers that are late give up theirs."""
+    """A step for the first `needed` gradients of the current version; workers that are late give up theirs.
+
+    Each gradient counts as 1/needed of a step, also towards the end of a run, where fewer workers have any left.
+    """
 
     gives_up: ClassVar[bool] = True
 
@@ -29,6 +32,10 @@ class FirstOf(Consistency):
     def needed(self, workers: int) -> int:
         """How many gradients make a step."""
         raise NotImplementedError
+
+    def full_step(self, workers: int) -> int:
+        """As many as a step takes."""
+        return self.needed(workers)
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """Those for whom there is a newer version."""

@@ -15,7 +15,8 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 class KAsync(Consistency):
     """K-async SGD (Dutta et al. 2018, section 3.2): a step for the first `k` learners; the others go on.
 
-    Whoever has pushed waits until its gradient has been applied; the others' arrive later, of an older version.
+    Whoever has pushed waits until its gradient has been applied; the others' arrive later, of an older version. A
+    gradient counts as 1/k of a step, also where fewer than k workers are left.
     """
 
     k: int = field(default=1, metadata=SHOWN)
@@ -38,6 +39,10 @@ class KAsync(Consistency):
         """There must be so many learners."""
         if self.k > workers:
             raise ConfigurationError(f"k must be <= workers, {workers}, got {self.k}; use bsp for all of them")
+
+    def full_step(self, workers: int) -> int:
+        """K."""
+        return self.k
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """Those whose gradient has been applied; that there is a newer version is not enough."""

@@ -17,7 +17,8 @@ class SoftSync(Consistency):
 
     The server steps along the mean of c = floor(workers / n) gradients, whoever they are from and however old; nobody
     waits. n = 1 steps after as many gradients as there are workers, n = workers after each, as `asynchronous` does. In
-    the long run the mean staleness is (workers - 1) / c. What is left at the end makes one smaller step.
+    the long run the mean staleness is (workers - 1) / c. What is left at the end makes a shorter step: each gradient
+    counts as 1/c of one.
     """
 
     n: int = field(default=1, metadata=SHOWN)
@@ -41,13 +42,17 @@ class SoftSync(Consistency):
         if self.n > workers:
             raise ConfigurationError(f"n must be <= workers, {workers}, got {self.n}; use asynchronous for n = workers")
 
+    def full_step(self, workers: int) -> int:
+        """c."""
+        return workers // self.n
+
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """Everyone."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """The first c, if there are as many."""
-        c = view.workers // self.n
+        c = self.full_step(view.workers)
         return [list(pending[:c])] if len(pending) >= c else []
 
     def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:

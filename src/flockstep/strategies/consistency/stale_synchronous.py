@@ -17,13 +17,16 @@ class StaleSynchronous(ClockRule):
 
     A read at clock c waits until it can see every update with timestamp <= c - s - 1, and is never shown one with
     timestamp > c + s - 1: a gradient with timestamp t is applied once the slowest clock has reached t - s + 1. A
-    worker's own updates are always visible to it. Gradients of the same timestamp that become applicable together are
-    averaged into one step, so that s = 0 is bulk synchronous, bit for bit, and a bound that never binds is
-    asynchronous; the paper, which has no server-side optimiser, adds them one by one. A dead worker is taken out of the
-    slowest clock, so the others go on; with s = 0 they would silently train with a smaller batch, so there they stop.
+    worker's own updates are always visible to it. Every gradient counts the same, whenever it is released: with
+    `weight="mean"` as 1/n of a step, n being the number of workers that the run began with, so that s = 0 is bulk
+    synchronous, bit for bit; with `weight="sum"` as a whole step, which is the paper's sum of all updates, so that a
+    bound that never binds is asynchronous, and the learning rate has to be about n times smaller. Gradients of the same
+    timestamp that become applicable together make one step of the optimizer. A dead worker is taken out of the slowest
+    clock, so the others go on, each with its weight; with s = 0 a step would miss a part, so there they stop.
     """
 
     s: int = field(default=3, metadata=SHOWN)
+    weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
         if self.s < 0:
@@ -38,6 +41,10 @@ class StaleSynchronous(ClockRule):
     def survives(self) -> bool:
         """A dead worker's clock no longer counts."""
         return self.s > 0
+
+    def full_step(self, workers: int) -> int:
+        """One gradient of each worker, or a single one."""
+        return workers if self.weight == "mean" else 1
 
     def admits(self, clock: int, slowest: int) -> bool:
         """c - s <= slowest clock."""

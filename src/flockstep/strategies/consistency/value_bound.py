@@ -40,6 +40,10 @@ class ValueBound(Consistency):
         """What a dead worker computed on does not count."""
         return True
 
+    def full_step(self, workers: int) -> int:
+        """Each gradient is a full step."""
+        return 1
+
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """All, or none."""
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta

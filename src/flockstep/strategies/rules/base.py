@@ -24,14 +24,21 @@ class Rule(Component):
         return None
 
     @abstractmethod
-    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Apply gradients that were released together, in this order, as one step: `me.version` grows by one.
 
-        The staleness of a gradient is `me.version - push.version`.
+        The staleness of a gradient is `me.version - push.version`. `share` is the part of a full step that the group
+        stands for, 1 where all gradients of a step are in it. Returns the weight of each gradient: the multiple of the
+        learning rate at which it was applied.
         """
 
     def read(self, me: Server, state: Any, rank: int) -> None:
         """Worker `rank` is being handed the parameters as they are now."""
+
+
+def equal_weights(group: Sequence[Push], share: float) -> list[float]:
+    """The weight of each gradient where the mean of the group is applied."""
+    return [share / len(group)] * len(group)
 
 
 def mean_of(gradients: Sequence[FlatArray]) -> FlatArray:

@@ -13,7 +13,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require, require_visible
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, mean_of
+from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 
 @dataclass
@@ -74,7 +74,7 @@ class DelayCompensated(Rule):
             state.copied, state.latest = me.version, me.params.copy()
         state.backups[rank] = state.latest
 
-    def apply(self, me: Server, state: Memory, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Memory, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Compensate each, step along the mean."""
         compensated = []
         for push in group:
@@ -82,7 +82,8 @@ class DelayCompensated(Rule):
             backup = state.backups.get(push.rank, state.initial)
             curvature = rate * push.gradient * push.gradient if self.strength else None
             compensated.append(compensate(push.gradient, curvature, me.params, backup))
-        me.update(mean_of(compensated), group[0].lr)
+        me.update(mean_of(compensated), group[0].lr, share)
+        return equal_weights(group, share)
 
     def _lambda(self, state: Memory, gradient: FlatArray) -> Any:
         """lambda_t, after the moving mean took this gradient in; a scalar or one for each element."""

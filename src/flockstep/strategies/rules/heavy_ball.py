@@ -14,7 +14,7 @@ from flockstep.nodes import Server
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, mean_of
+from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Velocity:
 class HeavyBall(Rule):
     """v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train with sgd.
 
-    The optimiser's own momentum is not applied besides; its weight decay is, g' = g + weight_decay w.
+    The optimiser's own momentum is not applied besides; its weight decay is, g' = share (g + weight_decay w).
     """
 
     @abstractmethod
@@ -44,12 +44,14 @@ class HeavyBall(Rule):
         heavy_ball(me.optimizer)
         return Velocity(np.zeros_like(me.params))
 
-    def apply(self, me: Server, state: Velocity, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Velocity, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """One step."""
         sgd, scalar = heavy_ball(me.optimizer), me.params.dtype.type
         gradient = mean_of([push.gradient for push in group])
         if sgd.weight_decay:
             gradient = me.params * scalar(sgd.weight_decay) + gradient
+        if share != 1:
+            gradient = gradient * scalar(share)
         if state.moved:
             state.v *= scalar(self.explicit(me.cluster.workers, sgd))
             state.v += gradient
@@ -57,6 +59,7 @@ class HeavyBall(Rule):
             state.v[:], state.moved = gradient, True
         me.params -= state.v * scalar(group[0].lr)
         me.version += 1
+        return equal_weights(group, share)
 
 
 def heavy_ball(optimizer: Optimizer) -> SGD:

@@ -8,13 +8,14 @@ from typing import Any
 
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, mean_of
+from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 
 @dataclass(frozen=True)
 class Plain(Rule):
     """One step of the job's optimiser along the mean of the released gradients."""
 
-    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Average, step."""
-        me.update(mean_of([push.gradient for push in group]), group[0].lr)
+        me.update(mean_of([push.gradient for push in group]), group[0].lr, share)
+        return equal_weights(group, share)

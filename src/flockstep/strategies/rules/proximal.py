@@ -21,7 +21,8 @@ class Proximal(Plain):
     """Delayed proximal gradient for an l1 penalty (Li, Andersen, Smola & Yu 2014, algorithm 2).
 
     After the optimiser's step, w ← sign(w) max(0, |w| - lr l1), the proximal operator of lr l1 ||w||_1: a user function
-    on the server in the paper's terms. Whatever the optimiser scales its step by is not applied to the threshold.
+    on the server in the paper's terms. For a share of a full step the threshold is that share of lr l1; whatever else
+    the optimizer scales its step by is not applied to the threshold.
     """
 
     l1: float = field(default=1e-4, metadata=SHOWN)
@@ -29,9 +30,10 @@ class Proximal(Plain):
     def __post_init__(self) -> None:
         require(0 <= self.l1 < math.inf, "l1 of proximal", ">= 0 and finite", self.l1, "use 0 for no penalty")
 
-    def apply(self, me: Server, state: Any, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Step, shrink."""
-        super().apply(me, state, group)
+        weights = super().apply(me, state, group, share)
         if self.l1:
-            smaller = np.maximum(np.abs(me.params) - me.params.dtype.type(group[0].lr * self.l1), 0)
+            smaller = np.maximum(np.abs(me.params) - me.params.dtype.type(group[0].lr * share * self.l1), 0)
             me.params[:] = np.copysign(smaller, me.params)
+        return weights

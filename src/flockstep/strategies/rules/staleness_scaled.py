@@ -39,7 +39,7 @@ class StalenessScaled(Rule):
         """Nothing seen."""
         return Seen()
 
-    def apply(self, me: Server, state: Seen, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """One step along the weighted mean, with alpha_0 times the mean weight."""
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)
@@ -49,7 +49,8 @@ class StalenessScaled(Rule):
         else:
             weights = [1 / max(1, age) for age in ages]
         gradient = weighted_mean([push.gradient for push in group], weights)
-        me.update(gradient, group[0].lr * (sum(weights) / len(weights)))
+        me.update(gradient, group[0].lr * (sum(weights) / len(weights)), share)
+        return [share * weight / len(group) for weight in weights]
 
 
 def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> FlatArray:

@@ -11,15 +11,16 @@ from flockstep.nodes import Server
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, mean_of
+from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 
 @dataclass(frozen=True)
 class WithOptimizer(Rule):
     """One step of `optimizer` along the mean, in place of the job's (Dean et al. 2012: Downpour with Adagrad).
 
-    The optimiser's own learning rate counts, not that of the workers; these go on with the job's optimiser where a
-    strategy lets them step locally. Optimisers are elementwise, so each shard keeps the state of its own slice.
+    The optimizer's own learning rate counts, not that of the workers, also in the weights on the record. Workers go on
+    with the job's optimizer where a strategy lets them step locally. Optimizers are elementwise, so each shard keeps
+    the state of its own slice.
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)
@@ -35,7 +36,9 @@ class WithOptimizer(Rule):
         """A fresh state."""
         return self.optimizer.init(me.params)
 
-    def apply(self, me: Server, state: OptimizerState, group: Sequence[Push]) -> None:
+    def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Average, step."""
-        self.optimizer.step(me.params, mean_of([push.gradient for push in group]), state, self.optimizer.lr)
+        mean = mean_of([push.gradient for push in group])
+        self.optimizer.step(me.params, mean, state, self.optimizer.lr, share)
         me.version += 1
+        return equal_weights(group, share)

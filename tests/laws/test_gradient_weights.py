@@ -1,0 +1,189 @@
+"""Every gradient counts the same, whenever it is released and together with however many: bowls, sums, the record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Update
+from flockstep.records.summary import GradientWeight, summarise
+from flockstep.registry import names
+from flockstep.strategies.consistency import StaleSynchronous
+from flockstep.strategies.consistency.base import Push, View
+from flockstep.strategies.consistency.first_of import BackupWorkers
+from flockstep.strategies.consistency.k_async import KAsync
+from flockstep.strategies.consistency.value_bound import ValueBound
+from flockstep.strategies.rules.plain import Plain
+from flockstep.testing.bowls import LAWS, OPTIMA, STRAGGLERS, bowl
+from flockstep.testing.strategies import Bench, run_strategy, small_job
+
+BOUNDED = {
+    "bsp": "bsp",
+    "ssp": "ssp(2)",
+    "cached_ssp": "cached_ssp(2)",
+    "essp": "essp(2)",
+    "bounded_delay": "bounded_delay(2)",
+}
+"""Rules that bound how far clocks part: in the long run every worker gives as many gradients as any other."""
+FREE = {
+    "value_bound": "value_bound(0.1)",
+    "backup": "backup(1)",
+    "k_sync": "k_sync(2)",
+    "k_batch_sync": "k_batch_sync(3)",
+    "k_async": "k_async(2)",
+    "k_batch_async": "k_batch_async(3)",
+    "softsync": "softsync(2)",
+    "asynchronous": "asynchronous",
+}
+WEIGHTS = {
+    **dict.fromkeys(["bsp", "ssp(2)", "cached_ssp(2)", "essp(2)"], 1 / 4),
+    **dict.fromkeys(["ssp(2, weight=sum)", "cached_ssp(2, weight=sum)", "essp(2, weight=sum)"], 1.0),
+    **dict.fromkeys(["bounded_delay(2)", "value_bound(0.1)", "asynchronous"], 1.0),
+    **dict.fromkeys(["backup(1)", "k_batch_sync(3)", "k_batch_async(3)"], 1 / 3),
+    **dict.fromkeys(["k_sync(2)", "k_async(2)", "softsync(2)"], 1 / 2),
+}
+"""Each gradient's weight with 4 workers, in learning rates: what the papers' formulas divide by."""
+settled = cache(bowl)
+
+
+def cases(rules):
+    return [(rule, law, straggler) for rule in rules for law in LAWS for straggler in STRAGGLERS]
+
+
+def test_every_rule_is_tried():
+    assert {*BOUNDED, *FREE} == set(names("consistency"))
+
+
+@pytest.mark.parametrize(("rule", "law", "straggler"), cases(BOUNDED.values()))
+def test_where_clocks_stay_together_stragglers_count_as_much_as_others(rule, law, straggler):
+    """The mean of the optima, 0.25, whoever is slow: 0.34 to 0.50 where a gradient that comes alone counts fully."""
+    assert settled(f"ps({rule})", law, straggler).mean == pytest.approx(np.mean(OPTIMA), abs=0.02)
+
+
+@pytest.mark.parametrize("rule", ["ssp", "essp", "cached_ssp"])
+@pytest.mark.parametrize("s", [1, 5, 10])
+def test_no_bound_lets_the_straggler_count_more(rule, s):
+    assert bowl(f"ps({rule}({s}))", straggler="last").mean == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize(("rule", "law", "straggler"), cases(WEIGHTS))
+def test_the_weight_of_every_gradient_is_on_the_record_and_the_same_for_all(rule, law, straggler):
+    weights = settled(f"ps({rule})", law, straggler).weights
+    assert {round(weight, 12) for each in weights.values() for weight in each} == {round(WEIGHTS[rule], 12)}
+
+
+@pytest.mark.parametrize(("rule", "law", "straggler"), cases(FREE.values()))
+def test_where_clocks_part_the_number_of_gradients_alone_decides(rule, law, straggler):
+    """Weights are equal, counts are not: the parameter settles where the counts on the record say."""
+    found = settled(f"ps({rule})", law, straggler)
+    assert found.mean == pytest.approx(found.pull, abs=0.03)
+
+
+@pytest.mark.parametrize("rule", ["softsync(2)", "k_batch_async(3)", "asynchronous"])
+def test_stragglers_give_half_as_many_gradients_where_nobody_waits(rule):
+    shares = settled(f"ps({rule})", LAWS[0], "last").shares
+    assert shares == pytest.approx((2 / 7, 2 / 7, 2 / 7, 1 / 7), abs=0.01)
+
+
+@pytest.mark.parametrize("rule", ["ssp", "essp", "cached_ssp"])
+def test_the_bowls_notice_a_gradient_that_counts_fully_when_it_comes_alone(rule, monkeypatch):
+    """Negative control: the mean of each group as one full step."""
+    apply = Plain.apply
+    monkeypatch.setattr(Plain, "apply", lambda rule, me, state, group, share=1.0: apply(rule, me, state, group, 1.0))
+    assert abs(bowl(f"ps({rule}(2))", straggler="last").mean - 0.25) > 0.1
+
+
+LOSES = {"backup(1)", "k_sync(2)", "k_batch_sync(3)"}
+"""Rules that drop gradients."""
+
+
+@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("rule", [rule for rule in WEIGHTS if rule not in LOSES])
+def test_one_gradient_of_each_worker_moves_the_parameters_by_their_weighted_sum(rule, workers):
+    """w_0 - eta / m sum_i g_i(w_0) after one step, with what is left at the end: 5 workers, groups of 2 or 3."""
+    job = small_job(dtype="float64")
+    run = run_strategy(f"ps({rule})", workers, 1, job=job, network="ideal")
+    bench = Bench(workers, job)
+    start = bench.start()
+    full = {"bsp": workers, "ssp(2)": workers, "cached_ssp(2)": workers, "essp(2)": workers}.get(
+        rule, 1 / WEIGHTS[rule]
+    )
+    total = sum(bench.gradient(rank, start) for rank in range(workers))
+    np.testing.assert_allclose(run.server, start - 0.1 / full * total, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("workers", [5, 7])
+@pytest.mark.parametrize("leaf", ["synchronous", "asynchronous"])
+def test_leaves_of_different_size_do_not_change_what_a_gradient_counts(workers, leaf):
+    """Two leaves, of 3 and 2 or of 4 and 3 workers, whose sums the root applies one by one."""
+    job = small_job(dtype="float64")
+    run = run_strategy(f"hierarchical(4, leaf={leaf}, root=asynchronous)", workers, 1, job=job, network="ideal")
+    bench = Bench(workers, job)
+    start = bench.start()
+    largest = -(-workers // 2)
+    total = sum(bench.gradient(rank, start) for rank in range(workers))
+    np.testing.assert_allclose(run.result, start - 0.1 / largest * total, rtol=0, atol=1e-14)
+    assert {round(update.weight, 12) for update in run.of(Update) if update.weight} == {round(1 / largest, 12)}
+
+
+def view(**changes):
+    values = {"slowest": 0, "workers": 4, "live": 4, "lost": 0, "version": 0, "computing": 0}
+    return View(**{**values, **changes}, drift=lambda: 0.0, waiting=lambda rank: False)
+
+
+def pushes(count, version=0):
+    return [Push(rank, 0, version, 0.1, np.zeros(1)) for rank in range(count)]
+
+
+def test_towards_the_end_as_many_gradients_make_a_step_as_workers_are_left():
+    """A step of backup(1) with 4 workers takes 3; where two have ended it takes the 2 that can still come."""
+    rule = BackupWorkers(1)
+    two = pushes(2)
+    assert rule.released(two, view(live=2)) == [two]
+    assert rule.released(pushes(1), view(live=2)) == []
+    assert rule.released(pushes(2), view(live=3)) == []
+    assert rule.full_step(4) == 3, "a gradient counts as 1/3 of a step to the end"
+    assert KAsync(3).full_step(4) == 3
+
+
+@pytest.mark.parametrize("version", [4, 9, 100])
+def test_the_falling_value_bound_is_delta_over_the_root_of_the_version(version):
+    """v_t = v_0 / sqrt(t) (Wei et al. 2013); delta / t would refuse what has moved by three quarters of that."""
+    rule, reads = ValueBound(1.0, decreasing=True), [object()]
+    for moved, admitted in ((0.75 / np.sqrt(version), True), (1.01 / np.sqrt(version), False)):
+        now = replace(view(version=version, computing=1), drift=lambda moved=moved: moved)
+        assert bool(rule.admitted(reads, now)) == admitted
+
+
+@pytest.mark.parametrize(
+    ("rule", "weight", "rate"),
+    [("bsp", 1 / 4, 1.0), ("ssp(2)", 1 / 4, 1.0), ("ssp(2, weight=sum)", 1.0, 4.0), ("softsync(2)", 1 / 2, 2.0)],
+)
+def test_the_summary_says_what_gradients_counted(rule, weight, rate):
+    for shards in (1, 2):
+        run = run_strategy(f"ps({rule}, shards={shards})", 4, 6)
+        summary = summarise(RunConfig(kind="simulate", job="x", strategy="x", workers=4), run.events, "finished")
+        assert {worker.gradient_weight for worker in summary.per_worker} == {
+            GradientWeight(6 * shards, weight, weight, weight)
+        }
+        assert summary.effective_rate == pytest.approx(rate)
+    nothing = run_strategy("all_reduce", 4, 6)
+    summary = summarise(RunConfig(kind="simulate", job="x", strategy="x", workers=4), nothing.events, "finished")
+    assert (summary.effective_rate, summary.per_worker[0].gradient_weight) == (None, None)
+
+
+def test_a_rule_that_counts_stale_gradients_less_says_so():
+    """1 / tau for each gradient (Zhang et al. 2016), on the record too."""
+    run = run_strategy("ps(asynchronous, rule=staleness_scaled)", 4, 15)
+    assert all(update.weight == 1 / max(1, update.staleness) for update in run.of(Update))
+    assert len({update.weight for update in run.of(Update)}) > 2
+
+
+def test_the_dead_do_not_change_what_the_others_count():
+    run = run_strategy("ps(ssp(2))", 4, 30, faults=["dies(1, 0.3)"])
+    assert {update.weight for update in run.of(Update)} == {1 / 4}
+    assert StaleSynchronous(2).full_step(4) == 4
