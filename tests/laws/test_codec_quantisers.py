@@ -346,3 +346,12 @@ class Truncates(Bfloat16):
 def test_a_broken_quantiser_is_caught(broken):
     with pytest.raises(AssertionError):
         check_codec(broken)
+
+
+def test_the_variance_of_natural_is_the_worst_that_is_measured():
+    """Between a and 2 a the error is (x - a)(2 a - x), relative to x² the most at 4/3 a: 1/8."""
+    codec, x = Natural(), np.full(200_000, 4 / 3, np.float32)
+    data = codec.encode(x, np.random.default_rng(0))
+    errors = np.square(codec.decode(data, len(x), "float32").astype(np.float64) - x) / np.square(x, dtype=np.float64)
+    assert codec.variance(len(x)) == pytest.approx(errors.mean(), rel=0.01)
+    assert codec.error_bound(x) == pytest.approx(np.sum(np.square(x, dtype=np.float64)) / 8)

@@ -90,6 +90,7 @@ def test_half_a_cosine():
     t = np.arange(30) / 30
     assert rates(Cosine()) == pytest.approx(0.1 * (1 + np.cos(np.pi * t)) / 2, rel=1e-12)
     assert Cosine(0.2).factor(99.0, Extent(10.0, 1)) == pytest.approx(0.2)
+    assert [Cosine(0.2, 3).factor(epoch, Extent(10.0, 1)) for epoch in (0.0, 5.0, 10.0)] == pytest.approx([3, 1.8, 0.6])
 
 
 @pytest.mark.oracle("schedule:linear_warmup")
@@ -100,6 +101,8 @@ def test_a_line_to_another_schedule():
     falls = rates("linear_warmup(2, then=step_decay(at=(0.8,)))")
     assert falls[:24] == pytest.approx(line + [0.1] * 9, rel=1e-12)
     assert falls[24:] == pytest.approx([0.01] * 6, rel=1e-12)
+    steep = [0.1 * (0.5 + 2.5 * step / 15) for step in range(15)]
+    assert rates("linear_warmup(2, 0.5, constant(3))") == pytest.approx(steep + [0.3] * 15, rel=1e-12)
 
 
 @pytest.mark.oracle("schedule:goyal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -10,7 +11,7 @@ import pytest
 from flockstep.cli.layers import shape_named, show_layers
 from flockstep.costs import formulas
 from flockstep.costs.builder import At, Net
-from flockstep.costs.layers import Layer, ModelShape, Pass, log2_ceil
+from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
@@ -112,6 +113,19 @@ def test_bytes_of_data_parallelism_against_splitting():
     assert model.cheaper(by_name["conv2_1"], 32, 16) == "data"
     assert model.split_layers(32, 16) == ("fc6", "fc7", "fc8")
     assert model.cheapest_bytes(32, 16) < model.data_bytes(16) / 8
+
+
+def test_a_layer_that_widens_is_split_by_outputs():
+    """4 workers, 8 samples each, 100 inputs and 900 outputs of 4 bytes, by hand.
+
+    Each worker sends its samples' inputs to the 3 others, and of the outputs that it computed 3 quarters to theirs; the
+    gradients go the same ways back: of the inputs only where something is before the layer.
+    """
+    layer = formulas.linear("wide", 100, 900)
+    gathered, returned = 3 * 8 * 100 * 4, 3 / 4 * 8 * 900 * 4
+    assert layer.split_bytes(8, 4) == 2 * gathered + 2 * returned == 62_400
+    first = dataclasses.replace(layer, by_input=NOTHING)
+    assert first.split_bytes(8, 4) == gathered + 2 * returned == 52_800
 
 
 @pytest.mark.parametrize("workers", [2, 16, 1024])

@@ -24,6 +24,10 @@ class Memory(NamedTuple):
 class Momentum(Feedback):
     """u ← m u + g, v ← v + u, send C(v), keep v less what was sent (Lin et al. 2018, DGC, sections 3.1 to 3.3).
 
+    Momentum correction in the sense of Lin et al.: what is kept back is velocity, so that an element which is sent late
+    has moved as far as momentum SGD would have moved it. The momentum correction of Goyal et al. 2017 is another claim,
+    about learning rates that change while they are part of the velocity; see the schedule goyal.
+
     `nesterov`: u ← m (u + g), v ← v + u + g. `masking`: where something was sent, u and v become zero, lest stale
     momentum carries the element on; not where a codec sends something of every element, as half does. `clip`: a
     gradient (or the part of one that goes to one receiver) of a larger norm than clip·N^-1/2 is scaled down to that

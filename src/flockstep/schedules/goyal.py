@@ -16,7 +16,9 @@ class Goyal(Schedule):
     amount at every step; with gradual=False it is 1 for so long, then k at once (their "constant warm-up"); with
     warmup=0 it is k from the start. After the shares `at` of the run (epochs 30, 60 and 80 of 90) it falls by `decay`.
     Gradients are means over a worker's batch and over the workers, so they are normalised by the whole batch of k n.
-    No momentum correction is needed: `sgd` keeps the learning rate out of its velocity (their remark 2).
+    Momentum correction in the sense of Goyal et al. (remark 2: where v holds the rate, v is scaled by the ratio
+    of the new to the old one) is not needed: `sgd` keeps the learning rate out of its velocity. That of Lin et al. 2018
+    is another claim, about what a codec drops; see the feedback momentum.
     """
 
     workers: int | None = None

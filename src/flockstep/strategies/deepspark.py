@@ -22,7 +22,7 @@ class Window:
 
 @dataclass(frozen=True)
 class AdaptiveElasticAveraging(ElasticAveraging):
-    """DeepSpark (Kim, Park, Jang, Yoon & Kim 2016): asynchronous elastic averaging that adapts alpha to convergence.
+    """DeepSpark (Kim, Park, Jang & Yoon 2016): asynchronous elastic averaging that adapts alpha to convergence.
 
     A reconstruction: that alpha adapts is published, the formula was not at hand. At each exchange a worker compares
     the mean loss of its steps since the last one with that of the window before, r = (before - now) / before. Where r >

@@ -24,7 +24,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class MajorityVote(Strategy):
-    """signSGD with majority vote (Bernstein et al. 2018, algorithm 2; with momentum 2019, algorithm 1).
+    """signSGD with majority vote (Bernstein et al. 2018, algorithm 3; with momentum 2019, algorithm 1).
 
     m ← `momentum` m + (1 - momentum) g; worker i sends the signs of slice j of m_i to worker j, which counts them and
     broadcasts which sign has most of them; w ← w - lr sign, with the job's optimiser, which should be plain SGD. What

@@ -14,7 +14,7 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 @dataclass(frozen=True)
 class ValueBound(Consistency):
-    """Value-bounded asynchronous parallel, VAP (Wei et al. 2015; Langer et al. 2020, section 3.3.4).
+    """Value-bounded asynchronous parallel, VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4).
 
     Gradients are applied on arrival. A worker is admitted while no parameter has moved by `delta` or more since the
     oldest version that somebody still computes on. If nobody computes, whoever waits is admitted: a single update may
