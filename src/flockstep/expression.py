@@ -155,7 +155,7 @@ def _sum(left: Component, right: Component, where: str) -> Component:
 
 
 def _call_arguments(node: ast.Call, kind: type[Component]) -> dict[str, Any]:
-    name, names = registry.name_of(kind), list(fields_of(kind))
+    name, names = registry.name_of(kind), [field.name for field in _hyper_parameters(kind) if not field.kw_only]
     if len(node.args) > len(names):
         raise ConfigurationError(
             f"{name} takes at most {len(names)} arguments ({', '.join(names) or 'none'}), got {len(node.args)}"

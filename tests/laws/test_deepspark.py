@@ -174,6 +174,7 @@ def test_the_bound_notices_who_does_not_keep_it():
         "deepspark(improvement=1)",
         "deepspark(alpha=0.1, smallest=0.2)",
         "deepspark(alpha=0.2, largest=0.1)",
+        "deepspark(alpha=0.2, beta=0.1, smallest=0.05)",
         "deepspark(largest=0.6)",
         "deepspark(0)",
     ],

@@ -233,3 +233,36 @@ def test_the_matrices_are_those_of_the_strategies(n, eta):
     matrix = np.linalg.matrix_power
     assert np.allclose(papers, matrix(turn(n, eta, 0.3, True), steps) @ start, rtol=1e-10, atol=1e-12)
     assert np.allclose(ours, matrix(turn(n, eta, 0.3, False), steps) @ start, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
+@pytest.mark.parametrize("order", ["survey", "paper"])
+def test_with_another_rate_at_the_centre_the_weighted_sum_is_conserved(network, order):
+    """w_i ← w_i - alpha (w_i - centre), centre ← centre + beta (w_i - centre): beta w_i + alpha centre stays."""
+    start = np.random.default_rng(0).normal(size=(3, 8))
+    text = f"easgd(1, 0.4, {order}, beta=0.1)"
+    run = run_strategy(text, 3, 12, job=STILL, replicas=start, network=network)
+    left = 0.1 * run.replicas.sum(0) + 0.4 * run.server - 0.1 * start.sum(0)
+    assert np.abs(left).max() < 1e-14
+    assert np.abs(kept(text, start, network=network)).max() > 0.01
+
+
+def test_beta_is_alpha_where_it_is_left_out():
+    one, other = (run_strategy(f"easgd(3, 0.3{beta})", 3, 20) for beta in ("", ", beta=0.3"))
+    assert equal_bits(one.replicas, other.replicas)
+    assert equal_bits(one.server, other.server)
+
+
+def test_the_centre_moves_by_beta():
+    start = np.random.default_rng(0).normal(size=(1, 8))
+    run = run_strategy("easgd(1, 0.4, beta=0.1)", 1, 1, job=STILL, replicas=start)
+    assert run.server == pytest.approx(0.1 * start[0], rel=1e-12)
+    assert run.replicas[0] == pytest.approx(0.6 * start[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 0.2])
+def test_a_centre_faster_than_the_workers_is_refused(beta):
+    with pytest.raises(
+        ConfigurationError, match=r"beta must be in \[0, alpha\] = \[0, 0.1\], got .*; leave it out for alpha"
+    ):
+        ElasticAveraging(beta=beta)

@@ -131,6 +131,41 @@ def test_adaptive_rule(ratio, length, expected):
 
 
 @pytest.mark.parametrize(
+    ("ratio", "length", "expected"), [(1.0, 4, 16), (10.0, 4, 16), (0.25, 4, 8), (0.01, 4, 2), (math.nan, 4, 4)]
+)
+def test_adaptive_rule_where_the_rate_has_changed(ratio, length, expected):
+    """The formula as it stands, up to the first period; a period that is not shorter is not shortened for that."""
+    assert Adaptive(first=16).chosen(ratio, length, same_rate=False) == expected
+
+
+@pytest.mark.oracle("period:adaptive")
+def test_adaptive_follows_the_learning_rate():
+    """Wang & Joshi 2019, the rule with variable rates: H = ceil(sqrt(eta_0 / eta · F / F_0) first)."""
+    schedule, steps, lengths = "step_decay(at=(0.4,), decay=0.25)", 120, []
+
+    @dataclass(frozen=True)
+    class Listens(Adaptive):
+        async def met(self, me, state, collective):
+            mean = state.total / state.count
+            await super().met(me, state, collective)
+            if me.rank == 0:
+                lengths.append((me.step, me.lr, mean, state.first, state.length))
+
+    run = run_strategy(LocalSGD(Listens(8, block=8)), 1, steps, schedule=schedule)
+    assert run.replicas.shape == (1, 18)
+    length, rate, change = 8, 0.1, 8
+    for step, lr, now, first, chosen in lengths:
+        if step >= change:
+            wanted = math.ceil(math.sqrt(0.1 / lr * now / first) * 8)
+            length = min(wanted, 8) if wanted < length or lr != rate else max(1, length // 2)
+            rate, change = lr, step + 8
+        assert chosen == length
+    periods = [chosen for *_, chosen in lengths]
+    at = next(index for index, (_, lr, *_) in enumerate(lengths) if lr < 0.1)
+    assert max(periods[at:]) > periods[at - 1], "a quarter of the rate allows for a longer period"
+
+
+@pytest.mark.parametrize(
     ("text", "sync"),
     [
         ("1", True),
@@ -227,7 +262,7 @@ def test_workers_that_do_not_agree_on_the_period_show():
 class StaysAtFirst(Adaptive):
     """Does not look at the loss."""
 
-    def chosen(self, ratio, length):
+    def chosen(self, ratio, length, same_rate=True):
         return length
 
 

@@ -47,6 +47,11 @@ class AdaptiveElasticAveraging(ElasticAveraging):
             raise ConfigurationError(
                 f"smallest must be in [0, alpha] = [0, {self.alpha}], got {self.smallest}; lower it or raise alpha"
             )
+        if self.beta is not None and self.beta > self.smallest:
+            raise ConfigurationError(
+                f"beta must be <= smallest = {self.smallest}, the least that alpha may become, got {self.beta}; lower "
+                "it or raise smallest"
+            )
         if self.largest is not None and not self.alpha <= self.largest <= 0.5:
             raise ConfigurationError(
                 f"largest must be in [alpha, 0.5] = [{self.alpha}, 0.5], got {self.largest}; leave it out for "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
@@ -21,11 +21,14 @@ class ElasticAveraging(Strategy):
     disagree on the point whose gradient is used. Order `survey` (Langer et al. 2020, figure 10): that after the move,
     stable round-robin on the quadratic w²/2 for every alpha in (0, 1/2] and eta < 2. Order `paper`, as in the authors'
     code: that before the move, which comes after the gradient step; stable up to alpha = (4 - 2 eta) / (4 - eta).
+    With `beta` the centre moves by beta (w_i - centre) instead (the general form of Langer et al. 2020, equations 1 and
+    2, with alpha >= beta): an exchange then conserves beta w_i + alpha centre.
     """
 
     period: int = 10
     alpha: float = 0.1
     order: Literal["survey", "paper"] = "survey"
+    beta: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -35,6 +38,10 @@ class ElasticAveraging(Strategy):
         most = 0.5 if self.order == "survey" else 1
         if not 0 <= self.alpha <= most:
             raise ConfigurationError(f"alpha must be in [0, {most}], got {self.alpha}; 0.9 / workers is usual")
+        if self.beta is not None and not 0 <= self.beta <= self.alpha:
+            raise ConfigurationError(
+                f"beta must be in [0, alpha] = [0, {self.alpha}], got {self.beta}; leave it out for alpha"
+            )
 
     @property
     def traits(self) -> Traits:
@@ -64,8 +71,9 @@ class ElasticAveraging(Strategy):
     async def exchange(self, me: Worker) -> FlatArray:
         """Pull the centre, push delta; return delta, by which the worker is still to move."""
         centre = await me.request(MASTER, "pull")
-        delta: FlatArray = self.elasticity(me) * (me.params - centre)
-        me.send(MASTER, "push", delta)
+        apart: FlatArray = me.params - centre
+        delta: FlatArray = self.elasticity(me) * apart
+        me.send(MASTER, "push", delta if self.beta is None else self.beta * apart)
         return delta
 
     def elasticity(self, me: Worker) -> float:

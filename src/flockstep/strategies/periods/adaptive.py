@@ -16,10 +16,14 @@ from flockstep.strategies.periods.base import Period
 
 @dataclass
 class Losses:
-    """H, the step at which it changes next, and this worker's losses since the last meeting."""
+    """H, the step at which it changes next, learning rates, and this worker's losses since the last meeting."""
 
     length: int
     change: int
+    initial: float
+    """eta_0, the learning rate before the first step."""
+    rate: float
+    """The learning rate that H was chosen for."""
     total: float = 0.0
     count: int = 0
     first: float | None = None
@@ -30,9 +34,11 @@ class Losses:
 class Adaptive(Period):
     """AdaComm (Wang & Joshi 2019, section 4): few meetings while much is to gain, more as noise begins to count.
 
-    Every `block` steps H ← ceil(sqrt(F / F_0) first), F being the mean training loss of all workers since their last
-    meeting; where that is no less than H was, H ← decay H. The authors' blocks are in seconds; steps, unlike clocks,
-    are the same for everyone. Workers agree on F by averaging one number of 8 bytes.
+    Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) first), F being the mean training loss of all workers since
+    their last meeting and eta the learning rate; where that is no less than H was at the same learning rate,
+    H ← decay H. A smaller rate allows for longer periods, here at most `first`: the authors saw training diverge where
+    a decay of the rate made H jump. Their blocks are in seconds; steps, unlike clocks, are the same on every worker.
+    Workers agree on F by averaging one number of 8 bytes.
     """
 
     needs_job: ClassVar[bool] = True
@@ -49,12 +55,12 @@ class Adaptive(Period):
 
     @property
     def every_step(self) -> bool:
-        """H begins at 1, and never grows."""
+        """H begins at 1, and never exceeds that."""
         return self.first == 1
 
     def start(self, me: Worker) -> Losses:
         """H is `first` for one block."""
-        return Losses(self.first, self.block)
+        return Losses(self.first, self.block, me.lr, me.lr)
 
     def due(self, me: Worker, state: Losses, since: int) -> bool:
         """After H steps."""
@@ -72,10 +78,15 @@ class Adaptive(Period):
             state.first = now if state.first is None else state.first
             if changes:
                 state.change = me.step + self.block
-                state.length = self.chosen(now / state.first if state.first > 0 else 1.0, state.length)
+                ratio = now / state.first if state.first > 0 else 1.0
+                ratio *= state.initial / me.lr if me.lr > 0 else 1.0
+                state.length = self.chosen(ratio, state.length, me.lr == state.rate)
+                state.rate = me.lr
         state.total, state.count = 0.0, 0
 
-    def chosen(self, ratio: float, length: int) -> int:
-        """The next H, given F / F_0 and H."""
+    def chosen(self, ratio: float, length: int, same_rate: bool = True) -> int:
+        """The next H, given eta_0 / eta · F / F_0, H, and whether H was chosen for the learning rate of now."""
         wanted = math.ceil(math.sqrt(ratio) * self.first) if 0 <= ratio < math.inf else length
-        return max(1, wanted if wanted < length else int(self.decay * length))
+        if wanted < length or not same_rate:
+            return max(1, min(wanted, self.first))
+        return max(1, int(self.decay * length))
