@@ -174,3 +174,18 @@ def test_refuses_what_makes_no_sense():
         PowerSgd(rank=0)
     with pytest.raises(CompositionError, match="must be residual or none"):
         PowerSgd(feedback=OtherFeedback())
+
+
+def apart(text, steps, nudge=1e-12):
+    """How many times as far as their starts the ends of two runs are apart, in float64."""
+    random = np.random.default_rng(0)
+    start, off = random.standard_normal((2, FEATURES * CLASSES + CLASSES))
+    starts = 0.01 * start, 0.01 * start + nudge * off
+    one, other = (run_strategy(text, 2, steps, job=wide_job(), replicas=np.tile(s, (2, 1))).result for s in starts)
+    return np.abs(one - other).max() / nudge
+
+
+def test_error_feedback_amplifies_rounding_and_nothing_else_does():
+    assert apart("powersgd", 60) > 1e4  # so real and simulated runs part, though each rounds as it should
+    assert apart("powersgd(feedback=none)", 60) < 1e3
+    assert apart("all_reduce", 60) < 10

@@ -18,6 +18,7 @@ from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node
 from flockstep.programs import GRADIENT, Effect, NeedGradient, NeedWork, Program, Rendezvous, Work
 from flockstep.records.events import Lost
+from flockstep.strategies.finite import require_finite_gradient, require_finite_message
 from flockstep.transports.zeromq import LAUNCHER, Backlog
 
 PROGRESS_PERIOD = 0.2
@@ -192,6 +193,7 @@ class Seat:
             self._obey(message)
             return
         self.account.received(message)
+        require_finite_message(self.node, message)
         if self.progress is not None:
             self.progress.heard(message)
         self.node.deliver(message)
@@ -289,6 +291,8 @@ class Runner:
         self._seat = seat
         self._last = seat.now
         self._whole: tuple[FlatArray, float | None] | None = None
+        self._looked_at: int | None = None
+        """The first element of the parts of a gradient that have been looked at; None: nothing of the next one yet."""
 
     @property
     def awaited(self) -> int:
@@ -305,6 +309,7 @@ class Runner:
         reply: FlatArray | Message | PeerLost | None = value
         if value is not None:
             self._lap("compute")
+            self._look_at(value, 0 if whole else self.awaited)
             given_up = self._given_up()
             reply = value if given_up is None else given_up
             self._used(value, loss, given_up is not None)
@@ -343,6 +348,11 @@ class Runner:
     def close(self) -> None:
         """End the program where it is."""
         self._program.close()
+
+    def _look_at(self, gradient: FlatArray, begin: int) -> None:
+        """Look at what is new in the gradient: a strategy may have changed the parts that it was given before."""
+        require_finite_gradient(self._seat.node, gradient, begin, self._looked_at)
+        self._looked_at = begin or None
 
     def _used(self, value: FlatArray, loss: float | None, given_up: bool = False) -> None:
         """The gradient goes to the program: a step is complete, unless more of it or other gradients belong to it."""

@@ -31,6 +31,7 @@ from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.simulation.queue import EventQueue
 from flockstep.strategies.base import Strategy
+from flockstep.strategies.finite import require_finite_gradient, require_finite_message
 
 
 class Simulation:
@@ -274,6 +275,7 @@ class Simulation:
                 f"the loss of worker {rank} is {loss} at step {seat.node.step}; lower the learning rate, "
                 f"now {self.plan.lr_at(seat.node.step):g}"
             )
+        require_finite_gradient(seat.node, self._gradients.row(rank))
         self._steppers[rank].lr = self.plan.lr_at(seat.node.step)
         seat.account.spent("compute", event.started, self.now)
         if event.need.closes:
@@ -335,6 +337,7 @@ class Simulation:
         if seat.dead:
             return
         seat.account.received(message)
+        require_finite_message(node, message)
         if node.address < 0:
             self._progress[node.address].heard(message)
         if node.busy and node.address in self._pending:

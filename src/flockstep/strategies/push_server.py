@@ -9,6 +9,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.messages import BYE, Message
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Consistency, Push, Read, View
+from flockstep.strategies.finite import require_finite_update
 from flockstep.strategies.late_workers import FRESH
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.server_state import ServerState
@@ -49,6 +50,7 @@ class PushServer:
 
     def _push(self, me: Server, state: ServerState, message: Message) -> None:
         gradient = self.decode(me, message)
+        require_finite_update(me, message, gradient)
         note, rank, clock = message.note, message.source, message.step
         version = int(note["version"])
         state.pushes.append(Push(rank, clock - 1, version, float(note["lr"]), gradient))

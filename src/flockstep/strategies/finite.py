@@ -1,0 +1,62 @@
+"""Looks at what arrives: a gradient that is not finite ends the run before anyone else gets it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from flockstep.arrays import kernels
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.errors import Diverged
+from flockstep.messages import Message, node_name
+from flockstep.nodes import Node, Server
+
+
+def first_not_finite(array: FlatArray) -> int:
+    """The index of the first NaN or infinity, or -1.
+
+    A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
+    slow to come by, elements are looked at one by one.
+    """
+    if str(array.dtype) in ("float32", "float64"):
+        with np.errstate(all="ignore"):
+            if math.isfinite(float(np.dot(array, array))):
+                return -1
+    return int(kernels.of(array).first_not_finite(array))
+
+
+def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None) -> None:
+    """Raise `Diverged` where the elements from `start` to `stop` of a worker's own gradient are not all finite."""
+    where = first_not_finite(gradient[start:stop])
+    if where >= 0:
+        raise Diverged(
+            f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
+            f"{_tensor(node.schema, start + where)} at step {node.step}; lower the learning rate, clip the gradient, "
+            "or mend the samples or the loss that it came from"
+        )
+
+
+def require_finite_message(node: Node, message: Message) -> None:
+    """Raise `Diverged` where the array of a message to a server, which would apply it, is not finite."""
+    if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
+        require_finite_update(node, message, message.array.reshape(-1))
+
+
+def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
+    """Raise `Diverged` where what a message stands for is not finite."""
+    where = first_not_finite(update)
+    if where >= 0:
+        raise Diverged(
+            f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "
+            f"{float(update[where])} at element {where} of its {message.tag!r} at step {message.step}; lower the "
+            "learning rate or clip the gradient"
+        )
+
+
+def _tensor(schema: Schema | None, place: int) -> str:
+    """The tensor in which an element of the flat gradient lies."""
+    names = (
+        entry.name for entry in (schema.entries if schema else ()) if entry.offset <= place < entry.offset + entry.size
+    )
+    return next((f"{name!r}" for name in names), f"element {place}")
