@@ -126,6 +126,44 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "must be of digits" in capsys.readouterr().err
 
 
+JOB = """
+import numpy as np
+from flockstep.frameworks.numpy import SoftmaxRegression
+from flockstep import Data, Job
+
+def job():
+    x = np.random.default_rng(0).normal(size=(60, 5)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64)
+    return Job(model=lambda: SoftmaxRegression(5, 2), data=lambda: Data(x, y, x, y), optimizer="sgd(lr=0.1)", batch=5)
+"""
+
+
+def test_job_files_are_compared_by_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(
+        kind="simulate", job="mine.py", strategy="all_reduce", workers=3, steps=12, network="1gbit",
+        compute="constant(0.01)",
+    )  # fmt: skip
+    simulate(config, tmp_path / "run")
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / "mine.py").write_text(JOB)
+    (tmp_path / "copies" / "other.py").write_text(JOB)
+    for same in ("mine.py", "./mine.py", str(tmp_path / "mine.py"), "copies/mine.py", "copies/other.py"):
+        assert run(["plan", same, "--check", "run"]) == 0, (same, capsys.readouterr().err)
+    (tmp_path / "mine.py").write_text(JOB.replace("60", "70"))
+    assert run(["plan", "mine.py", "--check", "run"]) == 2
+    assert "run must be of mine.py, got mine.py of other content" in capsys.readouterr().err
+    assert run(["plan", "copies/mine.py", "--check", "run"]) == 0
+
+
+def test_a_workload_may_be_written_in_another_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = record(tmp_path / "run", "all_reduce")
+    assert run(["plan", "softmax()", "--check", str(folder)]) == 0, capsys.readouterr().err
+
+
 def test_a_run_of_real_processes_is_checked_with_the_cluster_fitted_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,3 +88,31 @@ def test_what_a_script_started_does_not_hold_up_the_news_of_its_end(
     assert codes == [3]
     script.drain(time.monotonic() + PATIENCE)
     assert capfd.readouterr().out == "late\n"
+
+
+def test_each_line_begins_with_the_prefix_and_a_long_one_but_once(pipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "LONGEST_LINE", 5)
+    script, source, out, reader = pipes
+    thread = in_background(relay, source, out, b"[rank 1] ")
+    script.write(b"one\ntwo\r\n\n10 %\r20 %\r")
+    assert reader.read(100) == b"[rank 1] one\n[rank 1] two\r\n[rank 1] \n[rank 1] 10 %\r[rank 1] 20 %\r"
+    script.write(b"without an end")
+    assert reader.read(100) == b"[rank 1] without an end"
+    script.write(b" yet\n")
+    assert reader.read(100) == b" yet\n"
+    script.write(b"last")
+    script.close()
+    thread.join(PATIENCE)
+    assert reader.read(100) == b"[rank 1] last"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_muted_script_is_heard_only_if_it_fails(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    words = f"import sys; print('out'); sys.stderr.write('x' * {children.LAST_WORDS} + 'err'); sys.exit({code})"
+    script = Script([sys.executable, "-c", words], dict(os.environ), "[rank 2] ", muted=True)
+    while script.exit_code() is None:
+        pass
+    script.drain(time.monotonic() + PATIENCE)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == ("[rank 2] " + "x" * (children.LAST_WORDS - 3) + "err" if code else "")

@@ -199,8 +199,10 @@ def launch(
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
-    threads: o.Threads = 1,
+    threads: o.ScriptThreads = None,
     imports: o.Imports = None,
+    output: o.Ranks = "all",
+    prefix: o.Prefix = False,
     out: o.Out = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     as_json: o.Json = False,
@@ -210,7 +212,7 @@ def launch(
 
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
-    launch_one(script, arguments or [], config, o.folder(out, f"launch-{script.stem}"), as_json)
+    launch_one(script, arguments or [], config, o.folder(out, f"launch-{script.stem}"), as_json, output, prefix)
 
 
 @app.command("list")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -47,9 +47,19 @@ UntilTarget = Annotated[
 ]
 EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
 Result = Annotated[str | None, typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.")]
-TransportText = Annotated[str, typer.Option("--transport", help="How processes talk: shared_memory, ipc or tcp.")]
+TransportText = Annotated[
+    str, typer.Option("--transport", help="How processes talk: shared_memory, ipc, tcp or namespaces(…).")
+]
 Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
 Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
+ScriptThreads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", help="Threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1)."
+    ),
+]
+Ranks = Annotated[Literal["all", "rank0"], typer.Option("--output", help="Whose output is shown: all or rank0.")]
+Prefix = Annotated[bool, typer.Option("--prefix", help="Begin each line of a script's output with its rank.")]
 NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]
 ComputeText = Annotated[
     str,

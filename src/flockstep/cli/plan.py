@@ -272,13 +272,17 @@ def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -
 def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[str, ...], as_json: bool) -> None:
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.check import check
+    from flockstep.planning.trust import same_job
     from flockstep.records.folder import RunFolder
 
     shape = None if cluster is None else load_cluster(cluster)
     for folder in records:
-        job = RunFolder(folder).read_config().job
-        if job != what:
-            raise ConfigurationError(f"{folder} must be of {what}, got {job}; write flockstep plan {job} --check …")
+        config = RunFolder(folder).read_config()
+        if not same_job(config, what):
+            content = " of other content" if Path(config.job).name == Path(what).name else ""
+            raise ConfigurationError(
+                f"{folder} must be of {what}, got {config.job}{content}; write flockstep plan {config.job} --check …"
+            )
     found = [check(folder, shape, (what, *imports)) for folder in records]
     if as_json:
         show.json([one.document() for one in found])

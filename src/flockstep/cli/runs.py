@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import typer
@@ -35,11 +35,19 @@ def simulate_one(config: RunConfig, folder: Path, as_json: bool, must_reach: boo
     conclude(summary, folder, as_json, must_reach)
 
 
-def launch_one(script: Path, arguments: Sequence[str], config: RunConfig, folder: Path, as_json: bool) -> None:
-    """Run a user's script; its own output is not touched."""
-    from flockstep.launchers.script import launch
+def launch_one(
+    script: Path,
+    arguments: Sequence[str],
+    config: RunConfig,
+    folder: Path,
+    as_json: bool,
+    ranks: Literal["all", "rank0"],
+    prefix: bool,
+) -> None:
+    """Run a user's script, and show of its output what is asked for."""
+    from flockstep.launchers.script import Output, launch
 
-    summary = launch(script, arguments, config, folder)
+    summary = launch(script, arguments, config, folder, output=Output(ranks, prefix))
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

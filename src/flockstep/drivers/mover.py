@@ -61,6 +61,10 @@ def join(max_bytes: int = MAX_BYTES) -> Mover:
         script = ScriptPlace(ticket)
         place = Place(script.member, lambda name, value: None)
         take_place(place)
+    elif place.member.closed:
+        raise ConfigurationError(
+            "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
+        )
     elif place.mover is not None:
         raise ConfigurationError("this process has joined already; call flockstep.join once in a script")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,8 @@ from flockstep.workloads.base import Workload
 from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
+JOB_FILE = "job_file"
+"""Under this name the versions of a record hold the digest of the job's Python file."""
 EVALUATIONS = 40
 """Evaluations of the model in a run, unless told otherwise."""
 
@@ -101,6 +104,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def digest(file: Path) -> str:
+    """16 hexadecimal digits that two files share only if they have the same content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
 def overridden(job: Job, config: RunConfig) -> Job:
     """The job with what the configuration says otherwise."""
     changes = {
@@ -149,7 +157,7 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
         higher_is_better=job.higher_is_better,
         target=job.target,
         facts=dict(job.facts),
-        versions=versions(),
+        versions=versions() | ({JOB_FILE: digest(Path(config.job))} if config.job.endswith(".py") else {}),
     )
     return engine, plan, resolved
 

@@ -55,6 +55,13 @@ class SoloSeat:
         self.account.sent(message, HEADER_BYTES)
         self._servers[to].take(message)
 
+    def hand_on(self, to: Address, message: Message) -> None:
+        """Deliver what a server sends to the worker or to another server."""
+        if to in self._servers:
+            self._servers[to].take(message)
+        else:
+            self.node.deliver(message)
+
     def collect(self) -> None:
         """Nothing is ever on its way."""
 
@@ -102,7 +109,7 @@ class _Local:
             self._resume(found)
 
     def send(self, to: Address, message: Message) -> None:
-        self._worker.node.deliver(message)
+        self._worker.hand_on(to, message)
 
     def collect(self) -> None:
         pass

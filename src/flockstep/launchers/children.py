@@ -24,6 +24,8 @@ DRAIN = 1.0
 """Seconds to wait for the last output of processes that have ended: what they started may hold their pipes open."""
 LONGEST_LINE = 1 << 20
 """Bytes of a line from which on it is passed on before its end has come."""
+LAST_WORDS = 4000
+"""Bytes of standard error that are kept of a script whose output is not shown."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -56,13 +58,25 @@ class Forked:
 
 
 class Script:
-    """A child that runs a user's script; what it prints comes out in whole lines."""
+    """A child that runs a user's script; what it prints comes out in whole lines, each after `prefix`."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str]):
+    def __init__(self, command: Sequence[str], environment: dict[str, str], prefix: str = "", muted: bool = False):
+        """What a `muted` script prints is dropped, but for the end of its standard error if it fails."""
+        # A pipe would make Python hold output back until 8 KiB have come together.
+        environment = {"PYTHONUNBUFFERED": "1", **environment}
         self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.pid = self._process.pid
-        pipes = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
-        self._relays = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pipes]
+        self._unsaid = bytearray()
+        self._prefix = prefix.encode()
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        out, err = self._process.stdout, self._process.stderr
+        self._relays = [
+            threading.Thread(target=forget, args=(source, last), daemon=True)
+            if muted
+            else threading.Thread(target=relay, args=(source, sink, self._prefix), daemon=True)
+            for source, sink, last in ((out, sys.stdout, bytearray()), (err, sys.stderr, self._unsaid))
+        ]
         for thread in self._relays:
             thread.start()
 
@@ -78,11 +92,36 @@ class Script:
         """Wait until all that it has printed is out, at the latest until that time of the monotonic clock."""
         for thread in self._relays:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if self._unsaid and (self.exit_code() or 0) > 0:
+            _write(sys.stderr.fileno(), marked(self._unsaid, self._prefix))
 
 
-def relay(source: IO[bytes], sink: TextIO) -> None:
+def drain_all(scripts: Sequence[Script]) -> None:
+    """Wait until all that scripts which have ended have printed is out, for `DRAIN` seconds at the most."""
+    deadline = time.monotonic() + DRAIN
+    for one in scripts:
+        one.drain(deadline)
+
+
+def forget(source: IO[bytes], last: bytearray) -> None:
+    """Read what a process prints, so that it need not wait; keep the last of it."""
+    with source:
+        while chunk := os.read(source.fileno(), 1 << 16):
+            last += chunk
+            del last[:-LAST_WORDS]
+
+
+def marked(lines: bytearray, prefix: bytes, begun: bool = False) -> bytearray:
+    """The lines, each after `prefix`; the first goes on with a line that has `begun` before."""
+    if not prefix:
+        return lines
+    whole = lines.splitlines(keepends=True)
+    return bytearray(b"".join((b"" if begun and not i else prefix) + line for i, line in enumerate(whole)))
+
+
+def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
     """Copy whole lines from a process, so that those of several do not run together, to the file behind `sink`."""
-    left, out = bytearray(), sink.fileno()
+    left, out, begun = bytearray(), sink.fileno(), False
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
             end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
@@ -90,9 +129,10 @@ def relay(source: IO[bytes], sink: TextIO) -> None:
                 end = len(chunk)
             left += chunk[:end] if end else chunk
             if end:
-                _write(out, left)
+                _write(out, marked(left, prefix, begun))
+                begun = not left.endswith((b"\n", b"\r"))
                 left = bytearray(chunk[end:])
-        _write(out, left)
+        _write(out, marked(left, prefix, begun))
 
 
 def _write(out: int, data: bytearray) -> None:

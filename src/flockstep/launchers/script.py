@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello, Ticket
@@ -17,25 +17,43 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
-from flockstep.launchers.children import DRAIN, Child, Script, fork
+from flockstep.launchers.children import Child, Script, drain_all, fork
 from flockstep.launchers.entry import server_main
-from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished
-from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
 
-Show = Callable[[dict[Address, Standing]], None]
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables that say how many threads numerical libraries use; without them, each process uses every core.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """How the output of scripts is shown: of which ranks, and whether each line begins with its rank."""
+
+    ranks: Literal["all", "rank0"] = "all"
+    prefix: bool = False
 
 
 def launch(
-    script: Path, arguments: Sequence[str], config: RunConfig, folder: Path, show: Show = lambda standings: None
+    script: Path,
+    arguments: Sequence[str],
+    config: RunConfig,
+    folder: Path,
+    output: Output = Output(),
 ) -> Summary:
     """Run `script` on `config.workers` processes; return the summary of the record in `folder`.
+
+    A program guards the call, since the servers that it may start import the program again:
+
+        if __name__ == "__main__":
+            config = RunConfig(kind="launch", job="mine.py", strategy="as the script says", workers=2)
+            launch(Path("mine.py"), [], config, Path("runs/mine"))
 
     Raises:
         ConfigurationError: there is no such script, or the workers do not agree on model and strategy.
@@ -50,7 +68,7 @@ def launch(
 
     def start_worker(ticket: Ticket) -> Child:
         ticket = dataclasses.replace(ticket, imports=config.imports)
-        scripts.append(start_script(script, arguments, ticket, config.threads or 1))
+        scripts.append(start_script(script, arguments, ticket, config.threads, output))
         return scripts[-1]
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
@@ -64,13 +82,10 @@ def launch(
         record.path.resolve(),
         start_worker,
         start_server,
-        show,
         patience=None,
     )
     outcome = supervisor.run(result_of)
-    deadline = time.monotonic() + DRAIN
-    for one in scripts:
-        one.drain(deadline)
+    drain_all(scripts)
     if outcome.strategy is not None and outcome.strategy.traits.results:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)
@@ -91,12 +106,16 @@ def settle(record: RunFolder, outcome: Outcome) -> None:
         record.write_result(result, outcome.schema)
 
 
-def start_script(script: Path, arguments: Sequence[str], ticket: Ticket, threads: int) -> Script:
-    """Start the script as one worker."""
+def start_script(
+    script: Path, arguments: Sequence[str], ticket: Ticket, threads: int | None, output: Output = Output()
+) -> Script:
+    """Start the script as one worker; without `threads`, the user's own variables say how many, or else one is used."""
     command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
-    # A script cannot be told otherwise; without this, every process would use every core.
-    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    return Script(command, {**os.environ, **limits, **place_of(ticket), TICKET: ticket_to_text(ticket)})
+    chosen = threads is None and any(name in os.environ for name in THREADS)
+    limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
+    environment = {**os.environ, **limits, **place_of(ticket), TICKET: ticket_to_text(ticket)}
+    prefix = f"[rank {ticket.address}] " if output.prefix else ""
+    return Script(command, environment, prefix, muted=output.ranks == "rank0" and ticket.address > 0)
 
 
 def place_of(ticket: Ticket) -> dict[str, str]:

@@ -37,6 +37,11 @@ Show = Callable[[dict[Address, Standing]], None]
 def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) -> Summary:
     """Train on `config.workers` processes; return the summary of the record in `folder`.
 
+    A script guards the call, since the processes that it starts import the script again:
+
+        if __name__ == "__main__":
+            train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2), Path("runs/mine"))
+
     Raises:
         ConfigurationError: before anything starts, for input that no run could work with.
         RunError: the run failed; the record is complete up to then, its summary says why.

@@ -1,0 +1,112 @@
+"""What launched scripts print, and the threads they are given: as the user asked, and when it is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.processes import PATIENCE, RealRun, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import flockstep
+
+HERE, rank = Path(__file__).parent, flockstep.rank()
+names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+(HERE / f"threads-{rank}").write_text(json.dumps([os.environ.get(name) for name in names]))
+flockstep.join()
+print("line", rank)
+print("error", rank, file=sys.stderr)
+while not (HERE / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()
+
+
+def launched(folder: Path, *options: str) -> RealRun:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    return RealRun(["launch", "-n", "2", *options, str(script)], folder / "run")
+
+
+CASES = [
+    ((), ["line 0", "line 1"], ["error 0", "error 1"]),
+    (("--prefix",), ["[rank 0] line 0", "[rank 1] line 1"], ["[rank 0] error 0", "[rank 1] error 1"]),
+    (("--output", "rank0"), ["line 0"], ["error 0"]),
+]
+
+
+@pytest.mark.parametrize(("options", "out", "err"), CASES)
+def test_lines_come_while_the_script_runs(
+    options: tuple[str, ...], out: list[str], err: list[str], tmp_path: Path
+) -> None:
+    run = launched(tmp_path, *options)
+    wait_until(lambda: (run.scratch / "out").read_text().count("\n") == len(out), PATIENCE, "the lines are there")
+    assert run.going()
+    (tmp_path / "go").touch()
+    ended = run.end()
+    assert ended.code == 0
+    assert sorted(ended.out.splitlines()) == out
+    assert sorted(line for line in ended.err.splitlines() if "error" in line) == err
+
+
+THREADING = [
+    ({}, (), ["1", "1"]),
+    ({"OMP_NUM_THREADS": "3"}, (), ["3", None]),
+    ({"MKL_NUM_THREADS": "2"}, (), [None, "2"]),
+    ({"OMP_NUM_THREADS": "3"}, ("--threads", "2"), ["2", "2"]),
+]
+
+
+@pytest.mark.parametrize(("given", "options", "threads"), THREADING)
+def test_the_users_number_of_threads_is_kept(
+    given: dict[str, str], options: tuple[str, ...], threads: list[str | None], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "go").touch()
+    assert launched(tmp_path, *options).end().code == 0
+    assert [json.loads((tmp_path / f"threads-{rank}").read_text()) for rank in range(2)] == [threads] * 2
+
+
+def test_who_joins_after_the_end_is_told_so(tmp_path: Path) -> None:
+    body = """
+import numpy as np
+import flockstep
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+params = np.zeros(4, np.float32)
+arguments = Schema.of({"w": (4,)}), Strategy.parse("all_reduce"), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
+loop = Loop(params, np.zeros(4, np.float32), *arguments)
+loop.finish()
+flockstep.join()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(body)
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    assert ended.code == 1
+    assert re.search(
+        r"ConfigurationError: this process has left the run; call flockstep\.join after .*finish\(\)", ended.err
+    )
+    assert "ZMQError" not in ended.err
