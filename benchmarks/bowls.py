@@ -5,7 +5,7 @@ Three workers have their optimum at 0 and the last one at 1; every gradient coun
 rule, the compute law, which worker takes twice as long, the mean of the parameter over time, each worker's share of the
 gradients applied meanwhile, and the weights at which each worker's gradients were applied, in learning rates.
 
-    python benchmarks/bowls.py [--steps 200] [--lr 0.03] [RULE ...]
+    python benchmarks/bowls.py [--steps 200] [--optimizer 'sgd(lr=0.03)'] [RULE ...]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("rules", nargs="*", default=RULES, metavar="RULE")
     parser.add_argument("--steps", type=int, default=200, help="steps of each worker")
-    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--optimizer", default="sgd(lr=0.03)")
     options = parser.parse_args()
     print(
         f"{'rule':<20}{'compute':<18}{'straggler':<11}{'mean of w':<11}{'share of gradients':<25}weight of a gradient"
@@ -32,7 +32,7 @@ def main() -> None:
     for rule in options.rules:
         for law in LAWS:
             for straggler in STRAGGLERS:
-                found = bowl(f"ps({rule})", law, straggler, options.steps, options.lr)
+                found = bowl(f"ps({rule})", law, straggler, options.steps, options.optimizer)
                 shares = " ".join(f"{share:.3f}" for share in found.shares)
                 weights = "  ".join(_range(each) for each in found.weights.values())
                 print(f"{rule:<20}{law:<18}{straggler:<11}{found.mean:<11.3f}{shares:<25}{weights}")

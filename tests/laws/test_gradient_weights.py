@@ -70,6 +70,13 @@ def test_no_bound_lets_the_straggler_count_more(rule, s):
     assert bowl(f"ps({rule}({s}))", straggler="last").mean == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd(lr=0.003, momentum=0.9)", "sgd(lr=0.003, momentum=0.9, nesterov=True)"])
+@pytest.mark.parametrize("rule", ["ssp(2)", "essp(2)", "cached_ssp(2)", "ssp(2, weight=sum)"])
+def test_momentum_on_the_server_does_not_change_what_a_gradient_counts(rule, optimizer):
+    """Each moves the parameter by eta / f / (1 - mu) of itself in the end, whatever is released with it."""
+    assert bowl(f"ps({rule})", straggler="last", optimizer=optimizer).mean == pytest.approx(0.25, abs=0.02)
+
+
 @pytest.mark.parametrize(("rule", "law", "straggler"), cases(WEIGHTS))
 def test_the_weight_of_every_gradient_is_on_the_record_and_the_same_for_all(rule, law, straggler):
     weights = settled(f"ps({rule})", law, straggler).weights

@@ -50,14 +50,20 @@ class _Traced(Watched):
             super().note(Figure(event.t, event.node, "parameter", float(self.seats[event.node].node.params[0])))
 
 
-def bowl(strategy: str, law: str = LAWS[0], straggler: Straggler = "none", steps: int = 200, lr: float = 0.03) -> Bowl:
+def bowl(
+    strategy: str,
+    law: str = LAWS[0],
+    straggler: Straggler = "none",
+    steps: int = 200,
+    optimizer: str = "sgd(lr=0.03)",
+) -> Bowl:
     """Run a strategy that has one server on the bowls, in virtual time and without noise in the gradients."""
     x = np.repeat(OPTIMA, SAMPLES)[:, None]
     data = Data(x, np.zeros(len(x)), x, np.zeros(len(x)))
     job = Job(
         lambda: Quadratic(np.ones(1), np.full(1, np.mean(OPTIMA)), "float64"),
         lambda: data,
-        f"sgd(lr={lr})",
+        optimizer,
         metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
         higher_is_better=False,
         batch=SAMPLES,
