@@ -80,7 +80,7 @@ def main() -> None:
 
 def strategies() -> str:
     """One row for each strategy, and for each of its variants that promises something else."""
-    heading = ("strategy", "completeness", "what travels", "models a step", "deaths survived", "after")
+    heading = ("strategy", "completeness", "what travels", "models a step", "deaths survived", "clips", "after")
     return table(heading, [row for name in registry.names("strategy") for row in _strategy_rows(name)])
 
 
@@ -107,7 +107,7 @@ def _strategy_rows(name: str) -> Iterator[tuple[str, ...]]:
             continue
         text = _code(to_text(strategy) if promised else write)
         promised.append(promise)
-        yield text, CLASSES[traits.completeness], *_traffic(strategy), _deaths(traits), _sources(what)
+        yield text, CLASSES[traits.completeness], *_traffic(strategy), _deaths(traits), _clips(strategy), _sources(what)
 
 
 def _deaths(traits: Traits) -> str:
@@ -115,6 +115,15 @@ def _deaths(traits: Traits) -> str:
     if traits.survives is True:
         return "any number" if traits.least == 1 else f"while {traits.least} are left"
     return str(int(traits.survives)) if traits.survives else "none"
+
+
+def _clips(strategy: Strategy) -> str:
+    """What `flockstep.clip_grad_norm_` clips in a script's own loop."""
+    traits = strategy.traits
+    if traits.needs_job:
+        return "–"
+    combined = "combined, on the server" if traits.server_optimizer else "combined"
+    return {"own": "own", "combined": combined, "none": "refused"}[traits.clips]
 
 
 def _variants(kind: type[Strategy]) -> Iterator[tuple[Strategy, type]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import nn, optim
+    from torch import Tensor, nn, optim
 
     from flockstep.drivers.mover import Mover
     from flockstep.drivers.torch_buffers import Policy
@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 
 __version__ = "0.1.0"
-__all__ = ["Data", "Job", "Strategy", "__version__", "distribute", "join", "rank", "shard", "workers"]
+__all__ = [
+    "Data",
+    "Job",
+    "Strategy",
+    "__version__",
+    "clip_grad_norm_",
+    "distribute",
+    "join",
+    "rank",
+    "shard",
+    "workers",
+]
 
 
 def distribute(
@@ -79,6 +90,25 @@ def workers() -> int:
     from flockstep.drivers.ticket import place_of_script
 
     return place_of_script()[1]
+
+
+def clip_grad_norm_(
+    of: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """Clip what the optimizer steps along, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
+
+    Call it between `backward()` and `step()`, with the optimizer of `distribute` or with parameters. Where the strategy
+    combines gradients, the combined gradient is clipped, in `step()`; elsewhere each worker's own, at once.
+    docs/strategies.md says which. Returns the norm before clipping; that of a combined gradient is NaN until
+    `step()` has put it there, and stays NaN where a server clips.
+
+    Raises:
+        CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip so.
+        ConfigurationError: `max_norm` is not > 0, or `of` is neither an optimizer nor parameters.
+    """
+    from flockstep.drivers.torch_clipping import clip_grad_norm_
+
+    return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def join(max_bytes: int = 1 << 30) -> Mover:

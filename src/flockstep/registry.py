@@ -214,6 +214,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "adagrad": "flockstep.optimizers.adagrad:Adagrad",
         "lars": "flockstep.optimizers.lars:LARS",
         "lamb": "flockstep.optimizers.lamb:LAMB",
+        "clipped": "flockstep.optimizers.clipped:Clipped",
+        "torch": "flockstep.frameworks.torch_groups:TorchOptimizer",
     },
     "compute": {
         "constant": "flockstep.simulation.compute:Constant",

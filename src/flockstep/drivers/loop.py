@@ -17,6 +17,7 @@ from flockstep.drivers.account import fingerprint
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.solo import SoloSeat
 from flockstep.drivers.ticket import claim_ticket, ticket_from_environment
 from flockstep.drivers.together import Together, group_of, home_of
@@ -167,6 +168,12 @@ class Loop:
         with self._telling():
             Runner(to_the_end(), self._seat).advance(None)
         return returned[0]
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """From the next step on, the servers and the slices that workers hold are stepped with other settings."""
+        assert self._worker is not None
+        with self._telling():
+            tell_servers(self._worker, optimizer)
 
     def _require_running(self, way_out: str) -> None:
         if self._failure is not None:

@@ -82,6 +82,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
             node.schema, node.held = schema, held
+            node.optimizer_state.start = held.start
             node.state = rule.master_state(node)
             node.freeze = Copies(member.endpoint.me.heap, node.lost).frozen
             seat.node = node

@@ -12,6 +12,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.member import PAUSE, Member, stopped
+from flockstep.drivers.settings import taken_over
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
@@ -196,6 +197,8 @@ class Seat:
         require_finite_message(self.node, message)
         if self.progress is not None:
             self.progress.heard(message)
+        if taken_over(self.node, message):
+            return
         self.node.deliver(message)
         if message.tag == BYE:
             self._release(message.source)

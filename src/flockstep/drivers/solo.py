@@ -8,6 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account
+from flockstep.drivers.settings import taken_over
 from flockstep.errors import RunError
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
 from flockstep.nodes import Cluster, Node, Server
@@ -40,6 +41,7 @@ class SoloSeat:
             random = np.random.default_rng(index)
             node = Server(index, cluster, params[part].copy(), local, random, optimizer)
             node.schema, node.held = schema, part
+            node.optimizer_state.start = part.start
             node.state = strategy.master_state(node)
             local.start(node, strategy)
 
@@ -104,6 +106,8 @@ class _Local:
         self._resume(None)
 
     def take(self, message: Message) -> None:
+        if taken_over(self.node, message):
+            return
         self.node.deliver(message)
         while self._wanted is not None and (found := self.node.mailbox.take(self._wanted)) is not None:
             self._resume(found)

@@ -29,6 +29,8 @@ class Backward:
         self._next = len(self._offsets) - 1
         self._handed = flat.schema.size
         self._version = 0
+        self.paused = False
+        """Backward passes only add up: `no_sync`."""
         self.begin()
 
     def begin(self) -> None:
@@ -42,6 +44,11 @@ class Backward:
             self._next = len(self._offsets) - 1
             self._handed = self._flat.schema.size
 
+    @property
+    def handed(self) -> bool:
+        """Whether a part of this gradient has been handed over."""
+        return self._handed < self._flat.schema.size
+
     def check(self) -> None:
         """The gradient is complete: what has been handed over must still be what it was.
 
@@ -53,8 +60,8 @@ class Backward:
         gone = range(self._next + 1, len(self._offsets))
         if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
             raise ConfigurationError(
-                "gradients were changed between backward() and step(), when bucketed had sent a part of them; change "
-                "them with strategy all_reduce, which reads them in step(), or clip in the loss"
+                "gradients were changed between backward() and step(), when bucketed had sent a part of them; clip "
+                "with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads them in step()"
             )
 
     def end(self) -> None:
@@ -74,9 +81,11 @@ class Backward:
         if stop > self._handed:
             raise ConfigurationError(
                 f"{self._flat.schema.entries[index].name} got a gradient for the second time before step(), when "
-                f"bucketed had sent the first one; call step() after every backward(), with bucketed(accumulate=k) for "
-                f"one update per k of them, or use strategy all_reduce"
+                f"bucketed had sent the first one; put every backward() but the last before step() into 'with "
+                f"optimizer.no_sync():'"
             )
+        if self.paused:
+            return
         self._flat.gather_gradient(index)
         self._complete[index] = True
         while self._next >= 0 and self._complete[self._next]:

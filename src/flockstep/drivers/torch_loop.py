@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -11,9 +13,11 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import Backward
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
+from flockstep.drivers.torch_clipping import Clipping, Watch
+from flockstep.drivers.torch_join import Consent
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
-from flockstep.frameworks.torch_optimizers import from_torch
+from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -22,14 +26,15 @@ from flockstep.strategies.base import Strategy
 class _UserOptimizer:
     """The user's optimiser as a worker's stepper: the flat arrays are its parameters' and gradients' own memory."""
 
-    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer):
+    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, prepare: Callable[[], bool]):
         self._flat = flat
         self._optimizer = optimizer
+        self._prepare = prepare
 
     @property
     def lr(self) -> float:
-        """The current learning rate of the first parameter group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """The current learning rate, of several groups the largest."""
+        return base_lr(self._optimizer)
 
     @lr.setter
     def lr(self, value: float) -> None:
@@ -40,7 +45,8 @@ class _UserOptimizer:
         """Let the user's optimiser step, on `gradient`."""
         if gradient is not self._flat.grads:
             self._flat.grads[:] = gradient
-        self._optimizer.step()
+        if self._prepare():
+            self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:
         """Let the user's optimizer begin anew: torch's make their state at the next step."""
@@ -50,6 +56,9 @@ class _UserOptimizer:
 class DistributedOptimizer(torch.optim.Optimizer):
     """The user's optimiser, whose `step` lets a strategy use the gradients; everything else is the original's."""
 
+    _step_supports_amp_scaling: ClassVar[bool] = True
+    """`torch.amp.GradScaler` leaves it to `step` to unscale gradients, and to skip where one overflowed."""
+
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, buffers: Policy = "mean"
     ):
@@ -58,15 +67,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
         _require_same_parameters(module, optimizer)
+        _require_one_gradient(optimizer)
         server_side = strategy.traits.server_optimizer
-        spec: Optimizer = from_torch(optimizer) if server_side else SGD(lr=1.0)
-        stepper = _UserOptimizer(self.flat, optimizer)
+        self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
+        stepper = _UserOptimizer(self.flat, optimizer, self._prepare)
+        self.clipping = Clipping(self.flat, strategy)
         flat = self.flat
-        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, spec, self.buffers.packed)
+        self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed)
         if self.buffers:
             self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, self.buffers.packed())))
         self.flat.move_gradients(self.loop.gradients)
         self._backward = Backward(self.flat, self.loop)
+        combined = strategy.traits.clips != "own" and self.loop.workers > 1
+        self._watch = Watch(self.flat, strategy) if combined else None
+        self._consent = Consent(self.flat, self.loop)
+
+    def __getattr__(self, name: str) -> Any:
+        """Hooks, and whatever else the wrapper has not, are the original's."""
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigurationError(
+            "an optimizer of flockstep.distribute cannot be copied, for it is this process's part in a run; copy "
+            "optimizer.state_dict() instead"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -83,23 +109,113 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The original's."""
         return self.inner.defaults
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand the gradients of one mini-batch to the strategy; returns when the next can be computed.
 
+        `closure` is called once, to compute these gradients; returns what it returned, otherwise None.
+
         Raises:
-            ConfigurationError: a closure is given, which would need several gradients per step.
+            ConfigurationError: called inside `no_sync`, or the gradients were changed after a part of them was sent.
             RunError: the run cannot go on.
         """
+        if self._backward.paused:
+            raise ConfigurationError(
+                "step() inside no_sync() would step on what other workers have not seen; leave the context before the "
+                "last backward() of a step"
+            )
+        loss = None
         if closure is not None:
-            raise ConfigurationError("step(closure) needs several gradients per step; call step() without one")
+            with torch.enable_grad():
+                loss = closure()
+        overflow = self._overflow()
         self._backward.check()
+        if self._watch is not None:
+            self._watch.check(allowed=int(overflow is not None))
         self.flat.gather_gradients()
-        self.loop.step()
+        if not self._consent.skips(overflow):
+            self._unscale()
+            self.clipping.begin()
+            self._advance()
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose backward passes only add to the gradients, as DDP's: the first backward after it sends."""
+        before, self._backward.paused = self._backward.paused, True
+        try:
+            yield
+        finally:
+            self._backward.paused = before
+
+    def join(self, divide_by_initial_world_size: bool = True) -> AbstractContextManager[None]:
+        """A context for ranks with different numbers of batches, as DDP's: a rank that reaches its end goes along.
+
+        Until all ranks are at the end, it adds zero gradients to the steps of the others. The sum is divided by the
+        number of all ranks, with `divide_by_initial_world_size=False` by that of ranks that still have batches.
+        """
+        return self._consent.join(self._advance, self._state_tensors, not divide_by_initial_world_size)
+
+    def _advance(self) -> None:
+        """One step of the strategy, along the flat gradient."""
+        if not self.loop.strategy.traits.server_optimizer:
+            self.loop.step()
+        else:  # the original never steps: those who listen to it hear of the run's steps
+            for before in self.inner._optimizer_step_pre_hooks.values():
+                before(self.inner, (), {})
+            self._tell_servers()
+            self.loop.step()
+            for after in self.inner._optimizer_step_post_hooks.values():
+                after(self.inner, (), {})
         self._backward.begin()
 
+    def _tell_servers(self) -> None:
+        """Schedules and scripts change the settings of groups, and what to clip to."""
+        spec = for_servers(self.inner, self.flat, self.clipping.max_norm)
+        if not same_settings(spec, self._spec):
+            self._spec = spec
+            self.loop.adopt(spec)
+
+    def _prepare(self) -> bool:
+        """The gradients are those that the original is about to step along; whether it may."""
+        own = self.loop.strategy.traits.clips == "own"
+        if own and self._consent.shadowing:
+            return False
+        if not own and self._consent.share != 1.0:
+            self.flat.grads *= self.flat.grads.dtype.type(self._consent.share)
+        self.clipping.apply()
+        if own or self.loop.workers == 1:  # nobody else had a gradient for them: as ever, the original skips them
+            self.flat.drop_absent()
+        return True
+
+    def _overflow(self) -> bool | None:
+        """Whether a `GradScaler` found an infinite gradient on this rank; None: there is no scaler."""
+        found = self.__dict__.get("found_inf")
+        if found is not None and self._backward.handed:
+            raise ConfigurationError(
+                f"{self.loop.strategy} had sent a part of the gradients before GradScaler could unscale them; use "
+                "strategy all_reduce, which reads them in step()"
+            )
+        return None if found is None else bool(found)
+
+    def _unscale(self) -> None:
+        scale = self.__dict__.get("grad_scale")
+        if scale is not None:
+            torch.from_numpy(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        """What the original remembers of past steps, in the order of its parameters."""
+        states = [self.inner.state[p] for group in self.param_groups for p in group["params"] if p in self.inner.state]
+        return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
+
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients in place: they live in one flat array, so `set_to_none` keeps them too."""
+        """Zero the gradients in the flat array where they live; `set_to_none` lets the parameters have none instead.
+
+        A parameter that then gets no gradient is skipped by the optimizer of a single worker, and of a strategy whose
+        workers step along their own gradients. Otherwise it counts as a gradient of zero.
+        """
         self.flat.zero_grad()
+        if set_to_none:
+            self.flat.drop_gradients()
 
     def finish(self) -> None:
         """End the run; afterwards the model holds the result, the same on every worker."""
@@ -137,3 +253,12 @@ def _require_same_parameters(module: torch.nn.Module, optimizer: torch.optim.Opt
                 f"parameter {name} is trainable but the optimiser does not hold it; pass model.parameters() to the "
                 "optimiser, or freeze it with requires_grad_(False)"
             )
+
+
+def _require_one_gradient(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} computes several gradients per step, got by calling a closure, and strategies "
+            f"exchange one; use an optimizer whose step() needs no closure, such as torch.optim.SGD"
+        )

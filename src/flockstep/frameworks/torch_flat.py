@@ -50,6 +50,19 @@ class FlatModule:
         self._bind()
         self.params: FlatArray = flat.numpy()
         self.grads: FlatArray = flat_slopes.numpy()
+        self.absent: list[int] = []
+        """Indices of the parameters that had no gradient after the last backward pass."""
+
+    def drop_gradients(self) -> None:
+        """Let no parameter have a gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def drop_absent(self) -> None:
+        """Let the parameters that had no gradient, and got none from elsewhere, have none."""
+        for index in self.absent:
+            if not self._grad_views[index].any():
+                self.parameters[index].grad = None
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, and bind `.grad` to the flat buffer again where it was replaced."""
@@ -69,8 +82,9 @@ class FlatModule:
         """The flat gradient after a backward pass.
 
         A gradient that lies elsewhere (after `zero_grad(set_to_none=True)`, autograd makes new ones) is copied in and
-        bound again; a missing one is zero, which is what `zero_grad` would have left there.
+        bound again; a missing one is zero, which is what `zero_grad` would have left there. `absent` names those.
         """
+        self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         for index in range(len(self.parameters)):
             self.gather_gradient(index)
         return self.grads

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_groups import ELEMENTWISE, TorchOptimizer
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.adam import Adam, AdamW
 from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.clipped import Clipped
 from flockstep.optimizers.sgd import SGD
 
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-"""Entries of a param group that say how a step is computed, not what it computes."""
+_SCHEDULE = {"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""Entries of a param group that say how a step is computed or scheduled, not what it computes."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,62 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             raise ConfigurationError(
                 f"{name} of {who} must be {rule.must[name]}, got {value!r}; leave it out (flockstep has no counterpart)"
             )
-        if name not in {*rule.same, *rule.must, *_HOW, "betas"}:
+        if name not in {*rule.same, *rule.must, *_HOW, *_SCHEDULE, "betas"}:
             raise ConfigurationError(
                 f"{who} has a setting {name}={value!r} that flockstep does not know; use a plain torch.optim.{who}"
             )
     values = {name: _plain(group[name]) for name in rule.same}
     return rule.build(**values, **rule.renamed(group))
+
+
+def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0) -> Optimizer:
+    """The form of a script's optimizer that steps slices of the flat array; `max_norm` > 0: along a clipped gradient.
+
+    Raises:
+        ConfigurationError: it is not known to act element by element.
+    """
+    kind = type(optimizer)
+    plain = _RULES.get(kind)
+    group = optimizer.param_groups[0]
+    if plain and len(optimizer.param_groups) == 1 and all(group[name] == plain.must[name] for name in plain.must):
+        found = from_torch(optimizer)
+    elif kind.__name__ in ELEMENTWISE and getattr(torch.optim, kind.__name__) is kind:
+        found = _grouped(optimizer, flat)
+    else:
+        raise ConfigurationError(
+            f"servers step slices of the parameters, which {kind.__name__} is not known to allow; use one of "
+            f"torch.optim's {', '.join(ELEMENTWISE)}, or a strategy whose workers step themselves, such as all_reduce, "
+            f"bucketed or local_sgd"
+        )
+    return Clipped(found, max_norm) if max_norm else found
+
+
+def same_settings(one: Optimizer, other: Optimizer) -> bool:
+    """Whether two forms of one optimizer differ in the learning rate at most, which travels with each gradient."""
+    if isinstance(one, Clipped) and isinstance(other, Clipped):
+        return one.max_norm == other.max_norm and same_settings(one.optimizer, other.optimizer)
+    return type(one) is type(other) and replace(one, lr=1.0) == replace(other, lr=1.0)  # type: ignore[type-var]
+
+
+def base_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The largest learning rate of its groups."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimizer:
+    lr, where, groups = base_lr(optimizer), dict[int, int](), []
+    for number, group in enumerate(optimizer.param_groups):
+        where |= {id(parameter): number for parameter in group["params"]}
+        settings = {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
+        settings["lr"] = float(f"{settings['lr'] / lr:.12g}") if lr else 1.0  # a schedule for all groups keeps ratios
+        groups.append(settings)
+    spans: list[list[int]] = []
+    for parameter, entry in zip(flat.parameters, flat.schema.entries, strict=True):
+        if spans and spans[-1][2] == where[id(parameter)]:
+            spans[-1][1] = entry.offset + entry.size
+        else:
+            spans.append([entry.offset, entry.offset + entry.size, where[id(parameter)]])
+    return TorchOptimizer(type(optimizer).__name__, json.dumps(groups), json.dumps(spans), lr)
 
 
 def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,6 +25,10 @@ class OptimizerState:
     """Where each of the model's tensors lies; set by whoever holds a whole model, for optimisers that go by layers."""
     lr: float = 0.0
     """The learning rate of the last step, where an optimiser has to know it."""
+    start: int = 0
+    """Where in the model's flat array the parameters begin."""
+    foreign: Any = None
+    """What another library's optimiser remembers; it can only step all of the parameters at once."""
 
 
 class Optimizer(Component):
@@ -42,6 +46,12 @@ class Optimizer(Component):
     @abstractmethod
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state for `params`."""
+
+    def init_slice(self, params: FlatArray, part: slice) -> OptimizerState:
+        """A fresh state for a part of the model's parameters."""
+        state = self.init(params[part])
+        state.start = part.start
+        return state
 
     @abstractmethod
     def step(

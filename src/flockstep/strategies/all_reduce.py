@@ -44,7 +44,7 @@ class AllReduce(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
 
     @property
     def cell(self) -> Cell:

@@ -15,6 +15,7 @@ ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
 Samples = Literal["own", "others", "sent"]
 Optimisation = Literal["central", "decentral"]
 Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
+Clips = Literal["own", "combined", "none"]
 Exchange = Literal[
     "none", "scatter-reduce", "reduce", "2:1 reduce", "binomial tree", "all-reduce", "ad hoc",
     "ad hoc with eager scatter",
@@ -49,6 +50,9 @@ class Traits:
     samples: Samples = "own"
     """Whose training samples a worker sees: its own alone; those of `others`, on which it computes gradients; or its
     own, of which messages carry some, as they are (`sent`)."""
+    clips: Clips = "own"
+    """What `flockstep.clip_grad_norm_` clips: each worker's own gradient, or the combined gradient of a step, on the
+    server with `server_optimizer`; none where no node holds the whole combined gradient."""
 
     def deaths(self, workers: int) -> int:
         """Number of deaths among so many workers after which the others still go on."""

@@ -45,7 +45,7 @@ class Bucketed(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous where every step exchanges; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"))
+        return Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
 
     @property
     def cell(self) -> Cell:

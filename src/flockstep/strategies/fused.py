@@ -38,7 +38,7 @@ class Fused(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"))
+        return Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
 
     @property
     def cell(self) -> Cell:

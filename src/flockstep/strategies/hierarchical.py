@@ -10,7 +10,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.messages import BYE, MASTER, Address, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Cell, Clips, ResultPolicy, Strategy, Traits
 from flockstep.strategies.server_tree import LeafState, RootState, serve_leaf, serve_root
 
 Level = Literal["synchronous", "asynchronous"]
@@ -58,7 +58,9 @@ class Hierarchical(Strategy):
         """Synchronous if both levels are; with asynchronous leaves workers may die."""
         completeness: Literal[1, 3] = 1 if self.root == "synchronous" else 3
         survives = self.leaf == "asynchronous"
-        return Traits(completeness, survives, ("server", "mean", "rank0", "best"), server_optimizer=True)
+        clips: Clips = "combined" if self.root == "synchronous" else "own"
+        results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
+        return Traits(completeness, survives, results, server_optimizer=True, clips=clips)
 
     @property
     def cell(self) -> Cell:

@@ -80,7 +80,7 @@ class Hogwild(Strategy):
         state: HogwildState = me.state
         assert me.optimizer is not None
         support = np.flatnonzero(gradient)
-        if state.optimizer.slots or len(support) == len(gradient):
+        if state.optimizer.slots or state.optimizer.foreign or len(support) == len(gradient):
             me.optimizer.step(segment.params, gradient, state.optimizer, me.lr)
             if self.count:
                 segment.counts += 1

@@ -14,7 +14,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Exchange, ResultPolicy, Scheduling, Strategy, Traits
+from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
 from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
@@ -35,8 +35,7 @@ class ParameterServer(Strategy):
     the push asks for the parameters too, and is answered when the read is admitted. A server applies what `consistency`
     releases, as `rule` says, with the optimiser of the job rebuilt on the server. The staleness of a gradient is the
     number of updates between the version it was computed on and the one it is applied to (Zhang et al. 2016). Shards
-    decide independently of each other. `filters` choose which entries of a gradient travel; what they withhold goes
-    with the next push, at last with the last one.
+    decide independently of each other. `filters` choose the entries that travel; others go with a later push.
     """
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
@@ -73,7 +72,8 @@ class ParameterServer(Strategy):
         rule = self.consistency
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         ends = any(chosen.carries for chosen in self.filters)  # a last push must be known as such
-        return Traits(rule.completeness, rule.survives, results, True, needs_job=ends, least=rule.least)
+        clips: Clips = "own" if rule.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
+        return Traits(rule.completeness, rule.survives, results, True, needs_job=ends, least=rule.least, clips=clips)
 
     @property
     def cell(self) -> Cell:

@@ -44,7 +44,7 @@ class ScatterReduce(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker takes its slice along."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True)
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
 
     @property
     def cell(self) -> Cell:
@@ -55,7 +55,7 @@ class ScatterReduce(Strategy):
         """A fresh optimiser for the slice; nothing dropped."""
         assert me.optimizer is not None
         own = slices(len(me.params), me.workers)[me.rank]
-        return SliceState(me.optimizer.init(me.params[own]), [None] * me.workers)
+        return SliceState(me.optimizer.init_slice(me.params, own), [None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
         """Compute, scatter, reduce and step one's slice, gather."""

@@ -46,7 +46,7 @@ class SliceServers(Strategy):
         """A fresh optimiser for the slice; everything read at version 0."""
         assert me.optimizer is not None
         own = slices(len(me.params), me.workers)[me.rank]
-        return ServedState(me.optimizer.init(me.params[own]), 0, [0] * me.workers)
+        return ServedState(me.optimizer.init_slice(me.params, own), 0, [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
         """Compute, push every slice to its owner, take what comes back; serve one's own all the while."""

@@ -24,7 +24,7 @@ class TreeServer(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True)
+        return Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
 
     @property
     def cell(self) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
@@ -18,6 +18,9 @@ class Rule(Component):
     noun: ClassVar[str] = "rule"
     compares_reads: ClassVar[bool] = False
     """It goes by what each worker has read, and must be told of every read."""
+
+    clips: ClassVar[Literal["combined", "none"]] = "none"
+    """Combined: it steps the job's optimizer along the mean of a group, which the server can clip before."""
 
     def start(self, me: Server) -> Any:
         """What the rule remembers, before the first gradient; it belongs to the server's state."""

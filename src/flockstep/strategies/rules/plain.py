@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
@@ -14,6 +14,8 @@ from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 @dataclass(frozen=True)
 class Plain(Rule):
     """One step of the job's optimiser along the mean of the released gradients."""
+
+    clips: ClassVar[Literal["combined", "none"]] = "combined"
 
     def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Average, step."""

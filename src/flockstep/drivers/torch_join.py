@@ -1,0 +1,113 @@
+"""Steps by common consent of all ranks: uneven numbers of batches, and gradients that overflowed on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.exchange import broadcast_on_tree
+from flockstep.collectives.ring import Ring
+from flockstep.drivers.loop import Loop
+from flockstep.errors import CompositionError
+from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.nodes import Worker
+
+StateTensors = Callable[[], list[torch.Tensor]]
+
+
+class Consent:
+    """What the ranks of a launched script agree on before each step, where the strategy has them go in step.
+
+    Strategies that do without a worker (`Traits.survives`) need no consent: there each rank may stop or skip alone.
+    """
+
+    def __init__(self, flat: FlatModule, loop: Loop):
+        self._flat = flat
+        self._loop = loop
+        traits = loop.strategy.traits
+        self._combined = traits.clips != "own"
+        self._on_workers = not traits.server_optimizer
+        self._needed = loop.workers > 1 and not traits.survives
+        self._joining = self._by_active = False
+        self.shadowing = False
+        """This rank has run out of batches, and takes part in the steps of the others."""
+        self.share = 1.0
+        """What the combined gradient has to be multiplied by on the workers."""
+
+    def skips(self, overflow: bool | None) -> bool:
+        """Whether no rank may take this step, since a gradient overflowed; `overflow` None: no scaler looked for it."""
+        if not self._needed or not (self._joining or overflow is not None):
+            return bool(overflow)
+        active, overflows = self._count("join" if self._joining else "scaler", 1, int(overflow or False))
+        self._weigh(active)
+        return overflows > 0
+
+    @contextmanager
+    def join(self, step: Callable[[], None], state: StateTensors, by_active: bool) -> Iterator[None]:
+        """Ranks that reach the end of the context first take part in the steps of the others until all are there."""
+        if self._joining:
+            raise CompositionError("join() is open already; leave it before it is entered again")
+        self._by_active, self._joining = by_active, True
+        try:
+            yield
+            if self._needed:
+                self._shadow(step, state)
+        finally:
+            self._joining = self.shadowing = False
+            self.share = 1.0
+
+    def _shadow(self, step: Callable[[], None], state: StateTensors) -> None:
+        steps = 0
+        self.shadowing = True
+        while True:
+            active, overflows = self._count("join", 0, 0)
+            if not active:
+                break
+            if not overflows:
+                self._weigh(active)
+                self._flat.zero_grad()
+                step()
+                steps += 1
+        if self._combined and self._on_workers:
+            self._copy_from_the_last(steps, state)
+
+    def _weigh(self, active: int) -> None:
+        """Divide by the ranks that have batches, where all ranks' number was divided by."""
+        self.share = 1.0
+        if self._by_active and self._combined:
+            self.share = self._loop.workers / max(active, 1)
+            if not self._on_workers:
+                self._flat.grads *= self._flat.grads.dtype.type(self.share)
+
+    def _count(self, name: str, *values: int) -> tuple[int, ...]:
+        return tuple(round(value) for value in self._sum(name, np.array(values, np.float32)))
+
+    def _sum(self, name: str, array: FlatArray) -> FlatArray:
+        async def program(me: Worker) -> FlatArray:
+            await Ring().all_reduce(me, array)
+            return array
+
+        return self._loop.exchange(name, program)
+
+    def _copy_from_the_last(self, shadowed: int, state: StateTensors) -> None:
+        """As DDP does: parameters, and what the optimizer remembers, from the lowest rank that shadowed no step."""
+        ranks = np.zeros(self._loop.workers, np.float32)
+        ranks[self._loop.rank] = shadowed == 0
+        whole = self._sum("last", ranks) > 0
+        if whole.all():
+            return
+        for tensor in (torch.from_numpy(self._flat.params), *state()):
+            self._copy(tensor, int(np.argmax(whole)))
+
+    def _copy(self, tensor: torch.Tensor, source: int) -> None:
+        array = tensor.detach().reshape(-1).numpy().copy()
+
+        async def program(me: Worker) -> None:
+            await broadcast_on_tree(me, array, source)
+
+        self._loop.exchange("final", program)
+        tensor.copy_(torch.from_numpy(array).reshape(tensor.shape))

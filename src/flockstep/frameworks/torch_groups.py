@@ -1,0 +1,89 @@
+"""PyTorch's own optimizers as ours: any that acts element by element, with parameter groups, on any slice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
+from flockstep.optimizers.base import Optimizer, OptimizerState, require
+
+if TYPE_CHECKING:
+    import torch
+
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta"),
+    *("Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
+)
+"""Classes of torch.optim that step every element by itself."""
+
+
+@dataclass(eq=False)
+class Pieces:
+    """The torch optimizer of one slice of the parameters, made at its first step."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    """For each of its parameters: first element, one past the last, and group."""
+
+
+@dataclass(frozen=True)
+class TorchOptimizer(Optimizer):
+    """A step of `torch.optim`'s class `kind`, on the groups of parameters of a script's optimizer.
+
+    `groups` holds the settings of each group as JSON, where `lr` is a multiple of the step's learning rate; `spans`
+    says which elements of the flat array belong to which group, as JSON triples [start, stop, group].
+    """
+
+    kind: str = "SGD"
+    groups: str = "[{}]"
+    spans: str = "[]"
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(self.lr >= 0, "lr of torch", ">= 0", self.lr, "use for example 0.1")
+        if self.kind not in ELEMENTWISE:
+            raise ConfigurationError(
+                f"kind of torch must be one of {', '.join(ELEMENTWISE)}, got {self.kind}; others do not act element by "
+                f"element"
+            )
+
+    def init(self, params: FlatArray) -> OptimizerState:
+        """A fresh state, which torch fills at the first step."""
+        return OptimizerState(foreign=Pieces())
+
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
+        """Update `params` and `state` in place; `gradient` is left as it is."""
+        import torch
+
+        state.steps += 1
+        held: Pieces = state.foreign
+        settings = json.loads(self.groups)
+        if held.optimizer is None:
+            held.ranges = self._ranges(state.start, len(params))
+            chosen = [
+                {"params": [torch.nn.Parameter(torch.from_numpy(params[a:b]))], **settings[g], "lr": 1.0}
+                for a, b, g in held.ranges
+            ]
+            held.optimizer = getattr(torch.optim, self.kind)(chosen)
+        if share != 1 and self.kind == "SGD":  # linear in the gradient and the decay; others would undo a smaller one
+            gradient = gradient * gradient.dtype.type(share)
+            settings = [{**group, "weight_decay": group.get("weight_decay", 0.0) * share} for group in settings]
+        elif share != 1:
+            lr *= share
+        for (start, stop, number), group in zip(held.ranges, held.optimizer.param_groups, strict=True):
+            group.update(settings[number], lr=lr * settings[number].get("lr", 1.0))
+            parameter = group["params"][0]
+            parameter.data = torch.from_numpy(params[start:stop])
+            parameter.grad = torch.from_numpy(gradient[start:stop].copy())  # what arrives in messages is read-only
+        held.optimizer.step()
+
+    def _ranges(self, start: int, size: int) -> list[tuple[int, int, int]]:
+        """Which parts of a slice of `size` elements from `start` on belong to which group."""
+        spans = json.loads(self.spans) or [[start, start + size, 0]]
+        cut = [(max(a - start, 0), min(b - start, size), group) for a, b, group in spans]
+        return [(a, b, group) for a, b, group in cut if a < b]

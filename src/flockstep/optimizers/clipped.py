@@ -1,0 +1,47 @@
+"""Another optimizer's step along a clipped gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.expression import SHOWN
+from flockstep.optimizers.base import Optimizer, OptimizerState, norm, require
+from flockstep.optimizers.sgd import SGD
+
+
+@dataclass(frozen=True)
+class Clipped(Optimizer):
+    """A step of `optimizer` along g · min(1, max_norm / (‖g‖ + 1e-6)) (Pascanu, Mikolov & Bengio 2013).
+
+    ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped on its own.
+    The learning rate and the state are those of `optimizer`.
+    """
+
+    elementwise: ClassVar[bool] = False
+
+    optimizer: Optimizer = field(default_factory=SGD, metadata=SHOWN)
+    max_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(self.max_norm > 0, "max_norm of clipped", "> 0", self.max_norm, "use for example 1")
+
+    @property
+    def lr(self) -> float:  # type: ignore[override]
+        """That of `optimizer`."""
+        return self.optimizer.lr
+
+    def init(self, params: FlatArray) -> OptimizerState:
+        """A fresh state of `optimizer`."""
+        return self.optimizer.init(params)
+
+    def step(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
+    ) -> None:
+        """Update `params` and `state` in place; `gradient` is left as it is."""
+        scale = self.max_norm / (norm(gradient) + 1e-6)
+        if scale < 1 or math.isnan(scale):
+            gradient = gradient * gradient.dtype.type(scale)
+        self.optimizer.step(params, gradient, state, lr, share)

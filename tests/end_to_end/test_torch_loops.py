@@ -1,0 +1,253 @@
+"""Users' PyTorch loops on several workers: what DDP does with them is the oracle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.processes import Ended, RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+BEFORE = """
+import math, sys, types, warnings
+from pathlib import Path
+import torch
+sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
+torch._dynamo.disable = lambda function, *_, **__: function
+torch._dynamo.graph_break = lambda: None
+from torch import nn
+import flockstep
+from flockstep.drivers.loop import ticket_from_environment
+
+HERE = Path(__file__).parent
+rank = ticket_from_environment().address
+
+def weights(values=(0.0, 0.0)):
+    return nn.Parameter(torch.tensor(values))
+
+class Model(nn.Module):
+    def __init__(self, values=(0.0, 0.0)):
+        super().__init__()
+        self.w = weights(values)
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+def batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 4, generator=generator) for _ in range(count)]
+
+def loss(model, x):
+    return (model(x) - x[:, :2]).square().mean()
+
+def save(model):
+    torch.save([p.detach() for p in model.parameters()], HERE / f"model-{rank}")
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while RealRun.started:
+        RealRun.started.pop().close()
+
+
+def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
+    script = folder / "script.py"
+    script.write_text(BEFORE + body)
+    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=True).end(400)
+
+
+def models(folder: Path, workers: int = 2) -> list[torch.Tensor]:
+    """Each worker's parameters, as it saved them."""
+    saved = [torch.load(folder / f"model-{rank}") for rank in range(workers)]
+    return [torch.cat([p.flatten() for p in parameters]) for parameters in saved]
+
+
+def trained(body: str, folder: Path, workers: int = 2) -> list[torch.Tensor]:
+    ended = outcome(body, folder, workers)
+    assert (ended.code, "Warning" in ended.err) == (0, False), ended.err
+    return models(folder, workers)
+
+
+SCRIPT = """
+import contextlib
+model = network()
+inner = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+optimizer = flockstep.distribute(model, inner, {strategy!r})
+stream = iter(batches(20, seed=1 + rank))
+
+def done(phase):
+    torch.save(torch.cat([p.detach().flatten() for p in model.parameters()]), HERE / f"{{phase}}-{{rank}}")
+
+for _ in range(2):
+    optimizer.zero_grad()
+    loss(model, next(stream)).backward()
+    norm = flockstep.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+(HERE / f"norm-{{rank}}").write_text(str(float(norm)))
+done("clip")
+
+optimizer.zero_grad()
+for i in range(6):
+    with contextlib.nullcontext() if i % 3 == 2 else optimizer.no_sync():
+        (loss(model, next(stream)) / 3).backward()
+    if i % 3 == 2:
+        optimizer.step()
+        model.zero_grad(set_to_none=i == 2)
+done("no_sync")
+
+if {scaler}:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for i in range(3):
+        optimizer.zero_grad()
+        value = loss(model, next(stream))
+        scaler.scale(value * (math.inf if i == 1 and rank == 1 else 1.0)).backward()
+        if i == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+done("scaler")
+
+with optimizer.join(divide_by_initial_world_size={initial}):
+    for _ in range(4 - 2 * rank):
+        optimizer.zero_grad()
+        loss(model, next(stream)).backward()
+        optimizer.step()
+done("join")
+torch.save([s["momentum_buffer"] for s in inner.state.values()], HERE / f"momentum-{{rank}}")
+optimizer.finish()
+save(model)
+"""
+
+
+def plain(scaler: bool, initial: bool) -> dict[str, torch.Tensor]:
+    """The same on one process: the mean over both workers' batches, as DDP has it; the parameters after each phase."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    generators = [torch.Generator().manual_seed(1 + rank) for rank in range(2)]
+    seen = {}
+
+    def backward(generator: torch.Generator, share: float) -> None:
+        x = torch.randn(8, 4, generator=generator)
+        ((model(x) - x[:, :2]).square().mean() * share).backward()
+
+    def done(phase: str) -> None:
+        seen[phase] = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def both(turns: int = 1) -> None:
+        optimizer.zero_grad()
+        for generator in generators * turns:
+            backward(generator, 0.5 / turns)
+
+    for _ in range(2):
+        both()
+        seen["norm"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    done("clip")
+    for _ in range(2):
+        both(turns=3)
+        optimizer.step()
+    done("no_sync")
+    for step in range(3 * scaler):
+        both()
+        if step != 1:
+            optimizer.step()
+    done("scaler")
+    for step in range(4):
+        active = generators[: 1 if step > 1 else 2]
+        optimizer.zero_grad()
+        for generator in active:
+            backward(generator, 0.5 if initial else 1 / len(active))
+        optimizer.step()
+    done("join")
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("strategy", "scaler", "initial"),
+    [("all_reduce", True, True), ("bucketed(cap=0.00008, first=0.00004)", False, False), ("bsp", True, False)],
+)
+def test_a_loop_with_what_ddp_offers(strategy: str, scaler: bool, initial: bool, tmp_path: Path) -> None:
+    """Clipping, accumulation, a scaler's skipped step and uneven batches: as on one process, after each of them."""
+    results = trained(SCRIPT.format(strategy=strategy, scaler=scaler, initial=initial), tmp_path)
+    expected = plain(scaler, initial)
+    for phase in ("clip", "no_sync", "scaler", "join"):
+        ours = [torch.load(tmp_path / f"{phase}-{rank}") for rank in range(2)]
+        assert torch.equal(ours[0], ours[1]), phase
+        torch.testing.assert_close(ours[0], expected[phase], atol=1e-5, rtol=1e-4, msg=phase)
+    assert all(torch.equal(model, ours[0]) for model in results)
+    norms = [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)]
+    if strategy == "bsp":
+        assert all(norm != norm for norm in norms), "the server clips: a worker does not know the norm"
+        return
+    assert norms == pytest.approx([float(expected["norm"])] * 2, rel=1e-4)
+    momenta = [torch.load(tmp_path / f"momentum-{rank}") for rank in range(2)]
+    assert all(map(torch.equal, *momenta)), "what the optimizer remembers comes along"
+
+
+CLIPPED = """
+model = Model()
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), {strategy!r})
+for _ in range(2):
+    optimizer.zero_grad()
+    (model.w * torch.tensor([[10.0, 0.0], [0.0, 0.1]][rank])).sum().backward()
+    norm = flockstep.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+(HERE / f"norm-{{rank}}").write_text(str(float(norm)))
+optimizer.finish()
+save(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "norms"),
+    [
+        ("fused", [1.0, 0.01], [5.00025, 5.00025]),
+        ("local_sgd(period=1)", [0.5, 0.05], [10.0, 0.1]),
+        ("asgd", [1.0, 0.1], [10.0, 0.1]),
+    ],
+)
+def test_what_is_clipped(strategy: str, step: list[float], norms: list[float], tmp_path: Path) -> None:
+    """DDP clips the mean (5, 0.05) to (1, 0.01); where no gradient is combined, each worker's own one is clipped."""
+    for model in trained(CLIPPED.format(strategy=strategy), tmp_path):
+        torch.testing.assert_close(model, -2 * torch.tensor(step), atol=1e-4, rtol=1e-4)
+    assert [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)] == pytest.approx(norms, rel=1e-4)
+
+
+def test_torchs_own_clipping_before_the_mean_is_told(tmp_path: Path) -> None:
+    body = CLIPPED.format(strategy="all_reduce")
+    ended = outcome(body.replace("flockstep.clip_grad_norm_(optimizer", "nn.utils.clip_grad_norm_([model.w]"), tmp_path)
+    assert ended.code == 0
+    assert ended.err.count("use flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient") == 2
+
+
+JOINED = """
+model = network()
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), {strategy!r})
+with optimizer.join():
+    for x in batches(6 - 4 * rank, seed=1 + rank):
+        optimizer.zero_grad()
+        loss(model, x).backward()
+        optimizer.step()
+        after = model[0].weight.detach().clone()
+changed = not torch.equal(after, model[0].weight)
+(HERE / f"changed-{{rank}}").write_text(str(changed))
+optimizer.finish()
+save(model)
+"""
+
+
+def test_a_replica_that_has_run_out_of_batches_is_averaged_and_does_not_step(tmp_path: Path) -> None:
+    """The period is longer than the run: worker 1's momentum may not move its replica while worker 0 goes on."""
+    trained(JOINED.format(strategy="local_sgd(period=100)"), tmp_path)
+    assert [(tmp_path / f"changed-{rank}").read_text() for rank in range(2)] == ["False", "False"]

@@ -1,0 +1,241 @@
+"""The optimizer that `flockstep.distribute` returns is a torch optimizer: one worker is plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import flockstep  # noqa: E402
+from flockstep.errors import CompositionError, ConfigurationError  # noqa: E402
+from flockstep.frameworks.torch_groups import ELEMENTWISE  # noqa: E402
+
+SELVES, SERVERS = ["all_reduce", "local_sgd"], ["bsp", "asgd", "ps(consistency=ssp(3), shards=2)"]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def grouped(model: nn.Sequential, kind: str) -> torch.optim.Optimizer:
+    """Three groups whose elements lie between each other, with settings of their own."""
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias], "lr": 0.01, "weight_decay": 0.1},
+        {"params": [model[2].bias], "lr": 0.0},
+    ]
+    return (
+        getattr(torch.optim, kind)(groups, lr=0.02, weight_decay=0.01 if kind != "Rprop" else 0)
+        if (kind != "Rprop")
+        else torch.optim.Rprop([{k: v for k, v in group.items() if k != "weight_decay"} for group in groups], lr=0.02)
+    )
+
+
+def train(
+    strategy: str | None,
+    make: Callable[[nn.Sequential], torch.optim.Optimizer],
+    schedule: Callable[[Any], Any] | None = None,
+    clip: float = 0.0,
+) -> list[torch.Tensor]:
+    model = network()
+    plain = make(model)
+    optimizer: Any = plain if strategy is None else flockstep.distribute(model, plain, strategy)
+    turns = schedule(optimizer) if schedule else None
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(12):
+        x = torch.randn(8, 4, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x[:, :2]).square().mean().backward()
+        if clip and strategy is None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        elif clip:
+            flockstep.clip_grad_norm_(optimizer, clip)
+        optimizer.step()
+        if turns is not None:
+            turns.step()
+    if strategy is not None:
+        optimizer.finish()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.oracle("optimizer:torch")
+@pytest.mark.parametrize("strategy", [*SELVES[:1], *SERVERS[1:], "scatter_reduce", "tree_server", "hogwild"])
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_every_elementwise_optimizer_with_its_groups_is_plain_torch(kind: str, strategy: str) -> None:
+    ours, plain = train(strategy, lambda m: grouped(m, kind)), train(None, lambda m: grouped(m, kind))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.negative_control("optimizer:torch")
+def test_one_learning_rate_for_all_groups_is_noticed() -> None:
+    ours = train("asgd", lambda m: torch.optim.RMSprop(m.parameters(), lr=0.02))
+    plain = train(None, lambda m: grouped(m, "RMSprop"))
+    assert not all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, plain, strict=True))
+
+
+def per_group(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda t: 0.9**t, lambda t: 1 + t, lambda t: 0.5])
+
+
+def one_cycle(optimizer: Any) -> Any:
+    """It changes betas or momentum too."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+
+
+SCHEDULES = [
+    (lambda m: grouped(m, "AdamW"), per_group),
+    (lambda m: grouped(m, "SGD"), per_group),
+    (lambda m: torch.optim.Adam(m.parameters(), lr=0.1), one_cycle),
+    (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), one_cycle),
+]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "asgd", "tree_server"])
+@pytest.mark.parametrize("which", range(len(SCHEDULES)))
+def test_schedules_of_every_group_reach_who_steps(which: int, strategy: str) -> None:
+    make, schedule = SCHEDULES[which]
+    for a, b in zip(train(strategy, make, schedule), train(None, make, schedule), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.oracle("optimizer:clipped")
+@pytest.mark.parametrize("strategy", [*SELVES, "bucketed(cap=0.00008, first=0.00004)", "bsp", "asgd", "tree_server"])
+def test_clipping_is_torchs(strategy: str) -> None:
+    def make(model: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+    plain = train(None, make, clip=0.05)
+    assert not torch.allclose(plain[0], train(None, make)[0], atol=1e-3), "it acts at all"
+    for a, b in zip(train(strategy, make, clip=0.05), plain, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.negative_control("optimizer:clipped")
+def test_a_server_that_does_not_clip_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flockstep.optimizers.clipped import Clipped
+
+    monkeypatch.setattr(Clipped, "step", lambda self, *arguments: self.optimizer.step(*arguments))
+    with pytest.raises(AssertionError):
+        test_clipping_is_torchs("bsp")
+
+
+def test_clipping_where_no_node_knows_the_norm_is_refused() -> None:
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "scatter_reduce")
+    with pytest.raises(CompositionError, match="none knows its norm; use a strategy with one place"):
+        flockstep.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize(("kind", "what"), [("Adafactor", "Adafactor"), ("SGD", "Own")])
+def test_what_servers_cannot_step_is_refused_with_the_strategies_that_can(kind: str, what: str) -> None:
+    model = network()
+    optimizer = type("Own", (torch.optim.SGD,), {}) if what == "Own" else getattr(torch.optim, kind)
+    with pytest.raises(ConfigurationError, match=f"{what} is not known to allow; .* such as all_reduce, bucketed or"):
+        flockstep.distribute(model, optimizer(model.parameters(), lr=0.1), "asgd")
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "bsp", "bucketed(cap=0.00008, first=0.00004)"])
+def test_a_closure_is_called_once_and_its_loss_returned(strategy: str) -> None:
+    model, other = network(), network()
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    calls = []
+
+    def closure(one: nn.Module, its: Any) -> torch.Tensor:
+        calls.append(one)
+        its.zero_grad()
+        loss: torch.Tensor = one(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        for _ in range(3):
+            assert optimizer.step(lambda: closure(model, optimizer)) == plain.step(lambda: closure(other, plain))
+    assert calls.count(model) == 3
+    optimizer.finish()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_optimizer_that_needs_several_gradients_is_refused() -> None:
+    model = network()
+    with pytest.raises(ConfigurationError, match="LBFGS computes several gradients per step"):
+        flockstep.distribute(model, torch.optim.LBFGS(model.parameters()), "all_reduce")
+
+
+@pytest.mark.parametrize("strategy", [*SELVES, *SERVERS])
+def test_hooks_are_called_before_and_after_every_step(strategy: str) -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    heard = []
+    plain.register_step_pre_hook(lambda *_: heard.append("early"))
+    optimizer: Any = flockstep.distribute(model, plain, strategy)
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert heard == ["early", "before", "after"] * 2
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_it_cannot_be_copied(how: Callable[[Any], Any]) -> None:
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    with pytest.raises(ConfigurationError, match="cannot be copied"):
+        how(optimizer)
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("strategy", SELVES)
+def test_parameters_without_a_gradient_are_those_of_plain_torch(strategy: str, none: bool) -> None:
+    """Every other step leaves the first layer without one: momentum moves it where its gradient is zero, not none."""
+
+    def run(strategy: str | None) -> list[torch.Tensor]:
+        model = network()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        optimizer: Any = plain if strategy is None else flockstep.distribute(model, plain, strategy)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=none)
+            whole = model if step % 2 == 0 else model[2]
+            whole(torch.ones(3, 8 if step % 2 else 4)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, run(strategy), run(None)))
+
+
+def test_a_step_inside_no_sync_is_refused() -> None:
+    model = network()
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    with optimizer.no_sync(), pytest.raises(ConfigurationError, match="would step on what other workers have not seen"):
+        optimizer.step()
+
+
+def test_a_scaler_and_parts_that_left_before_it_could_unscale() -> None:
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = flockstep.distribute(model, inner, "bucketed(cap=0.00008, first=0.00004)")
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(3, 4)).square().mean()).backward()
+    with pytest.raises(ConfigurationError, match="had sent a part of the gradients before GradScaler could unscale"):
+        scaler.step(optimizer)
+
+
+def test_settings_may_change_and_what_is_remembered_may_not() -> None:
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = flockstep.distribute(model, inner, "asgd")
+    inner.param_groups[0]["momentum"] = 0.9
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(ConfigurationError, match="settings of the optimizer may change while it trains, but not what"):
+        optimizer.step()
