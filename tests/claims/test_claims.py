@@ -8,6 +8,7 @@ import pytest
 from flockstep import registry
 from flockstep.claims.a03_geometric_staleness import chi_squared_above
 from flockstep.claims.a04_asynchrony_begets_momentum import fitted
+from flockstep.claims.a14_pipeline_schedules import Pipeline, Work, gpipe
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.clockwork import timed, trace_of
@@ -65,3 +66,19 @@ def test_free_messages_leave_the_times_of_gradients() -> None:
     trace, _ = timed("ps(bsp)", workers=3, steps=4, compute="constant(2)")
     assert trace.t.tolist() == [2.0] * 3 + [4.0] * 3 + [6.0] * 3 + [8.0] * 3
     assert not trace.staleness.any()
+
+
+def test_only_real_stages_are_missing_of_pipelines() -> None:
+    verdict = Claim.parse("A14").check(lambda line: None)
+    assert [row.what for row in verdict.rows if not row.holds] == ["stages in processes of their own"]
+
+
+def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:
+    """Negative control: what makes the bubble is that stages wait for each other."""
+
+    class Loose(Pipeline):
+        def _ready(self, work: Work) -> bool:
+            return True
+
+    assert Loose(4, 8, gpipe).run() == pytest.approx(0)
+    assert Pipeline(4, 8, gpipe).run() == pytest.approx(3 / 11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from flockstep.arrays.ledger import GRID
 from flockstep.errors import ConfigurationError
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Model
 from flockstep.strategies.partial_broadcast import PartialBroadcast
 from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
 
@@ -24,7 +27,7 @@ def own_movement(run, peer):
     return {rank: sum(np.rint(np.float64(a) / GRID).astype(np.int64) for a in arrays) for rank, arrays in sent.items()}
 
 
-@pytest.mark.parametrize("rest", ["drop", "defer"])
+@pytest.mark.parametrize("rest", ["drop", "average", "defer"])
 @pytest.mark.parametrize("share", [0.05, 1])
 def test_alone_is_plain_sgd(share, rest):
     bench = Bench()
@@ -144,3 +147,45 @@ def test_another_rule_breaks_statement_1(broken):
 def test_bad_settings_are_refused(arguments, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
         PartialBroadcast(*arguments)
+
+
+class Slope(Model):
+    """Loss x * w: the gradient is the mean of the samples, wherever w is."""
+
+    dtype = "float64"
+    shapes: ClassVar = {"w": (1,)}
+
+    def initial(self, random):
+        return {"w": np.zeros(1)}
+
+    def gradients(self, params, x, y, out):
+        out["w"][...] = x.mean(axis=1)
+        return np.zeros(len(x))
+
+    def outputs(self, params, x):
+        return x * params["w"]
+
+    def loss(self, params, outputs, y):
+        return 0.0
+
+
+def moved(strategy, slopes, compute="exponential(0.05)", steps=40):
+    """How far each replica moved in units of the learning rate, where worker i's gradient is slopes[i]."""
+    samples = np.repeat(np.float64(slopes), 8)[:, None]
+    job = Job(
+        Slope, lambda: Data(samples, samples, samples[:1], samples[:1]), "sgd(lr=0.5)", metric=lambda *_: 0.0, batch=4
+    )
+    return -run_strategy(strategy, len(slopes), steps, job=job, compute=compute).replicas[:, 0] / 0.5
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 1])
+def test_averaging_what_arrived_moves_as_far_as_one_worker_whatever_arrives(share):
+    """The weights of a step sum to one: with equal gradients a step is one worker's; sums, as in drop, go further."""
+    assert np.allclose(moved(f"partial({share}, average)", [1, 1, 1, 1]), 40)
+    assert moved(f"partial({share}, drop)", [1, 1, 1, 1]).mean() > 40 * (1 + 1.5 * share)
+
+
+def test_averaging_what_arrived_weighs_all_that_is_there_alike():
+    """Everything arrives: the mean of gradients 1 and 3, but for the steps at the ends; nothing does: each its own."""
+    assert np.allclose(moved("partial(1, average)", [1, 3], "constant(0.05)"), 80, atol=2)
+    assert np.allclose(moved("partial(0.000001, average)", [1, 3]), [40, 120])

@@ -335,3 +335,23 @@ def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
         assert server.version == 1
     np.testing.assert_allclose(moved[1], moved[0] / 4, rtol=1e-12)
     assert weights == [[0.5, 0.5], [0.125, 0.125]]
+
+
+@pytest.mark.oracle("rule:staleness_scaled")
+@pytest.mark.parametrize("known", [0.5, 1, 4])
+def test_a_known_mean_staleness_divides_every_step(known):
+    """alpha_0 / n from the first step on (Gupta, Zhang & Wang 2016, section 3.2), as a smaller alpha_0 would."""
+    job = small_job("sgd(lr=0.08)")
+    scaled = run_strategy(f"ps(asynchronous, rule=staleness_scaled(mean, known={known}))", 4, STEPS, job=job).result
+    smaller = run_strategy("ps(asynchronous)", 4, STEPS, job=small_job(f"sgd(lr={0.08 / max(1, known)})")).result
+    assert np.allclose(scaled, smaller, rtol=1e-6)
+    if known > 1:
+        assert not np.allclose(scaled, run_strategy("ps(asynchronous)", 4, STEPS, job=job).result, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"), [({"known": 4}, "got by=gradient"), ({"by": "mean", "known": -1}, "must be a mean")]
+)
+def test_a_known_mean_that_means_nothing_is_refused(arguments, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        StalenessScaled(**arguments)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.ledger import Ledger, on_grid
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -21,6 +22,8 @@ class PartialState(BroadcastState):
 
     owed: npt.NDArray[np.float64]
     counts: list[int]
+    held: FlatArray | None = None
+    """This worker's update while it waits for those that arrive."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,12 @@ class PartialBroadcast(Strategy):
     rest = "drop": an update that is not sent is lost to that peer; replicas never agree, and on non-IID data the mean
     model fails. rest = "defer": it is added to what the peer is owed and travels with the next message, so that
     communication is complete after all, with unbounded delay, and Statement 1 holds after the final flush. Deferring
-    costs n · K numbers of memory on each worker. share = 1 is `broadcast`, bit for bit.
+    costs n · K numbers of memory on each worker. share = 1 is `broadcast`, bit for bit. rest = "average": as
+    "drop", but a worker moves by the mean of its own update and those that arrived since its last step.
     """
 
     share: float = 0.25
-    rest: Literal["drop", "defer"] = "defer"
+    rest: Literal["drop", "average", "defer"] = "defer"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -46,7 +50,7 @@ class PartialBroadcast(Strategy):
     @property
     def traits(self) -> Traits:
         """Partial where updates are dropped, complete with unbounded delay where they are deferred."""
-        return Traits(completeness=4 if self.rest == "drop" else 3, survives=True, results=("mean", "rank0", "best"))
+        return Traits(completeness=3 if self.rest == "defer" else 4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:
@@ -62,11 +66,13 @@ class PartialBroadcast(Strategy):
     async def worker(self, me: Worker) -> None:
         """Absorb what came, step, tell some."""
         state: PartialState = me.state
+        averages = self.rest == "average" and me.workers > 1
         while me.training:
-            absorb_arrived(me, state)
-            update = own_update(me, state, await me.gradient(), self.scale)
+            (average_arrived if averages else absorb_arrived)(me, state)
+            gradient = await me.gradient()
+            update = (held_update if averages else own_update)(me, state, gradient, self.scale)
             chosen = [peer for peer in me.peers if me.random.random() < self.share]
-            if self.rest == "drop":
+            if self.rest != "defer":
                 me.send_all(chosen, "update", update)
             elif me.peers:
                 state.owed[me.peers] += update
@@ -82,8 +88,35 @@ class PartialBroadcast(Strategy):
             for peer in me.peers:
                 while state.counts[peer] or state.owed[peer].any():
                     pay(me, state, peer)
+        average_arrived(me, state)
         me.leave(peers=True)
-        await drain(me, state)
+        if self.rest == "average":  # what comes after the last step is part of no mean
+            async for _ in me.messages():
+                pass
+        else:
+            await drain(me, state)
+
+
+def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: float) -> FlatArray:
+    """The optimizer's step, times `scale`, which `average_arrived` takes together with those of others."""
+    before = me.params.copy()
+    me.optimizer_step(gradient)
+    state.held = on_grid(scale * (me.params - before))
+    me.params[:] = before
+    return state.held
+
+
+def average_arrived(me: Worker, state: PartialState) -> None:
+    """Move by the mean of the update that is held, if any, and of those that have arrived since the last one."""
+    if state.held is None or state.ledger is None:
+        return
+    messages = list(me.arrived("update"))
+    total = state.held + sum(message.payload for message in messages)
+    for message in messages:
+        me.record_update(message.source, max(0, me.step - message.step))
+    state.held = None
+    state.ledger.add(on_grid((total / (1 + len(messages))).astype(me.params.dtype)))
+    state.ledger.write(me.params)
 
 
 def pay(me: Worker, state: PartialState, peer: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.rules.base import Rule, mean_of
@@ -28,12 +30,21 @@ class StalenessScaled(Rule):
 
     `by="gradient"` (Zhang et al., equation 6): each gradient counts with alpha_0 / max(1, tau), so that a group of c
     moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts with alpha_0
-    / max(1, <tau>). There <tau> is the protocol's known mean, n in n-softsync; here it is the mean as observed up to
+    / max(1, <tau>), where <tau> is `known`, the protocol's mean (n in n-softsync), or else the mean as observed up to
     and including this group. What is scaled is the learning rate, so that momentum and adaptive optimisers, which
     would undo a scaled gradient, take the shorter step too. Without staleness it is the plain rule, bit for bit.
     """
 
     by: Literal["gradient", "mean"] = "gradient"
+    known: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.known is None:
+            return
+        if self.by != "mean":
+            raise ConfigurationError(f"known is a mean staleness, got by={self.by}; use by=mean, or leave known out")
+        if not 0 <= self.known < math.inf:
+            raise ConfigurationError(f"known must be a mean staleness >= 0, got {self.known}; it is n in n-softsync")
 
     def start(self, me: Server) -> Seen:
         """Nothing seen."""
@@ -45,7 +56,8 @@ class StalenessScaled(Rule):
         state.gradients += len(ages)
         state.staleness += sum(ages)
         if self.by == "mean":
-            weights = [1 / max(1.0, state.staleness / state.gradients)] * len(group)
+            mean = state.staleness / state.gradients if self.known is None else self.known
+            weights = [1 / max(1.0, mean)] * len(group)
         else:
             weights = [1 / max(1, age) for age in ages]
         gradient = weighted_mean([push.gradient for push in group], weights)

@@ -1,0 +1,54 @@
+"""Many stale gradients diverge at the rate of few fresh ones, and converge at that rate divided by their staleness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.spans import error_of, median, ranged
+
+WORKERS, BATCH, EPOCHS = 30, 4, 20
+OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
+COMPUTE = "normal(1, cv=0.1)"
+
+
+@dataclass(frozen=True)
+class SoftsyncRates(Claim):
+    """n-softsync with a learning rate of alpha, and of alpha / n."""
+
+    seeds: int = 5
+    statement: ClassVar[str] = (
+        "15- and 30-softsync with the learning rate alpha of few workers do not learn; with alpha / n every n-softsync "
+        "ends where synchronous training does"
+    )
+    source: ClassVar[str] = (
+        "Zhang, Gupta, Lian & Liu 2016, figure 3 (CIFAR-10, 30 learners: 90 % against 18 %); Gupta, Zhang & Wang 2016, "
+        "section 3.2. The figures to compare with are those of a pilot run in plain numpy"
+    )
+    setting: ClassVar[str] = (
+        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs, {OPTIMIZER} "
+        "on the server, gradient times normal with cv 0.1; alpha / n by staleness_scaled(mean, known=n); 5 seeds"
+    )
+    tolerance: ClassVar[str] = "medians: fixed, n >= 15: >= 80 % error; divided by n: <= synchronous + 2.5 points"
+
+    def check(self, say: Say) -> Verdict:
+        """Synchronous, fixed and divided."""
+        sync = self._errors("ps", say)
+        bound = median(sync) + 2.5
+        rows = [Row("synchronous, error in %", "3.3; paper 18", ranged(sync), True)]
+        fixed = ((1, "3.1", 0.0), (15, "92.8, >= 80; paper 90", 80.0), (30, "87.8, >= 80; paper 90", 80.0))
+        for n, published, least in fixed:
+            errors = self._errors(f"ps(softsync({n}))", say)
+            rows.append(Row(f"{n}-softsync, alpha", published, ranged(errors), median(errors) >= least))
+        for n, published in ((1, "3.3"), (15, "3.1"), (30, "2.5")):
+            errors = self._errors(f"ps(softsync({n}), rule=staleness_scaled(mean, known={n}))", say)
+            rows.append(Row(f"{n}-softsync, alpha / {n}", published, ranged(errors), median(errors) <= bound))
+        return Verdict(tuple(rows))
+
+    def _errors(self, strategy: str, say: Say) -> list[float]:
+        errors = [
+            error_of(strategy, WORKERS, OPTIMIZER, BATCH, EPOCHS, COMPUTE, seed) for seed in range(self.seeds)
+        ]  # fmt: skip
+        say(f"{strategy}: " + " ".join(f"{error:.1f}" for error in errors))
+        return errors

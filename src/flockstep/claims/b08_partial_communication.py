@@ -1,0 +1,75 @@
+"""What is not sent at once may be dropped or deferred: only deferring is complete."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, End, ends_of
+from flockstep.claims.spans import median, ranged
+
+SHARES = (0.5, 0.25, 0.05)
+
+
+@dataclass(frozen=True)
+class PartialCommunication(Claim):
+    """Updates that reach each peer with probability q: the rest dropped, or deferred."""
+
+    seeds: int = 5
+    statement: ClassVar[str] = (
+        "Updates that are not sent at once may be deferred, but not dropped: dropped, replicas drift apart and fail "
+        "where data differ; deferred, training is as good as with full communication, with a twentieth of the messages"
+    )
+    source: ClassVar[str] = (
+        "FAST, section 3, class 4, which leaves the question open. The figures to compare with are those of a pilot "
+        "run in plain numpy"
+    )
+    setting: ClassVar[str] = (
+        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of 8 samples, learning rate {LR}; "
+        "data sorted by label, or mixed; who drops moves by the mean of what arrived (rest = average); 5 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "medians: deferred <= full + 2 points at every share; dropped at 0.5 on sorted data >= 25 %; spread of "
+        "replicas grows as the share falls; after the flush equal in every bit in every run"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Full, deferred and dropped."""
+        full = ends_of(f"broadcast({1 / WORKERS})", True, self.seeds, say, "mean")
+        rows = [Row("full, sorted data, error in %", "3.9 to 4.7", ranged(end.error for end in full), True)]
+        bound = median(end.error for end in full) + 2
+        whole = median(float(end.messages) for end in full)
+        for share in SHARES:
+            ends = ends_of(f"partial({share}, defer, {1 / WORKERS})", True, self.seeds, say, "mean")
+            error, sent = ranged(end.error for end in ends), median(float(end.messages) for end in ends) / whole
+            holds = median(end.error for end in ends) <= bound and all(end.equal for end in ends)
+            what = f"deferred, share {share}, sorted data: error in %, messages of full, replicas equal"
+            equal = sum(end.equal for end in ends)
+            rows.append(Row(what, f"3.6 to 5.3, {share}, all", f"{error}, {sent:.3f}, {equal} of {len(ends)}", holds))
+        rows += self._dropped(say)
+        return Verdict(tuple(rows), "", {"messages of full communication": whole})
+
+    def _dropped(self, say: Say) -> list[Row]:
+        """What becomes of replicas that move by the mean of what arrived."""
+        mixed = {share: self._ends(share, False, say) for share in SHARES}
+        spreads = [median(end.spread for end in ends) for ends in mixed.values()]
+        grows = all(a < b for a, b in pairwise(spreads))
+        rows = [
+            Row(
+                f"dropped, share {share}, mixed data: error in %, spread",
+                "3.1 to 3.6, 0.35 to 0.81",
+                f"{ranged(end.error for end in ends)}, {ranged(end.spread for end in ends)}",
+                grows and not any(end.equal for end in ends),
+            )
+            for share, ends in mixed.items()
+        ]
+        for share, published, least in ((0.5, "38 to 42, >= 25", 25.0), (0.05, "67 to 73", 25.0)):
+            ends = self._ends(share, True, say)
+            what = f"dropped, share {share}, sorted data: error in %"
+            rows.append(Row(what, published, ranged(e.error for e in ends), median(e.error for e in ends) >= least))
+        return rows
+
+    def _ends(self, share: float, apart: bool, say: Say) -> list[End]:
+        return ends_of(f"partial({share}, average)", apart, self.seeds, say, "mean")

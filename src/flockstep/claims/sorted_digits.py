@@ -1,0 +1,83 @@
+"""The digits on eight workers, alike or sorted by label: what the claims about data that differ have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flockstep.claims.base import Say
+from flockstep.claims.digits_perceptron import digits_job
+from flockstep.claims.spans import GUESSING
+from flockstep.errors import Diverged
+from flockstep.frameworks.base import Data, Job
+from flockstep.records.events import Replica
+from flockstep.strategies.base import ResultPolicy
+from flockstep.testing.strategies import equal_bits, run_strategy
+
+WORKERS, STEPS, BATCH, LR = 8, 600, 8, 0.1
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended: errors in per cent."""
+
+    error: float
+    """Of the resulting model."""
+    worst: float
+    """Of the worker whose own model is worst."""
+    spread: float
+    """Root mean square distance of the workers' parameters from their mean."""
+    equal: bool
+    """Whether all replicas are equal in every bit."""
+    messages: int
+    """Sent by all workers."""
+
+
+def parted_job(apart: bool, seed: int, optimizer: str = f"sgd(lr={LR})", batch: int = BATCH) -> Job:
+    """The digits in an order that `run_strategy` cuts into equal parts: sorted by label, or mixed by the seed."""
+    job = digits_job(optimizer, batch)
+
+    def data() -> Data:
+        its = job.data()
+        order = np.random.default_rng(seed).permutation(len(its.train_y))
+        if apart:
+            order = order[np.argsort(its.train_y[order], kind="stable")]
+        return Data(its.train_x[order], its.train_y[order], its.test_x, its.test_y)
+
+    return replace(job, data=data)
+
+
+def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None) -> End:
+    """One run of eight workers, all equally fast, with messages that take a tenth of a gradient."""
+    try:
+        run = run_strategy(
+            strategy,
+            WORKERS,
+            STEPS,
+            job=parted_job(apart, seed),
+            compute="normal(1, cv=0.1)",
+            network="link(bandwidth='10gbit', latency=0.1)",
+            seed=seed,
+            result=result,
+        )
+    except Diverged:
+        return End(GUESSING, GUESSING, np.inf, False, 0)
+    evaluation = run.simulation.tracker.evaluation
+    assert evaluation is not None
+    replicas = run.replicas.astype(np.float64)
+    return End(
+        100 * (1 - evaluation.metric),
+        max(100 * (1 - event.metric) for event in run.of(Replica)),
+        float(np.sqrt(np.mean(np.square(replicas - replicas.mean(0)).sum(1)))),
+        equal_bits(*run.replicas),
+        sum(run.totals[rank].messages_sent for rank in range(WORKERS)),
+    )
+
+
+def ends_of(strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None) -> list[End]:
+    """One run a seed; the errors are said."""
+    ends = [end_of(strategy, apart, seed, result) for seed in range(seeds)]
+    how = "sorted by label" if apart else "mixed"
+    say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))
+    return ends
