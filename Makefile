@@ -2,6 +2,7 @@
 # make test     the test suite
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes
+# make nightly  every published result anew, its verdict kept in docs/claims.md; hours
 # make docs     rewrite the generated tables in README.md and docs/
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
@@ -14,7 +15,7 @@ READY := $(VENV)/.ready
 # a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo test check format docs fuzz clean
+.PHONY: help venv demo test check format docs fuzz nightly clean
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +53,9 @@ fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'
 	$(BIN)/python fuzz/fuzz_codecs.py -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
+
+nightly: $(READY)
+	$(BIN)/flockstep reproduce --all --write
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from rich.table import Table
 from flockstep import registry
 from flockstep.claims.base import Claim
 from flockstep.cli import show
+from flockstep.cli.verdicts import require_page, write_verdict
 from flockstep.errors import ConfigurationError
 
 LEGEND = (
@@ -28,8 +29,8 @@ def known() -> list[str]:
     return sorted(registry.names("claim"), key=_order)
 
 
-def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: bool) -> int:
-    """Try the claims that are named; print them with their verdicts; the exit code.
+def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: bool, write: bool = False) -> int:
+    """Try the claims that are named; print them with their verdicts, also into the page of claims; the exit code.
 
     Raises:
         ConfigurationError: no claim is named, or `everything` and names are.
@@ -37,7 +38,13 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
     if everything == bool(names):
         raise ConfigurationError(f"name claims, or give --all for every one of them; known: {', '.join(known())}")
     claims = {name: Claim.parse(name) for name in (known() if everything else names)}
-    results = [_tried(name, claim) for name, claim in claims.items()]
+    if write:
+        require_page()
+    results = []
+    for name, claim in claims.items():
+        results.append(_tried(name, claim))
+        if write:
+            write_verdict(results[-1], known())
     if as_json:
         show.json({"claims": results, "held": sum(r["holds"] for r in results), "tried": len(results)})
     else:

@@ -1,0 +1,50 @@
+"""The page that keeps the last verdict on every claim: `flockstep reproduce --write`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flockstep.errors import ConfigurationError
+
+PAGE = Path("docs") / "claims.md"
+BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
+HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
+SHOWN = 3
+"""Figures of a claim that are shown beside those that fall short."""
+
+
+def require_page(page: Path = PAGE) -> None:
+    """Raise `ConfigurationError` unless there is a page with a place for verdicts."""
+    if not page.is_file() or BEGIN not in page.read_text("utf-8"):
+        raise ConfigurationError(f"--write needs {page} with its verdicts, got none here; run it in a clone's root")
+
+
+def write_verdict(result: Mapping[str, Any], order: list[str], page: Path = PAGE) -> None:
+    """Put one result in the place of the claim's last one; `order` has the names of all claims."""
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    old, _, after = rest.partition(END)
+    rows = {line.split("|")[1].strip(): line for line in old.removeprefix(HEAD).splitlines() if line}
+    rows[str(result["claim"])] = row(result)
+    kept = "".join(f"{rows[name]}\n" for name in order if name in rows)
+    page.write_text(f"{before}{BEGIN}{HEAD}{kept}{END}{after}", "utf-8")
+
+
+def row(result: Mapping[str, Any]) -> str:
+    """One line of the table: what fell short first, then the first of the other figures."""
+    short = [_figure(one) for one in result["rows"] if not one["holds"]]
+    held = [_figure(one) for one in result["rows"] if one["holds"]]
+    more = len(held) - SHOWN
+    figures = [f"falls short: {one}" for one in short] + held[:SHOWN] + ([f"{more} more that hold"] if more > 0 else [])
+    verdict = "holds" if result["holds"] else "falls short"
+    cells = (result["claim"], f"{datetime.now(UTC):%Y-%m-%d}", verdict, "; ".join(figures))
+    return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def _figure(one: Mapping[str, Any]) -> str:
+    ours, published = (
+        f"{one[name]:.4g}" if isinstance(one[name], float) else one[name] for name in ("ours", "published")
+    )
+    return f"{one['what']} {ours} ({published})"
