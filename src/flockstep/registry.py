@@ -131,6 +131,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "A21": "flockstep.claims.a21_straggler:Straggler",
         "A22": "flockstep.claims.a22_taxonomy:Taxonomy",
         "B1": "flockstep.claims.b01_softsync_rates:SoftsyncRates",
+        "B2": "flockstep.claims.b02_easgd_downpour:EasgdDownpour",
         "B3": "flockstep.claims.b03_gradual_warmup:GradualWarmup",
         "B4": "flockstep.claims.b04_error_feedback:ErrorFeedback",
         "B5": "flockstep.claims.b05_delay_compensation:DelayCompensation",

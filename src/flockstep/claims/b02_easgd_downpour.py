@@ -1,0 +1,58 @@
+"""Elastic averaging stands long periods between exchanges at which Downpour does not learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.spans import SAMPLES, error_of, median, ranged
+
+WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
+PERIODS = (1, 16, 64)
+COMPUTE = "normal(1, cv=0.1)"
+
+
+@dataclass(frozen=True)
+class EasgdDownpour(Claim):
+    """EASGD and Downpour over the period tau."""
+
+    seeds: int = 5
+    statement: ClassVar[str] = (
+        "EASGD learns as well whether workers exchange at every step or at every 64th; Downpour, as good at every "
+        "step, diverges with long periods"
+    )
+    source: ClassVar[str] = (
+        "Zhang, Choromanska & LeCun 2015, figures 1 to 4 (CIFAR-10, tau 1, 4, 16 and 64). The figures to compare with "
+        "are those of a pilot run in plain numpy"
+    )
+    setting: ClassVar[str] = (
+        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples, learning rate "
+        f"{LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
+    )
+    tolerance: ClassVar[str] = (
+        "medians: EASGD within 2.5 points over tau; Downpour <= EASGD + 1 at tau = 1 and >= 50 % at tau = 64"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Both, at each period."""
+        elastic = {tau: self._errors(f"easgd({tau}, {BETA / WORKERS})", say) for tau in PERIODS}
+        pushed = {tau: self._errors(f"downpour({tau}, {tau})", say) for tau in PERIODS}
+        middle = [median(errors) for errors in elastic.values()]
+        spread, near = max(middle) - min(middle), median(elastic[1]) + 1
+        rows = [Row(f"EASGD, tau {tau}, error in %", "2.2 to 4.4", ranged(e), True) for tau, e in elastic.items()]
+        rows += [
+            Row("EASGD, spread over tau in points", "<= 2.5", round(spread, 2), spread <= 2.5),
+            Row("Downpour, tau 1, error in %", "1.9 to 2.8", ranged(pushed[1]), median(pushed[1]) <= near),
+            Row("Downpour, tau 16", "87 to 93", ranged(pushed[16]), True),
+            Row("Downpour, tau 64", "87 to 93, >= 50", ranged(pushed[64]), median(pushed[64]) >= 50),
+        ]
+        return Verdict(tuple(rows))
+
+    def _errors(self, strategy: str, say: Say) -> list[float]:
+        epochs = STEPS * WORKERS * BATCH / SAMPLES
+        errors = [
+            error_of(strategy, WORKERS, f"sgd(lr={LR})", BATCH, epochs, COMPUTE, seed) for seed in range(self.seeds)
+        ]
+        say(f"{strategy}: " + " ".join(f"{error:.1f}" for error in errors))
+        return errors
