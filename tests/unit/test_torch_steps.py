@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -239,3 +240,22 @@ def test_settings_may_change_and_what_is_remembered_may_not() -> None:
     model(torch.ones(1, 4)).sum().backward()
     with pytest.raises(ConfigurationError, match="settings of the optimizer may change while it trains, but not what"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["bucketed(cap=0.00008, first=0.00004)", "all_reduce", "asgd"])
+def test_micro_batches_in_no_sync_are_those_of_plain_torch(strategy: str) -> None:
+    model, other = network(), network()
+    optimizer: Any = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(2):
+        for turn in range(3):
+            x = torch.full((2, 4), float(step + turn))
+            with contextlib.nullcontext() if turn == 2 else optimizer.no_sync():
+                (model(x).square().mean() / 3).backward()
+            (other(x).square().mean() / 3).backward()
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad(set_to_none=True)
+    optimizer.finish()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
