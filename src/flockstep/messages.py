@@ -102,11 +102,7 @@ class Mailbox:
 
     def put(self, message: Message) -> None:
         """Add an arrival."""
-        if message.number:
-            source, due = message.source, self._heard.get(message.source, 0) + 1
-            if message.number > due:
-                self._missing.setdefault(source, due)
-            self._heard[source] = message.number
+        self.hear(message)
         if message.reply_to:
             self._replies[message.source, message.reply_to] = message
             return
@@ -115,6 +111,19 @@ class Mailbox:
         if queue is None:
             queue = self._queues[message.tag] = deque()
         queue.append((self._arrivals, message))
+
+    def hear(self, message: Message) -> None:
+        """Count an arrival without keeping it."""
+        if message.number:
+            source, due = message.source, self._heard.get(message.source, 0) + 1
+            if message.number > due:
+                self._missing.setdefault(source, due)
+            self._heard[source] = message.number
+
+    def clear(self, but: str) -> None:
+        """Drop all that waits, except messages of the channel `but`."""
+        self._queues = {tag: queue for tag, queue in self._queues.items() if tag.endswith(but)}
+        self._replies.clear()
 
     def require_all(self, source: Address) -> None:
         """What came from that node is only good if nothing got lost on the way, as for a sum in several messages.

@@ -55,7 +55,7 @@ class Node:
         """Makes the copies that messages carry; a driver may have a way of its own."""
         self._port = port
         self._sent: dict[Address, int] = {}
-        self._tasks: list[Task] = []
+        self.tasks: list[Task] = []
         self._channel = ""
         self._started = 0
 
@@ -69,7 +69,7 @@ class Node:
         task = Task(self._started, f"/{channel}", program)
         self._advance(task, None)
         if not task.done:
-            self._tasks.append(task)
+            self.tasks.append(task)
         return task
 
     async def finished(self, task: Task) -> Any:
@@ -86,7 +86,7 @@ class Node:
     @property
     def busy(self) -> bool:
         """Whether a background task is under way."""
-        return bool(self._tasks)
+        return bool(self.tasks)
 
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors in a part of `params` (None: all of it), in order; what is cut in two is flat."""
@@ -159,13 +159,13 @@ class Node:
         if message.tag == BYE:
             self.departed.add(message.source)
         self.mailbox.put(message)
-        if self._tasks:
+        if self.tasks:
             self._advance_tasks()
 
     def poll(self) -> bool:
         """Called by the driver: tasks go on whose work is done; whether one still waits for some, without a message."""
         self._advance_tasks()
-        return any(task.work is not None for task in self._tasks)
+        return any(task.work is not None for task in self.tasks)
 
     def lose(self, address: Address) -> None:
         """Called by the driver: that node is dead; programs see it leave."""
@@ -189,15 +189,15 @@ class Node:
 
     def _advance_tasks(self) -> None:
         """Let every task go on as far as what is here allows; tell of those that have ended."""
-        for task in list(self._tasks):
+        for task in list(self.tasks):
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
             while (wanted := task.wanted) is not None and wanted.source in self.departed:
                 self._advance(task, self.missed(wanted))
             while task.work is not None and task.work.done():
                 self._advance(task, None)
-            if task.done and task in self._tasks:
-                self._tasks.remove(task)
+            if task.done and task in self.tasks:
+                self.tasks.remove(task)
                 self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
 
     def _advance(self, task: Task, value: Message | PeerLost | None) -> None:

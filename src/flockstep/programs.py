@@ -105,6 +105,10 @@ class Task:
             return
         self._wait_for(effect)
 
+    def close(self) -> None:
+        """End it where it is."""
+        self._program.close()
+
     def fail(self, error: PeerLost) -> None:
         """Raise `error` where it waits; what it does not handle goes on to the driver."""
         self.wanted = self.work = None

@@ -136,3 +136,118 @@ def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers="newest"'), tmp_path)
     assert ended.code == 2
     assert ended.err == "flockstep: buffers must be mean, rank0 or local, got 'newest'; leave it out for mean\n"
+
+
+TAKEN_UP = """
+other = copy.deepcopy(model)
+with torch.no_grad():
+    for p in other.parameters():
+        p += 1 + rank  # rank 0's is taken
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum={momentum}), "{strategy}")
+for step in range(7):
+    gradient(step)
+    optimizer.step()
+model.load_state_dict(other.state_dict())
+gradient(7)
+try:
+    optimizer.step()
+except flockstep.errors.ConfigurationError as error:
+    assert "call optimizer.sync()" in str(error), error
+else:
+    raise AssertionError("the change was not noticed")
+optimizer.sync()
+save("synced", model.state_dict())
+for step in range(8, 8 + {steps}):
+    gradient(step)
+    optimizer.step()
+with optimizer.consensus():
+    save("common", copy.deepcopy(model.state_dict()))
+optimizer.finish()
+save("result", model.state_dict())
+save("loaded", other.state_dict())
+"""
+
+
+def reached(start: dict[str, torch.Tensor], steps: range, workers: int, lr: float = 0.1) -> dict[str, torch.Tensor]:
+    """Synchronous SGD in plain PyTorch: every step along the mean gradient of all workers."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    model.load_state_dict(start)
+    for step in steps:
+        model.zero_grad()
+        for rank in range(workers):
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+            ((model(x) - (x[:, :2] - x[:, 2:])).square().mean() / workers).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p -= lr * p.grad
+    return model.state_dict()
+
+
+def test_a_loaded_checkpoint_is_taken_up(tmp_path: Path) -> None:
+    """As PyTorch would go on from it; the common model is that of the end."""
+    body = TAKEN_UP.replace("{strategy}", "ps(bsp, shards=2)").replace("{momentum}", "0.0").replace("{steps}", "4")
+    fine(outcome(PLAIN + "import flockstep.errors\n" + body, tmp_path))
+    loaded = saved(tmp_path, "loaded")[0]
+    for synced in saved(tmp_path, "synced"):
+        assert all(torch.equal(synced[name], loaded[name]) for name in loaded)
+    right = reached(loaded, range(8, 12), 2)
+    for name in ("common", "result"):
+        for got in saved(tmp_path, name):
+            assert all(torch.allclose(got[key], right[key], atol=1e-5) for key in right), (name, got, right)
+
+
+RENEWED = """
+import sys
+import numpy as np
+from pathlib import Path
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop, ticket_from_environment
+from flockstep.drivers.plan import LocalOptimizer
+from flockstep.optimizers.sgd import SGD
+from flockstep.strategies.base import Strategy
+
+rank = ticket_from_environment().address
+params, gradient = np.full(24, 8.0, np.float32), np.zeros(24, np.float32)
+arguments = Schema.of({"w": (24,)}), Strategy.parse("STRATEGY"), LocalOptimizer(SGD(lr=0.02), params), SGD(lr=0.02)
+loop = Loop(params, gradient, *arguments)
+
+def steps(count):
+    for _ in range(count):
+        loop.gradients[:] = params
+        loop.step()
+
+steps(9 + rank * UNEVEN)  # towards 0 from 8
+assert (params < 8).all()
+params[:] = -64 - rank
+loop.renew(None)
+assert (params == -64).all(), params
+common = loop.common()
+assert (common == -64).all(), common
+steps(10)  # nothing of what was above 0 comes back
+assert (params < 0).all(), params
+assert (loop.common() < 0).all(), loop.common()
+loop.finish()
+assert (params < 0).all(), params
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "uneven"),
+    [
+        ("easgd(2)", 3),
+        ("hierarchical(1, asynchronous, asynchronous)", 2),
+        ("gossip(1)", 3),
+        ("ps(essp(2), shards=2)", 0),
+        ("slice_servers", 2),
+        ("overlap_local_sgd(2)", 0),
+        ("broadcast", 1),
+        ("hogwild", 1),
+    ],
+)
+def test_nothing_of_the_old_model_comes_back(strategy: str, uneven: int, tmp_path: Path) -> None:
+    """Centres, caches, masses, ledgers and what is on its way hold positive numbers; the new model has none."""
+    script = tmp_path / "script.py"
+    script.write_text(RENEWED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    assert (ended.code, ended.out) == (0, ""), ended.err

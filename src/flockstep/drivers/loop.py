@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from flockstep.drivers.account import fingerprint
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.renewal import common, end_tasks, forget, meet, renewed
 from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.solo import SoloSeat
 from flockstep.drivers.ticket import claim_ticket, ticket_from_environment
@@ -24,8 +26,9 @@ from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.nodes import Cluster, Worker
-from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper
+from flockstep.records.events import Diverged
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 from flockstep.transports.copies import Copies
@@ -58,6 +61,19 @@ def refuse(error: FlockstepError) -> None:
     sys.excepthook = quiet
 
 
+class Watch(Protocol):
+    """Looks whether somebody else writes to the parameters, and whether they are finite."""
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if the model is not what it was at the last `note`."""
+
+    def note(self) -> None:
+        """Take the model as it is now for right."""
+
+    def not_finite(self) -> str | None:
+        """Name of the first tensor that was not finite at the last `note`."""
+
+
 class Loop:
     """One worker's part in a run, driven by somebody else's loop.
 
@@ -69,6 +85,10 @@ class Loop:
 
     _shown = 0
     """Up to which step the supervisor has been shown the gradients."""
+
+    watch: Watch | None = None
+    """Who looks after the model between two steps."""
+    _diverged = False
 
     def __init__(
         self,
@@ -114,7 +134,7 @@ class Loop:
     def step(self) -> None:
         """The gradients of one mini-batch are in the flat array: let the strategy use them."""
         self._require_running("call finish() after the last step()")
-        with self._telling():
+        with self._watched():
             self._show_gradient()
             self._runner.advance(self.gradients)
 
@@ -160,13 +180,17 @@ class Loop:
         """
         self._require_running(f"call it before finish(), got {name} after it")
         assert self._worker is not None
+        with self._watched() if self._worker.busy else self._telling():  # background tasks may write to the parameters
+            return self._run(name, program)
+
+    def _run(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
+        assert self._worker is not None
         worker, returned = self._worker, list[T]()
 
         async def to_the_end() -> None:
             returned.append(await worker.finished(worker.background(f"script.{name}", program(worker))))
 
-        with self._telling():
-            Runner(to_the_end(), self._seat).advance(None)
+        Runner(to_the_end(), self._seat).advance(None)
         return returned[0]
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -174,6 +198,70 @@ class Loop:
         assert self._worker is not None
         with self._telling():
             tell_servers(self._worker, optimizer)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around what may write to the parameters: look before whether somebody else has."""
+        if self.watch is not None:
+            self.watch.check()
+        with self._telling():
+            yield
+        if self.watch is not None:
+            self.watch.note()
+            self._tell_of_values()
+
+    def _tell_of_values(self) -> None:
+        """Warn once, and mark the record, if parameters are not finite any more."""
+        if self._diverged or self.watch is None or (name := self.watch.not_finite()) is None:
+            return
+        self._diverged = True
+        step = self._seat.account.steps
+        reason = (
+            f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
+        )
+        self._seat.account.emit(Diverged(self._seat.now, self.rank, reason))
+        warnings.warn(reason, RuntimeWarning, stacklevel=6)
+
+    def renew(self, optimizer: OptimizerState | None) -> None:
+        """Begin anew on every worker and server, from the parameters of rank 0; every worker has to call it.
+
+        Servers' optimizers go on with what they remember, or with `optimizer` if rank 0 gives it.
+        """
+        self._require_running("call sync() before finish()")
+        assert self._worker is not None
+        worker = self._worker
+        with self._telling():
+            new = self._params.copy()
+            self._run("servers", lambda me: meet(me, "here"))  # until then background tasks serve those that step
+            self._runner.close()
+            end_tasks(worker)
+            self._params[:] = new
+            self._run("servers", lambda me: renewed(me, self._held(), optimizer))
+            forget(worker)
+            worker.state = self.strategy.worker_state(worker)
+            self._runner = Runner(self.strategy.worker(worker), self._seat)
+            self._runner.advance(None)
+            if self.watch is not None:
+                self.watch.note()
+
+    def common(self) -> FlatArray:
+        """The model (K,) that the run would result in now, the same on every worker; every worker has to call it.
+
+        It is chosen by the strategy's default policy, as at the end; what is still on its way is not in it.
+
+        Raises:
+            CompositionError: the strategy keeps an ensemble, of which no one model is the result.
+        """
+        policy = self.strategy.traits.results[0]
+        if policy not in ("server", "mean", "rank0"):
+            raise CompositionError(
+                f"{self.strategy} results in the {policy} of its replicas, got a call for one common model; evaluate "
+                "each rank's own"
+            )
+        return self.exchange("servers", lambda me: common(me, policy, self._held()))
+
+    def _held(self) -> list[slice]:
+        return self.strategy.held(self.workers, len(self._params))
 
     def _require_running(self, way_out: str) -> None:
         if self._failure is not None:

@@ -98,9 +98,9 @@ class Party(Worker):
 
     def give_up(self, task: Task, error: FlockstepError) -> None:
         """Raise `error` in a task, where it waits."""
-        if task not in self._tasks:
+        if task not in self.tasks:
             return
-        self._tasks.remove(task)
+        self.tasks.remove(task)
         self._calls.pop(task.channel, None)
         task.fail(error)  # type: ignore[arg-type]
 
@@ -158,14 +158,14 @@ class Party(Worker):
         return super()._post(to, tag, array, note, reply_to)
 
     def _advance_tasks(self) -> None:
-        for task in list(self._tasks):
-            while (wanted := task.wanted) is not None and task in self._tasks:
+        for task in list(self.tasks):
+            while (wanted := task.wanted) is not None and task in self.tasks:
                 found = task.take(self.mailbox) or (self.missed(wanted) if self._hopeless(wanted) else None)
                 if found is None:
                     break
                 self._advance(task, found)
-            if task.done and task in self._tasks:
-                self._tasks.remove(task)
+            if task.done and task in self.tasks:
+                self.tasks.remove(task)
                 self._calls.pop(task.channel, None)
 
     async def _await(self, wanted: Wanted) -> Message:

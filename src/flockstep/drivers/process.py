@@ -13,6 +13,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed, node_random
 from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.renewal import Reception, Renewed
 from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, FlockstepError
@@ -21,6 +22,7 @@ from flockstep.frameworks.base import Engine
 from flockstep.nodes import Server, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.strategies.base import Strategy
 from flockstep.transports.copies import Copies
 
 
@@ -68,8 +70,6 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
 
 def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
     """Take part in a run as a server; return the process's exit code."""
-    from flockstep.strategies.base import Strategy
-
     with _guarded(ticket) as guard:
         member = guard.member = Member(ticket, schema)
         rule = Strategy.parse(strategy)
@@ -86,10 +86,24 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             node.state = rule.master_state(node)
             node.freeze = Copies(member.endpoint.me.heap, node.lost).frozen
             seat.node = node
-            Runner(rule.master(node), seat).advance(None)
+            seat.reception = Reception(node, rule)
+            _serve(rule, node, seat, seat.reception)
             seat.close()
         member.wait_for_end()
     return guard.code
+
+
+def _serve(rule: Strategy, node: Server, seat: Seat, reception: Reception) -> None:
+    """Run a server's program, again from its beginning whenever a script has replaced the model."""
+    while True:
+        runner = Runner(rule.master(node), seat)
+        try:
+            runner.advance(None)
+        except Renewed:
+            runner.close()
+            reception.renew()
+        else:
+            return
 
 
 def _train(

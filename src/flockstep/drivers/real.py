@@ -12,6 +12,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.member import PAUSE, Member, stopped
+from flockstep.drivers.renewal import Reception
 from flockstep.drivers.settings import taken_over
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
@@ -43,6 +44,7 @@ class Seat:
         self.account = Account(member.ticket.address, emit)
         self.node: Node
         self.progress: Progress | None = None
+        self.reception: Reception | None = None  # what a server answers besides its program
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
         self._member = member
         self._survives = survives
@@ -115,14 +117,19 @@ class Seat:
             Missed: it can never come.
             PeerLost: the strategy cannot go on without a node that died.
             Interrupted: the supervisor ended the run.
+            Renewed: the program of this server is to begin anew.
         """
         node, self._wanted = self.node, wanted
         while True:
             self._look_for_leavers()
+            if self.reception is not None:
+                self.reception.attend(idle=wanted == Wanted())
             if not node.poll():
                 self._take(self._member.next())
             elif (message := self._member.receive(GLANCE)) is not None:
                 self._take(message)
+            if self.reception is not None and self.reception.stopped:
+                continue
             found = node.mailbox.take(wanted)
             if found is not None:
                 self._wanted = None
@@ -194,6 +201,8 @@ class Seat:
             self._obey(message)
             return
         self.account.received(message)
+        if self.reception is not None and self.reception.hears(message):
+            return
         require_finite_message(self.node, message)
         if self.progress is not None:
             self.progress.heard(message)

@@ -8,6 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account
+from flockstep.drivers.renewal import Reception, Renewed
 from flockstep.drivers.settings import taken_over
 from flockstep.errors import RunError
 from flockstep.messages import HEADER_BYTES, Address, Message, Wanted, node_name, server
@@ -102,10 +103,14 @@ class _Local:
         self._program: Program
 
     def start(self, node: Server, strategy: Strategy) -> None:
-        self.node, self._program = node, strategy.master(node)
+        self.node, self._program, self._strategy = node, strategy.master(node), strategy
+        self._reception = Reception(node, strategy)
         self._resume(None)
 
     def take(self, message: Message) -> None:
+        if self._reception.hears(message):
+            self._attend()
+            return
         if taken_over(self.node, message):
             return
         self.node.deliver(message)
@@ -123,6 +128,15 @@ class _Local:
 
     def figure(self, name: str, value: float) -> None:
         pass
+
+    def _attend(self) -> None:
+        try:
+            self._reception.attend(idle=True)
+        except Renewed:
+            self._program.close()
+            self._reception.renew()
+            self._program = self._strategy.master(self.node)
+            self._resume(None)
 
     def _resume(self, value: Message | None) -> None:
         self._wanted = None

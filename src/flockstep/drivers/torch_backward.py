@@ -64,6 +64,14 @@ class Backward:
                 "with flockstep.clip_grad_norm_(optimizer, max_norm), or use all_reduce, which reads them in step()"
             )
 
+    def require_whole(self) -> None:
+        """Raise `ConfigurationError` if a part of a gradient has been sent whose rest is still to come."""
+        if self._handed != self._flat.schema.size:
+            raise ConfigurationError(
+                "sync() came between backward() and step(), when a part of the gradients had been "
+                "sent; call it after step()"
+            )
+
     def end(self) -> None:
         """No strategy listens any more."""
         while self._hooks:

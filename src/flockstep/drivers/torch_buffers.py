@@ -55,13 +55,17 @@ class Buffers:
                     f"all ranks must have the same buffers, got {len(other)} bytes on rank {rank} where this one has "
                     f"{mine}; use buffers='local', or register what differs with persistent=False"
                 )
-        start, ranks = 0, sorted(packed)
+        start, arrays = 0, [packed[rank] for rank in sorted(packed)]
         for tensor in self._tensors():
             stop = start + tensor.numel() * tensor.element_size()
-            values = [_tensor_of(packed[rank][start:stop], tensor) for rank in ranks]
-            averaged = self.policy == "mean" and tensor.is_floating_point()
+            values = [_tensor_of(array[start:stop], tensor) for array in arrays]
+            averaged = self.policy == "mean" and tensor.is_floating_point() and len(values) > 1
             tensor.copy_(torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
             start = stop
+
+    def restore(self, packed: FlatArray) -> None:
+        """Set the buffers to what this rank's were at `packed()`."""
+        self.take({0: packed})
 
     def _tensors(self) -> list[torch.Tensor]:
         kept = self._module.state_dict().keys()

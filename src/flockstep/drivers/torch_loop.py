@@ -14,6 +14,7 @@ from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import Backward
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.drivers.torch_clipping import Clipping, Watch
+from flockstep.drivers.torch_guard import Guard
 from flockstep.drivers.torch_join import Consent
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -74,13 +75,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clipping = Clipping(self.flat, strategy)
         flat = self.flat
         self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed)
-        if self.buffers:
-            self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, self.buffers.packed())))
+        self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
         self._backward = Backward(self.flat, self.loop)
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
         self._watch = Watch(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
+        self.loop.watch = self._guard = Guard(self.flat)
 
     def __getattr__(self, name: str) -> Any:
         """Hooks, and whatever else the wrapper has not, are the original's."""
@@ -223,6 +224,46 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.loop.finish()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()
+
+    def sync(self) -> None:
+        """Go on from a model that the script has changed or loaded; call it on every rank, between two steps.
+
+        All ranks and servers take rank 0's parameters and buffers, and the strategy begins anew, as at the start. Each
+        rank's own optimizer goes on with what it remembers.
+
+        Raises:
+            ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
+        """
+        self._guard.check_structure()
+        self._backward.require_whole()
+        self._guard.adopt()
+        self.loop.renew(None)
+        self._backward.begin()
+        self._take_first_buffers()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """A context in which the module holds the common model, the same on every rank, as `finish()` would return it.
+
+        Every rank has to enter it at the same point, between two steps, to evaluate or to save what all have learned.
+        Afterwards the module holds the rank's own replica and buffers again.
+
+        Raises:
+            CompositionError: the strategy has no common model.
+            ConfigurationError: the run has been finished.
+        """
+        own, kept = self.flat.params.copy(), self.buffers.packed()
+        self.flat.params[:] = self.loop.common()
+        self.sync_buffers()
+        try:
+            yield
+        finally:
+            self.flat.params[:] = own
+            self.buffers.restore(kept)
+
+    def _take_first_buffers(self) -> None:
+        if self.buffers:
+            self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, self.buffers.packed())))
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks by the policy given to `distribute`; call it on every rank.

@@ -99,6 +99,14 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
     reason: str
 
 
+class Diverged(msgspec.Struct, tag="diverged", frozen=True):
+    """The parameters of a node are not finite any more."""
+
+    t: float
+    node: int
+    reason: str
+
+
 class Figure(msgspec.Struct, tag="figure", frozen=True):
     """A figure of a strategy's own, such as the number of lost updates."""
 
@@ -108,4 +116,4 @@ class Figure(msgspec.Struct, tag="figure", frozen=True):
     value: float
 
 
-Event = Step | Update | Span | Snapshot | Node | Lost | Figure | Replica
+Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica

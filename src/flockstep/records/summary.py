@@ -11,7 +11,7 @@ import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
-from flockstep.records.events import Event, Figure, Lost, Node, Replica, Snapshot, Span, Step, Update
+from flockstep.records.events import Diverged, Event, Figure, Lost, Node, Replica, Snapshot, Span, Step, Update
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
@@ -85,7 +85,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lr: float | None = None
     """Learning rate that the run began with."""
     status: Status
-    """diverged: a loss is not finite, in training or at the last evaluation, or that evaluation's metric is not."""
+    """diverged: a loss is not finite, in training or at the last evaluation, or that evaluation's metric is not, or the
+    parameters of a script's worker are not."""
     error: str | None
     """Why the run did not finish, or has no model to rely on."""
     seconds: float
@@ -169,8 +170,8 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, Update)]
     quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])
-    if status == "finished" and quality.diverged:
-        status, error = "diverged", "loss or metric of the last evaluation is not finite; lower the learning rate"
+    if status == "finished" and (reason := _why_diverged(quality, ordered)) is not None:
+        status, error = "diverged", reason
     nodes = {event.node: event for event in ordered if isinstance(event, Node)}
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
     workers, effective_rate = _weighted(_with_replicas(workers, ordered), updates)
@@ -217,6 +218,12 @@ class _Quality(NamedTuple):
     samples: int = 0
     divergence: float | None = None
     diverged: bool = False
+
+
+def _why_diverged(quality: _Quality, events: Sequence[Event]) -> str | None:
+    if quality.diverged:
+        return "loss or metric of the last evaluation is not finite; lower the learning rate"
+    return next((event.reason for event in events if isinstance(event, Diverged)), None)
 
 
 def _quality(config: RunConfig, snapshots: Sequence[Snapshot]) -> _Quality:

@@ -1,0 +1,188 @@
+"""What workers and servers do between two steps of a script: begin anew on a replaced model, and hand state out.
+
+A strategy's programs begin anew as at the start of a run: every worker ends its program at the request for a gradient
+and says so to all others; once all workers have, each server ends its program and says so to the other servers. What
+was on its way then has arrived, for messages between two nodes keep their order, and is dropped. Servers take the new
+parameters from rank 0, workers too, and no program begins before all nodes have dropped what is old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.tracker import Tick
+from flockstep.errors import PeerLost
+from flockstep.messages import BYE, Address, Message, server
+from flockstep.nodes import Node, Server, Worker
+from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.base import ResultPolicy, Strategy
+
+CHANNEL = "/script.servers"
+"""The channel of `Loop.exchange("servers", …)`: what it brings to a server is not for the server's program."""
+STOPPED, READ = "stopped" + CHANNEL, "read" + CHANNEL
+
+
+class Renewed(Exception):
+    """A server's program is to begin anew."""
+
+
+class Reception:
+    """A server's answers to what the driver of a script asks, besides its program."""
+
+    def __init__(self, node: Server, strategy: Strategy):
+        self.stopped = False
+        """The program is not to go on: all workers have stopped theirs."""
+        self._node = node
+        self._strategy = strategy
+        self._stopped: dict[Address, Message] = {}
+        self._slots: dict[str, FlatArray] = {}
+        self._asked: deque[Message] = deque()
+
+    def hears(self, message: Message) -> bool:
+        """Whether a message is not for the program."""
+        if not message.tag.endswith(CHANNEL):
+            return False
+        self._node.mailbox.hear(message)
+        if message.tag == STOPPED:
+            self._stopped[message.source] = message
+        elif message.tag == READ:
+            self._asked.append(message)
+        else:
+            self._slots[message.tag.removesuffix(CHANNEL)] = message.payload
+        return True
+
+    def attend(self, idle: bool) -> None:
+        """Answer what is asked while the program waits for anything at all.
+
+        Raises:
+            Renewed: every node has stopped.
+        """
+        node = self._node
+        while idle and self._asked:
+            self._answer(self._asked.popleft())
+        workers = set(range(node.cluster.workers)) - node.departed
+        if not workers or not workers <= self._stopped.keys():
+            return
+        others = {server(index) for index in range(node.cluster.servers)} - {node.address}
+        if not self.stopped:
+            self.stopped = True
+            node.send_all(sorted(others), STOPPED)
+        if others <= self._stopped.keys():
+            raise Renewed
+
+    def renew(self) -> None:
+        """Take the new parameters, and what the optimizer is to remember if that came along; forget all else."""
+        node, stopped = self._node, self._stopped
+        new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
+        node.params[:] = new.payload
+        if "steps" in new.note:
+            node.optimizer_state.steps = int(new.note["steps"])
+            for name, slot in self._slots.items():
+                node.optimizer_state.slots[name][:] = slot
+        forget(node)
+        node.version = 0
+        node.state = self._strategy.master_state(node)
+        self.stopped, self._stopped, self._slots = False, {}, {}
+        node.send_all([rank for rank in sorted(stopped) if rank >= 0], "begun" + CHANNEL)
+
+    def _answer(self, message: Message) -> None:
+        """Send the parameters, or the arrays that the optimizer remembers, one message each."""
+        node, state = self._node, self._node.optimizer_state
+        if message.note["what"] == "params":
+            node.reply(message, node.params)
+            return
+        node.reply(message, None, {"steps": state.steps, "slots": ",".join(state.slots)})
+        for name, slot in state.slots.items():
+            node.send(message.source, name + CHANNEL, slot)
+
+
+def end_tasks(node: Node) -> None:
+    """End every background task where it is."""
+    while node.tasks:
+        node.tasks.pop().close()
+
+
+def forget(node: Node) -> None:
+    """Drop what waits for the node's program, but for the leaving of others, and end its background tasks."""
+    end_tasks(node)
+    node.mailbox.clear(but=CHANNEL)
+    node.step = 0
+    for address in sorted(node.departed):
+        node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
+
+
+async def meet(me: Worker, word: str) -> None:
+    """Wait until every other worker that lives has said `word` too."""
+    me.send_all(me.peers, word)
+    for peer in me.peers:
+        with contextlib.suppress(PeerLost):
+            await me.receive(word, peer)
+
+
+async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None) -> None:
+    """Stop all nodes and give all of them rank 0's parameters, its servers `optimizer` too; forget what is old."""
+    root = min([me.rank, *me.peers])
+    for index, part in enumerate(held):
+        if me.rank != root:
+            me.send(server(index), "stopped")
+            continue
+        if optimizer is not None:
+            for name, slot in optimizer.slots.items():
+                me.send(server(index), name, slot[part])
+        note = {} if optimizer is None else {"steps": optimizer.steps}
+        me.send(server(index), "stopped", me.params[part], note)
+    me.send_all(me.peers, "stopped", me.params if me.rank == root else None)
+    for peer in me.peers:
+        with contextlib.suppress(PeerLost):
+            message = await me.receive("stopped", peer)
+            if peer == root:
+                me.params[:] = message.payload
+    for index in range(len(held)):
+        await me.receive("begun", server(index))
+    me.mailbox.clear(but=CHANNEL)
+    await meet(me, "cleared")
+
+
+async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
+    """The model that `policy` (server, mean or rank0) chooses now; the lowest rank finds it and sends it to all."""
+    root = min([me.rank, *me.peers])
+    if me.rank != root:
+        me.send(root, "replica", me.params if policy == "mean" else None)
+        return (await me.receive("common", root)).payload
+    replicas = Tick(set())
+    replicas.add_worker(me.params, 0, 0)
+    for peer in me.peers:
+        with contextlib.suppress(PeerLost):
+            message = await me.receive("replica", peer)
+            if message.array is not None:
+                replicas.add_worker(message.array, 0, 0)
+    chosen = await served(me, held) if policy == "server" else replicas.model(policy, held)
+    assert chosen is not None
+    me.send_all(me.peers, "common", chosen)
+    return chosen
+
+
+async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
+    """The parameters that the servers hold; where two hold the same, those of the first."""
+    whole = me.params.copy()
+    asked = [(server(index), None, {"what": "params"}) for index in range(len(held))]
+    for index, reply in reversed(list(enumerate(await me.ask_all("read", asked)))):
+        whole[held[index]] = reply.payload
+    return whole
+
+
+async def remembered(me: Worker, held: Sequence[slice]) -> OptimizerState:
+    """What the servers' optimizers remember, in one piece."""
+    whole = OptimizerState()
+    for index in reversed(range(len(held))):
+        reply = await me.ask(server(index), "read", None, {"what": "optimizer"})
+        whole.steps = int(reply.note["steps"])
+        for name in filter(None, str(reply.note["slots"]).split(",")):
+            slot = (await me.receive(name, server(index))).payload
+            whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot
+    return whole

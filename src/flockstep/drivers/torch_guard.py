@@ -1,0 +1,157 @@
+"""Notices what a script does to a distributed module between two steps: changed values, and a changed structure."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_flat import FlatModule
+
+BLOCK = 1 << 16
+"""Elements that one checksum covers, so that a block is read from memory once."""
+WINDOW = 16
+"""Blocks that are compared before every step where no version counter has moved; others in the next steps."""
+
+
+class Guard:
+    """Compares a module before a step with what it was after the last one.
+
+    torch counts writes to each tensor, except through `.data` and numpy: where no counter has moved, the checksums of
+    `WINDOW` blocks are compared, in turn, so that a model of at most a million parameters is compared as a whole.
+    """
+
+    def __init__(self, flat: FlatModule):
+        self._flat = flat
+        self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
+        self._trained = {id(parameter) for parameter in flat.parameters}
+        self._places = [parameter.data_ptr() for parameter in flat.parameters]
+        self._versions: list[int] = []
+        self._sums: list[int] = []
+        self._turn = 0
+        self._finite = True
+        self.note()
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            ConfigurationError: a parameter was unfrozen, frozen, replaced, converted or changed; says which, and what
+                to do.
+        """
+        self.check_structure()
+        for entry, parameter, place in zip(self._flat.schema.entries, self._flat.parameters, self._places, strict=True):
+            if parameter.data_ptr() != place:
+                raise ConfigurationError(_changed(entry.name))
+        moved = self._moved()
+        if moved is not None:
+            name = next(e.name for e in self._flat.schema.entries if moved < e.offset + e.size)
+            raise ConfigurationError(_changed(name))
+
+    def check_structure(self) -> None:
+        """Compare the set of parameters, what is trained, and dtypes.
+
+        Raises:
+            ConfigurationError: one of them is not as at `distribute`.
+        """
+        trained = {id(p): (name, p) for name, p in self._flat.module.named_parameters() if p.requires_grad}
+        if trained.keys() != self._trained:
+            self._tell_difference(trained)
+        dtype = self._flat.schema.dtype
+        for entry, parameter in zip(self._flat.schema.entries, self._flat.parameters, strict=True):
+            now = str(parameter.dtype).removeprefix("torch.")
+            if now != dtype or parameter.device.type != "cpu" or parameter.shape != entry.shape:
+                raise ConfigurationError(
+                    f"parameter {entry.name} must stay {dtype} {entry.shape} on the CPU, as at flockstep.distribute, "
+                    f"is {now} {tuple(parameter.shape)} on {parameter.device}; convert the module before distribute, "
+                    "or a copy of it"
+                )
+
+    def note(self) -> None:
+        """Take the parameters as they are now for right."""
+        self._versions = [parameter._version for parameter in self._flat.parameters]
+        self._sums, self._finite = [], True
+        for index in range(-(-len(self._flat.params) // BLOCK)):
+            block = self._block(index)
+            self._sums.append(_checksum(block))
+            self._finite = self._finite and _finite(block)
+
+    def adopt(self) -> None:
+        """Take values that were put elsewhere (`parameter.data = …`) back into the flat array."""
+        views = self._flat.views(torch.from_numpy(self._flat.params))
+        for parameter, view, place in zip(self._flat.parameters, views, self._places, strict=True):
+            if parameter.data_ptr() != place:
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    def not_finite(self) -> str | None:
+        """Name of the first parameter that held a value which was not finite at the last `note`."""
+        if self._finite:
+            return None
+        params = self._flat.params
+        return next(
+            e.name for e in self._flat.schema.entries if not np.isfinite(params[e.offset : e.offset + e.size]).all()
+        )
+
+    def _moved(self) -> int | None:
+        """An element at or before which the flat array has changed; None where it has not, as far as was looked."""
+        every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
+        count = len(self._sums)
+        looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
+        self._turn = (self._turn + WINDOW) % max(count, 1)
+        for index in looked:
+            if _checksum(self._block(index)) != self._sums[index]:
+                return self._first_written(index) if every else index * BLOCK
+        return None
+
+    def _first_written(self, index: int) -> int:
+        """The first element of the first tensor in or after a block that torch has written to."""
+        for entry, parameter, old in zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True):
+            if parameter._version != old and entry.offset + entry.size > index * BLOCK:
+                return entry.offset
+        return index * BLOCK
+
+    def _block(self, index: int) -> np.ndarray:
+        return self._flat.params[index * BLOCK : (index + 1) * BLOCK]
+
+    def _tell_difference(self, trained: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
+        for key, (name, _) in trained.items():
+            if key in self._trained:
+                continue
+            if key in self._all:
+                raise ConfigurationError(
+                    f"parameter {name} was unfrozen after flockstep.distribute, which does not exchange it; leave it "
+                    "trainable at distribute, and let it rest in a parameter group with lr=0"
+                )
+            raise ConfigurationError(
+                f"the module got parameter {name} after flockstep.distribute; replace layers before that, or "
+                "copy new weights to the old parameters and call optimizer.sync() on every rank"
+            )
+        here = {id(parameter) for parameter in self._flat.module.parameters()}
+        for entry, parameter in zip(self._flat.schema.entries, self._flat.parameters, strict=True):
+            if id(parameter) not in trained:
+                how = "was frozen" if id(parameter) in here else "was taken out of the module"
+                raise ConfigurationError(
+                    f"parameter {entry.name} {how} after flockstep.distribute, which goes on exchanging it; do that "
+                    "before distribute, or let it rest in a parameter group with lr=0"
+                )
+
+
+def _changed(name: str) -> str:
+    return (
+        f"parameter {name} was changed between two steps, of which the strategy does not know; call optimizer.sync() "
+        "on every rank after loading or changing parameters: all ranks then go on from those of rank 0"
+    )
+
+
+def _checksum(block: np.ndarray) -> int:
+    """The sum of a block's bits, as unsigned words: the same after a change only by chance."""
+    data = block.view(np.uint8)
+    even = len(data) - len(data) % 8
+    return int(data[:even].view(np.uint64).sum(dtype=np.uint64)) + int(data[even:].sum(dtype=np.uint64))
+
+
+def _finite(block: np.ndarray) -> bool:
+    """Whether every element is finite; one product tells where no square overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.dot(block, block))) or bool(np.isfinite(block).all())
