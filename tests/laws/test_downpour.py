@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.messages import MASTER, server
-from flockstep.records.events import Update
+from flockstep.records.events import Step, Update
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.downpour import Downpour
@@ -35,20 +35,26 @@ F = np.float32
 ALL = [(1, 1), (1, 5), (5, 1), (5, 5), (2, 5), (4, 10)]
 
 
-def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS):
-    """The server and the replicas, (1 + n, K), where messages take no time."""
+def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS, overlap=True):
+    """The server and the replicas, (1 + n, K), where messages take no time.
+
+    Dean et al. 2012, algorithm 7.1: a fetch is begun and the gradient computed before what it brings is there, which
+    then takes the replica's place; the gradient's step is taken from there. Without overlap it is there at once.
+    """
     bench = Bench(n, small_job(optimizer))
     w = bench.start()
     master = bench.stepper(w)
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     replicas, sums, step = [w.copy() for _ in range(n)], [0 * w for _ in range(n)], [0] * n
-    steppers = [bench.stepper(replica) for replica in replicas]
+    steppers, fetched = [bench.stepper(replica) for replica in replicas], [None] * n
     due = [(next(durations[rank]), rank) for rank in range(n)]
     heapq.heapify(due)
     while due:
         now, rank = heapq.heappop(due)
         gradient = bench.gradient(rank, replicas[rank])
         sums[rank] += gradient
+        if fetched[rank] is not None:
+            replicas[rank][:], fetched[rank] = fetched[rank], None
         steppers[rank].step(replicas[rank], gradient)
         step[rank] += 1
         last = step[rank] == steps
@@ -56,7 +62,9 @@ def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS):
             master.step(w, sums[rank])
             sums[rank][:] = 0
         if step[rank] % n_fetch == 0:
-            replicas[rank][:] = w
+            fetched[rank] = w.copy()
+        if fetched[rank] is not None and not overlap:
+            replicas[rank][:], fetched[rank] = fetched[rank], None
         if last and step[rank] % n_push:
             master.step(w, sums[rank])
         if not last:
@@ -71,11 +79,12 @@ def ends(run):
 @pytest.mark.oracle("strategy:downpour")
 @pytest.mark.parametrize("periods", [*ALL, (3, 7), (30, 4), (7, 30)])
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adagrad(lr=0.05)"])
-def test_equals_the_oracle(periods, optimizer):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_equals_the_oracle(periods, optimizer, overlap):
     for n in (1, 3):
-        text = "downpour({}, {})".format(*periods)
+        text = "downpour({}, {}, overlap={})".format(*periods, overlap)
         run = run_strategy(text, n, STEPS, job=small_job(optimizer), network="ideal")
-        assert equal_bits(ends(run), oracle(n, *periods, optimizer))
+        assert equal_bits(ends(run), oracle(n, *periods, optimizer, overlap=overlap))
 
 
 @dataclass(frozen=True)
@@ -91,8 +100,43 @@ class StandsStill(Downpour):
 def test_the_oracle_notices_missing_local_steps():
     run = run_strategy(StandsStill(5, 5), 3, STEPS, network="ideal")
     assert not np.allclose(ends(run), oracle(3, 5, 5), atol=1e-3)
-    run = run_strategy(StandsStill(5, 1), 3, STEPS, network="ideal")
-    assert equal_bits(ends(run), oracle(3, 5, 1))  # what is fetched at every step takes their place
+    run = run_strategy(StandsStill(5, 1, overlap=False), 3, STEPS, network="ideal")
+    assert equal_bits(ends(run), oracle(3, 5, 1, overlap=False))  # what is fetched at every step takes their place
+
+
+@pytest.mark.negative_control("strategy:downpour")
+def test_the_oracle_notices_a_fetch_that_is_waited_for():
+    run = run_strategy(Downpour(overlap=False), 3, STEPS, network="ideal")
+    assert not np.allclose(ends(run), oracle(3, 1, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize(("overlap", "step"), [(True, 1.0), (False, 1.6)])
+@pytest.mark.parametrize("n_push", [1, 4])
+def test_a_fetch_travels_while_a_gradient_is_computed(overlap, step, n_push):
+    """Gradients of 1 s, 0.3 s each way: the paper's workers do not wait."""
+    run = run_strategy(
+        f"downpour({n_push}, 1, overlap={overlap})", 3, 20, compute="constant(1)", network="link(1e12, 0.3)"
+    )
+    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    assert np.diff(ends).mean() == pytest.approx(step)
+
+
+def test_a_slow_fetch_is_waited_for_before_the_next():
+    """1.8 s of way for every second of computing."""
+    run = run_strategy("downpour", 2, 20, compute="constant(1)", network="link(1e12, 0.9)")
+    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    assert np.diff(ends)[2:].mean() == pytest.approx(1.8)
+
+
+def test_a_fetch_replaces_the_replica_when_it_is_there():
+    """Two gradients are computed while it travels; the steps taken meanwhile are at the server, not in what it sent."""
+    run = run_strategy("downpour(1, 3)", 1, 5, job=slope_job(), compute="constant(1)", network="link(1e12, 0.6)")
+    bench = Bench(1, slope_job())
+    gradients = [bench.gradient(0, bench.start()) for _ in range(5)]
+    assert equal_bits(run.server, np.arange(6.0) - 0.25 * np.sum(gradients, axis=0))
+    # fetched after the third step, there before the fifth: without the fourth
+    expected = np.arange(6.0) - 0.25 * (np.sum(gradients[:3], axis=0) + gradients[4])
+    assert equal_bits(run.replicas[0], expected)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
@@ -112,7 +156,7 @@ def test_alone_it_is_sequential(optimizer, shards):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pushing_and_fetching_at_every_step_is_asgd(network, shards):
     """Also in the times, the bytes and the stalenesses."""
-    one = run_strategy(f"downpour(1, 1, shards={shards})", 4, STEPS, network=network)
+    one = run_strategy(f"downpour(1, 1, shards={shards}, overlap=False)", 4, STEPS, network=network)
     other = run_strategy(f"ps(asynchronous, shards={shards})", 4, STEPS, network=network)
     assert equal_bits(ends(one), ends(other))
     assert one.events == other.events
@@ -134,7 +178,7 @@ def test_sharding_changes_no_bit_where_messages_are_atomic(shards, periods, opti
 
 def test_an_update_may_be_seen_in_one_shard_and_not_in_another():
     """Negative control: where messages take time, shards differ in whom they hear first."""
-    runs = [run_strategy(Downpour(shards=k), 4, STEPS, network="link(1000, 0.02)") for k in (1, 3)]
+    runs = [run_strategy(Downpour(shards=k, overlap=False), 4, STEPS, network="link(1000, 0.02)") for k in (1, 3)]
     assert not equal_bits(*(run.server for run in runs))
 
 
@@ -240,9 +284,15 @@ def test_alone_nothing_is_late(periods):
 
 
 def test_staleness_counts_what_others_pushed_meanwhile():
-    """Two workers that take turns, n_push = n_fetch = 2: one push of the other in between, none for the first."""
-    run = run_strategy("downpour(2, 2)", 2, 8, compute="constant(1)", network="link(1e12, 0.1)")
+    """Two workers that take turns, n_push = n_fetch = 2: one push of the other in between, none for the first.
+
+    Where the fetch overlaps, the first gradient after it is computed on what was fetched before: two in between.
+    """
+    settings = {"compute": "constant(1)", "network": "link(1e12, 0.1)"}
+    run = run_strategy("downpour(2, 2, overlap=False)", 2, 8, **settings)
     assert [update.staleness for update in run.of(Update)] == [0, *[1] * 7]
+    run = run_strategy("downpour(2, 2)", 2, 8, **settings)
+    assert [update.staleness for update in run.of(Update)] == [0, 1, 1, *[2] * 5]
 
 
 def test_rarer_exchange_costs_accuracy_not_convergence():

@@ -81,10 +81,13 @@ CONSTANT, FEWEST = 64, 24
 """Visits of each worker, where times are constant, and of very many; the first half lets them settle."""
 
 
-def visits(setting: Setting, gradients: int, asking: float, answer: float, after: float) -> list[float]:
+def visits(
+    setting: Setting, gradients: int, asking: float, answer: float, after: float, ahead: bool = False
+) -> list[float]:
     """Seconds of each worker's round: it computes so many gradients, asks, is answered, and sends something more.
 
-    The three are payloads; a recurrence over arrivals at the server's card, in both directions.
+    The three are payloads; a recurrence over arrivals at the server's card, in both directions. `ahead`: the worker
+    asks before it computes, and waits for the answer after that.
     """
     n, lag = setting.workers, setting.latency
     certain = order_statistics.certain(setting.compute)
@@ -92,7 +95,7 @@ def visits(setting: Setting, gradients: int, asking: float, answer: float, after
     clock = setting.compute.start(n, 0)
     begun, free = [0.0] * n, [0.0] * n  # since when a worker computes; when its own card can send
     heads: list[tuple[float, int, int, bool]] = []  # equal times in the order in which they were found
-    drawn, spent, into, out = [0.0] * n, [0.0] * n, 0.0, 0.0
+    drawn, spent, ready, into, out = [0.0] * n, [0.0] * n, [0.0] * n, 0.0, 0.0
     half = count // 2
     seen, number = [0] * n, itertools.count()
 
@@ -100,7 +103,8 @@ def visits(setting: Setting, gradients: int, asking: float, answer: float, after
         at = begun[rank]
         for _ in range(gradients):
             at = clock.finish(rank, at)
-        leaves = max(at, free[rank])
+        leaves = max(begun[rank] if ahead else at, free[rank])
+        ready[rank] = at
         free[rank] = leaves + setting.busy(asking)
         heapq.heappush(heads, (leaves + lag, next(number), rank, True))
         return at - begun[rank]
@@ -113,7 +117,8 @@ def visits(setting: Setting, gradients: int, asking: float, answer: float, after
         if not asks:
             continue
         out = max(out, into) + setting.busy(answer)
-        took, begun[rank] = out + lag - begun[rank], out + lag
+        took = max(out + lag, ready[rank]) - begun[rank]
+        begun[rank] += took
         seen[rank] += 1
         if after:
             heapq.heappush(heads, (max(begun[rank], free[rank]) + lag, next(number), rank, False))

@@ -14,25 +14,13 @@ from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.consistency import Push
+from flockstep.strategies.downpour_replica import Replica
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 
 Request = tuple[Address, FlatArray | None, Note]
-
-
-@dataclass
-class Replica:
-    """What a worker remembers between steps."""
-
-    seen: list[int]
-    """For each shard, the version that the worker's parameters stand for: what it fetched, and its pushes since."""
-    since: list[int]
-    """The same when the first of the accrued gradients was computed."""
-    outboxes: list[Outbox]
-    accrued: FlatArray
-    count: int = 0
 
 
 @dataclass
@@ -47,11 +35,14 @@ class Shard:
 class Downpour(Strategy):
     """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1).
 
-    A worker steps on its replica with the job's optimiser, adds up its gradients, pushes the sum every `n_push` steps
-    and takes the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1, which is `asgd`. A server
-    applies a sum at once, as `rule` says, at the pushing worker's learning rate. What is left is pushed at the end,
-    filters aside. A fetch is waited for, the paper overlaps it; it replaces the replica, also where gradients are not
-    pushed yet. Staleness counts the updates by others since the first of the accrued gradients was computed.
+    A worker steps on its replica with the job's optimizer, adds up its gradients, pushes the sum every `n_push` steps
+    and fetches the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1. A server applies a sum at
+    once, as `rule` says, at the pushing worker's learning rate. What is left is pushed at the end, filters aside.
+
+    A fetch travels while the next gradients are computed, as in the paper. What it brings replaces the replica before
+    the next step that finds it there, also where gradients are not pushed yet; the next fetch begins when the one
+    before is here. With overlap=False it is waited for at once: 1 and 1 is then `asgd`, half as stale.
+    Staleness counts the updates by others since the first of the accrued gradients was computed.
     """
 
     n_push: int = field(default=1, metadata=SHOWN)
@@ -60,6 +51,7 @@ class Downpour(Strategy):
     rule: Rule = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()
     codec: Codec = field(default_factory=Identity)
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         check_filters(self.filters, self.codec)
@@ -99,21 +91,24 @@ class Downpour(Strategy):
             state.accrued += gradient
             state.count += 1
             push, fetch = me.step % self.n_push == 0, me.step % self.n_fetch == 0
+            await state.take(me, wait=fetch)
             pushes = self._pushes(me, state, fetch) if push else []
             me.optimizer_step(gradient)
-            if push and not fetch:
-                for to, data, note in pushes:
-                    me.send(to, "push", data, note)
-            elif fetch:
-                asked = pushes or [(server(i), None, {}) for i in range(self.shards)]
+            asked = pushes or [(server(i), None, {}) for i in range(self.shards) if fetch]
+            if fetch and not self.overlap:
                 replies = await me.ask_all("push" if push else "fetch", asked)
-                for i, part in enumerate(slices(len(me.params), self.shards)):
-                    me.params[part] = replies[i].payload
-                    state.seen[i] = int(replies[i].note["version"])
+                for i, reply in enumerate(replies):
+                    state.place(me, i, reply)
+                continue
+            for to, data, note in asked:
+                me.send(to, "push" if push else "fetch", data, note)
+            if fetch:
+                state.flying = dict.fromkeys(range(self.shards), 0)
 
     async def finish(self, me: Worker) -> None:
-        """Push what has accrued and what filters withheld."""
+        """Wait for what is being fetched; push what has accrued and what filters withheld."""
         state: Replica = me.state
+        await state.collect(me, wait=True)
         if state.count or any(outbox.pending is not None for outbox in state.outboxes):
             for to, data, note in self._pushes(me, state, flush=True):
                 me.send(to, "push", data, note)
@@ -127,7 +122,10 @@ class Downpour(Strategy):
                 self._push(me, state, message)
             if message.tag == "fetch" or message.note.get("fetch"):
                 self.rule.read(me, state.rule, message.source)
-                me.reply(message, me.params, {"version": me.version})
+                if self.overlap:
+                    me.send(message.source, "parameters", me.params, {"version": me.version})
+                else:
+                    me.reply(message, me.params, {"version": me.version})
 
     def _push(self, me: Server, state: Shard, message: Message) -> None:
         note, rank, dtype = message.note, message.source, me.params.dtype.name
@@ -145,6 +143,6 @@ class Downpour(Strategy):
             data = pack(self.filters, self.codec, update, me.params[part], outbox, me.random, flush)
             note = {"version": state.since[i], "lr": me.lr, "count": state.count, "fetch": int(fetch)}
             pushes.append((server(i), data, note))
-            state.seen[i] += 1
+            state.pushed(i)
         state.accrued[:], state.count = 0, 0
         return pushes

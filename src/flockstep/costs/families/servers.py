@@ -51,9 +51,9 @@ def _(strategy: Downpour, setting: Setting) -> StepCost:
         raise no_form(strategy, "pushes and fetches that come at different steps, or to several shards, meet by chance")
     period, n, pushed = strategy.n_push, setting.workers, setting.encoded(strategy.codec)
     coding = setting.coding(strategy.codec, setting.elements) + setting.updating(setting.elements)
-    periods = queues.visits(setting, period, pushed, setting.nbytes, 0.0)
+    periods = queues.visits(setting, period, pushed, setting.nbytes, 0.0, strategy.overlap)
     seconds = sum(periods) / n / period
-    late = staleness.mean_staleness(n, 1)
+    late = staleness.mean_staleness(n, 1) * (2 if strategy.overlap else 1)  # computed on what was fetched before
     return step(
         setting,
         seconds + setting.updating(setting.elements) + coding / period,
