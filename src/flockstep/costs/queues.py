@@ -96,8 +96,7 @@ def visits(
     begun, free = [0.0] * n, [0.0] * n  # since when a worker computes; when its own card can send
     heads: list[tuple[float, int, int, bool]] = []  # equal times in the order in which they were found
     drawn, spent, ready, into, out = [0.0] * n, [0.0] * n, [0.0] * n, 0.0, 0.0
-    half = count // 2
-    seen, number = [0] * n, itertools.count()
+    seen, number, half = [0] * n, itertools.count(), count // 2
 
     def ask(rank: int) -> float:
         at = begun[rank]
@@ -124,11 +123,14 @@ def visits(
             heapq.heappush(heads, (max(begun[rank], free[rank]) + lag, next(number), rank, False))
             free[rank] = max(begun[rank], free[rank]) + setting.busy(after)
         if seen[rank] < count:
-            busy = ask(rank)
-            drawn[rank] += busy * (seen[rank] >= half)
+            drawn[rank] += ask(rank) * (seen[rank] >= half)
         spent[rank] += took * (seen[rank] > half)
-    rounds = count - half
-    if certain or setting.compute.sharing:
+    return _per_round(setting, gradients, spent, drawn, count - half)
+
+
+def _per_round(setting: Setting, gradients: int, spent: list[float], drawn: list[float], rounds: int) -> list[float]:
+    """Seconds of each worker's round; random gradients with their mean in place of what was drawn for them."""
+    if order_statistics.certain(setting.compute) or setting.compute.sharing:
         return [one / rounds for one in spent]
-    means = [gradients * order_statistics.mean_of_worker(setting.compute, rank) for rank in range(n)]
+    means = [gradients * order_statistics.mean_of_worker(setting.compute, rank) for rank in range(setting.workers)]
     return [mean + (one - busy) / rounds for one, mean, busy in zip(spent, means, drawn, strict=True)]
