@@ -99,7 +99,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert ended.code == 1
     assert re.fullmatch(r"flockstep: the loss of worker \d is (inf|nan) at step \d+; lower .*\n", ended.err)
     assert ended.summary is not None
-    assert ended.summary["status"] == "failed"
+    assert ended.summary["status"] == "diverged"
 
 
 OTHER_MODEL = """
@@ -168,5 +168,5 @@ def test_what_does_not_react_to_an_interrupt_is_killed(tmp_path: Path) -> None:
     wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
     run.fault(signal.SIGTERM, "main")
     ended = run.end()
-    assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
+    assert (ended.code, ended.err) == (130, "flockstep: stopped by SIGTERM; what was computed is in the record\n")
     assert ended.seconds < 5

@@ -29,7 +29,8 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
     ended = run.end()
     assert ended.seconds < 5
     assert ended.code == 130
-    assert ended.err == "flockstep: interrupted; what was computed is in the record\n"
+    why = "stopped by SIGTERM" if kind == signal.SIGTERM else "interrupted"
+    assert ended.err == f"flockstep: {why}; what was computed is in the record\n"
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
     assert ended.summary["best_metric"] is not None

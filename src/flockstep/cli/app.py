@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -46,6 +47,8 @@ def run(arguments: list[str]) -> int:
     said = {"debug": "--debug" in ours}
     rest = [argument for argument in ours if argument != "--debug"] + scripts
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         code: int | None = app(rest, standalone_mode=False, obj=said)
         if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
@@ -58,7 +61,11 @@ def run(arguments: list[str]) -> int:
     except TyperException as error:
         return _say(error, 2, said["debug"])
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _say(Interrupted("interrupted"), INTERRUPTED, said["debug"] and isinstance(error, KeyboardInterrupt))
+        return _say(
+            Interrupted(str(error) or "interrupted"),
+            INTERRUPTED,
+            said["debug"] and isinstance(error, KeyboardInterrupt),
+        )
     except OSError as error:  # a folder that cannot be written to, a full disk
         return _say(error, 1, said["debug"])
 
@@ -70,7 +77,8 @@ def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    why = " because its terminal is gone" if signum == signal.SIGHUP else ""
+    raise KeyboardInterrupt(f"stopped by {signal.Signals(signum).name}{why}")
 
 
 def _say(error: Exception, code: int, debug: bool) -> int:
@@ -80,7 +88,8 @@ def _say(error: Exception, code: int, debug: bool) -> int:
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; free it, or choose another place with --out"
-    print(f"flockstep: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        print(f"flockstep: {text}", file=sys.stderr)
     return code
 
 
@@ -108,6 +117,7 @@ def train(
     result: o.Result = None,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
+    step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
     out: o.Out = None,
@@ -176,6 +186,7 @@ def compare(
     result: o.Result = None,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
+    step_timeout: o.StepTimeout = None,
     threads: o.Threads = 1,
     imports: o.Imports = None,
     out: o.Out = None,
@@ -199,6 +210,7 @@ def launch(
     workers: o.Workers = 4,
     transport: o.TransportText = "shared_memory",
     heartbeat: o.Heartbeat = 5.0,
+    step_timeout: o.StepTimeout = None,
     threads: o.ScriptThreads = None,
     imports: o.Imports = None,
     output: o.Ranks = "all",

@@ -51,6 +51,10 @@ TransportText = Annotated[
     str, typer.Option("--transport", help="How processes talk: shared_memory, ipc, tcp or namespaces(…).")
 ]
 Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
+StepTimeout = Annotated[
+    float | None,
+    typer.Option("--step-timeout", help="Seconds for a step, or for joining, after which the run ends (default: any)."),
+]
 Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
 ScriptThreads = Annotated[
     int | None,
@@ -85,7 +89,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on standar
 
 _NOT_OF = {
     "train": ("network", "compute", "faults", "until_target"),
-    "simulate": ("transport", "heartbeat"),
+    "simulate": ("transport", "heartbeat", "step_timeout"),
     "launch": (),
 }
 

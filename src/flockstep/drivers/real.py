@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
+from flockstep.drivers.any_seat import AnySeat
 from flockstep.drivers.member import PAUSE, Member, stopped
 from flockstep.drivers.renewal import Reception
 from flockstep.drivers.settings import taken_over
@@ -25,6 +25,8 @@ from flockstep.transports.zeromq import LAUNCHER, Backlog
 
 PROGRESS_PERIOD = 0.2
 """Seconds between two reports of progress to the supervisor."""
+WAIT_PERIOD = 1.0
+"""Seconds that a worker waits before it tells the supervisor what for, and between two such reports."""
 GLANCE = 0.001
 """Seconds that one wait for a message lasts while background tasks wait for something else."""
 
@@ -52,6 +54,7 @@ class Seat:
         self._emit = emit
         self._start = time.monotonic()
         self._reported = -PROGRESS_PERIOD
+        self._moved = 0.0
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
@@ -89,6 +92,7 @@ class Seat:
             PeerLost: one of them will never come.
         """
         self._wanted = Wanted("sum")
+        self._tell_waiting()
         self.collect()
         self._look_for_leavers()
         self._wanted = None
@@ -124,9 +128,8 @@ class Seat:
             self._look_for_leavers()
             if self.reception is not None:
                 self.reception.attend(idle=wanted == Wanted())
-            if not node.poll():
-                self._take(self._member.next())
-            elif (message := self._member.receive(GLANCE)) is not None:
+            self._tell_waiting()
+            if (message := self._member.receive(GLANCE if node.poll() else WAIT_PERIOD)) is not None:
                 self._take(message)
             if self.reception is not None and self.reception.stopped:
                 continue
@@ -146,6 +149,7 @@ class Seat:
         """
         self._wanted = work
         while not self._ended(work):
+            self._tell_waiting()
             self.collect()
             self._look_for_leavers()
         self._wanted = None
@@ -165,11 +169,17 @@ class Seat:
     def report(self, loss: float | None) -> None:
         """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
         self.collect()
-        now = self.now
+        now = self._moved = self.now
         if now - self._reported >= PROGRESS_PERIOD:
             self._reported = now
             note = {"step": self.node.step, "t": now}
             self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
+
+    def _tell_waiting(self) -> None:
+        """Tell the supervisor, now and then, what this worker has waited for since its last step."""
+        if self.node.address >= 0 and self.now - self._moved >= WAIT_PERIOD:
+            self._moved = self.now
+            self._member.tell("progress", None, {"step": self.node.step, "for": str(self._wanted)})
 
     def tick(self) -> None:
         """A worker is about to compute: hand in its parameters if an evaluation is due."""
@@ -265,35 +275,6 @@ class Seat:
             self._take(message)
 
 
-class AnySeat(Protocol):
-    """What a runner needs of a seat."""
-
-    account: Account
-    node: Node
-
-    @property
-    def now(self) -> float:
-        """Seconds since the start."""
-
-    def collect(self) -> None:
-        """Take in what has arrived by now."""
-
-    def wait(self, wanted: Wanted) -> Message:
-        """The message that the program waits for."""
-
-    def join(self, work: Work) -> None:
-        """Wait for what is no message."""
-
-    def report(self, loss: float | None) -> None:
-        """A worker has completed a step."""
-
-    def tick(self) -> None:
-        """A worker is about to compute."""
-
-    def server_ticks(self) -> None:
-        """A server is about to wait."""
-
-
 class Runner:
     """Drives a program from one gradient to the next. `need` is the gradient that it waits for."""
 
@@ -303,8 +284,7 @@ class Runner:
         self._seat = seat
         self._last = seat.now
         self._whole: tuple[FlatArray, float | None] | None = None
-        self._looked_at: int | None = None
-        """The first element of the parts of a gradient that have been looked at; None: nothing of the next one yet."""
+        self._looked_at: int | None = None  # where the parts of a gradient begin that have been looked at
 
     @property
     def awaited(self) -> int:

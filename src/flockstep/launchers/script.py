@@ -83,6 +83,7 @@ def launch(
         start_worker,
         start_server,
         patience=None,
+        step_timeout=config.step_timeout,
     )
     outcome = supervisor.run(result_of)
     drain_all(scripts)

@@ -18,4 +18,4 @@ class Standing:
     def progress(self, note: Note) -> None:
         """The node reports how far it is."""
         self.step = int(note["step"])
-        self.loss = float(note["loss"]) if "loss" in note else None
+        self.loss = float(note["loss"]) if "loss" in note else self.loss

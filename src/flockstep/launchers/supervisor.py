@@ -27,6 +27,7 @@ from flockstep.launchers.health import Health, last_step
 from flockstep.launchers.link import Link
 from flockstep.launchers.movers import Movers
 from flockstep.launchers.standing import Standing
+from flockstep.launchers.waits import Waits
 from flockstep.messages import Address, Message, node_name, server
 from flockstep.records.events import Lost
 from flockstep.records.folder import RunFolder
@@ -79,6 +80,7 @@ class Supervisor:
         start_server: Callable[[Ticket, int, Hello], Child],
         show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
         patience: float | None = GRACE,
+        step_timeout: float | None = None,
     ):
         """`patience` is how many seconds processes may live on after a run that went well.
 
@@ -108,6 +110,7 @@ class Supervisor:
         self._ready: set[Address] = set()
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
+        self._waits = Waits(workers, step_timeout)
         self._movers = Movers(workers, self.outcome.lost, self._done)
         self._draws = Draws(workers)
 
@@ -122,8 +125,8 @@ class Supervisor:
             self._dismiss(result(self.outcome))
         except FlockstepError as error:
             self.outcome.error = error
-        except KeyboardInterrupt:
-            self.outcome.error = Interrupted("interrupted; what was computed is in the record")
+        except KeyboardInterrupt as stop:
+            self.outcome.error = Interrupted(f"{str(stop) or 'interrupted'}; what was computed is in the record")
         except Exception as error:  # noqa: BLE001 - of the system: no folder for the sockets, no more processes, …
             self.outcome.error = RunError(f"the run could not be supervised: {in_short(error)}")
             self.outcome.error.__cause__ = error
@@ -190,6 +193,7 @@ class Supervisor:
             for link in list(self._links.values()):
                 self._hear(link)
         self._look_after_children()
+        self._waits.look(self._links.keys(), self._done | self._gone)
 
     def _hear(self, link: Link) -> None:
         try:
@@ -269,6 +273,7 @@ class Supervisor:
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
                     self._went = time.monotonic()
+                    self._waits.begin()
                     # All are connected; so even a killed supervisor leaves no sockets.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
@@ -280,6 +285,7 @@ class Supervisor:
                 self._buffers[address] = message.payload
             case "progress":
                 self.standings[address].progress(note)
+                self._waits.hear(address, note)
             case "gradient":
                 self._draws.hear(address, note)
             case "snapshot" | "done":

@@ -66,6 +66,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
         start_worker,
         start_server,
         show,
+        step_timeout=config.step_timeout,
     )
     with finished(record, config):
         outcome = supervisor.run()

@@ -33,8 +33,9 @@ _OPTIONS = (
     "target",
     "threads",
     "heartbeat",
+    "step_timeout",
 )
-_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat")
+_LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout")
 """A launched script says the rest itself."""
 LONGEST_HEARTBEAT = 3600
 """Seconds; ZeroMQ cannot count twice as many."""
@@ -82,6 +83,8 @@ class RunConfig:
     """Threads of the numerical libraries in each process."""
     heartbeat: float | None = None
     """Seconds of silence after which a node counts as lost."""
+    step_timeout: float | None = None
+    """Seconds that a worker may take for a step, or for joining the run, before the run ends; None: any number."""
     imports: tuple[str, ...] = ()
     """Python files that register components of one's own, run before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -101,6 +104,11 @@ class RunConfig:
         if self.heartbeat is not None and not 1 <= self.heartbeat <= LONGEST_HEARTBEAT:
             raise ConfigurationError(
                 f"heartbeat must be >= 1 s and <= {LONGEST_HEARTBEAT} s, got {self.heartbeat:g}; 5 is usual"
+            )
+
+        if self.step_timeout is not None and not self.step_timeout > 0:
+            raise ConfigurationError(
+                f"step_timeout must be > 0 s, got {self.step_timeout:g}; leave it out to wait as long as it takes"
             )
 
     @property

@@ -1,0 +1,136 @@
+"""Whom a run waits for: said again and again, and ended at a limit; and why a supervisor was stopped."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from flockstep.errors import RunError
+from flockstep.launchers.waits import Waits
+from support.processes import PATIENCE, RealRun, wait_until
+
+
+class Told:
+    """Waits with a clock of its own."""
+
+    def __init__(self, workers: int = 3, limit: float | None = None):
+        self.time, self.lines = 0.0, list[str]()
+        self.waits = Waits(workers, limit, self.lines.append, 10.0, lambda: self.time)
+        self.joined, self.ended = set(range(workers)), set[int]()
+
+    def until(self, time: float, *waiting: int, moving: tuple[int, ...] = ()) -> list[str]:
+        """Second by second; some say that they wait, some take steps. Returns what was said."""
+        before = len(self.lines)
+        while self.time < time:
+            self.time += 1.0
+            for rank in waiting:
+                self.waits.hear(rank, {"step": 8, "for": f"'reduce' from worker {rank - 1}"})
+            for rank in moving:
+                self.waits.hear(rank, {"step": int(self.time)})
+            self.waits.look(self.joined, self.ended)
+        return self.lines[before:]
+
+
+def test_who_hangs_is_named_every_ten_seconds_with_what_the_others_wait_for() -> None:
+    told = Told()
+    for rank in range(3):
+        told.waits.hear(rank, {"step": 7})
+    assert told.until(9, 0, 2) == []
+    said = told.until(35, 0, 2)
+    assert len(said) == 3
+    assert said[0] == (
+        "waiting for worker 1 (after step 7): no step for 10 s; worker 0 at step 8 waits for 'reduce' from worker -1; "
+        "worker 2 at step 8 waits for 'reduce' from worker 1; --step-timeout SECONDS ends such a run"
+    )
+    assert "no step for 30 s" in said[2]
+
+
+def test_long_steps_for_which_nobody_waits_are_no_news() -> None:
+    told = Told()
+    assert told.until(25) == []
+    told.waits.hear(0, {"step": 1})
+    assert told.until(60, moving=(0, 2)) == []
+    told.ended.add(0)
+    assert told.until(61, moving=(2,)) == [
+        "waiting for worker 1 (after step 0): no step for 61 s; --step-timeout SECONDS ends such a run"
+    ]
+
+
+def test_who_has_not_joined_is_named() -> None:
+    told = Told()
+    told.joined = {0, 2}
+    said = told.until(20)
+    assert len(said) == 2
+    assert said[1].startswith("waiting for worker 1 to join the run for 20 s (a script joins it by calling")
+
+
+def test_a_deadlock_names_everyone() -> None:
+    assert Told(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
+
+
+def test_a_limit_ends_the_run() -> None:
+    told = Told(limit=4.0)
+    assert told.until(3, 0, 2) == []
+    said = r"waiting for worker 1 \(after step 0\): no step for 4 s; .*longer than --step-timeout 4: mend what hangs"
+    with pytest.raises(RunError, match=said):
+        told.until(4, 0, 2)
+    told = Told(limit=4.0)
+    assert told.until(40, moving=(0, 1, 2)) == []
+
+
+ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "dpsgd(ring)"])
+def test_a_worker_that_hangs_is_named_and_ends_the_run_in_time(strategy: str, tmp_path: Path) -> None:
+    run = RealRun(["train", "quadratic", "-s", strategy, *ENDLESS, "--step-timeout", "25"], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(signal.SIGSTOP, "worker-1")
+    ended = run.end()
+    assert ended.code == 1
+    assert re.search(r"waiting for worker 1 \(after step \d+\): no step for \d+ s; worker [02] at step", ended.err)
+    assert "longer than --step-timeout 25" in ended.err
+    assert ended.summary is not None
+    assert ended.summary["status"] == "failed"
+    assert "worker 1" in ended.summary["error"]
+
+
+def test_a_worker_that_hangs_is_spoken_of_while_the_run_waits(tmp_path: Path) -> None:
+    run = RealRun(["train", "quadratic", "-s", "all_reduce", *ENDLESS], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(signal.SIGSTOP, "worker-2")
+    wait_until(lambda: "waiting for worker 2 (after step" in run.err, PATIENCE, "the sentence")
+    run.fault(signal.SIGCONT, "worker-2")
+    before = run.steps(0)
+    wait_until(lambda: run.steps(0) > before + 10, PATIENCE, "work after the wait")
+    run.fault(signal.SIGINT, "main")
+    assert run.end().code == 130
+
+
+def test_a_rank_that_never_joins_ends_the_run_in_time(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "if os.environ['RANK'] == '1':\n    signal.pause()\n"
+        "import flockstep\nwith flockstep.join() as mover:\n    mover.barrier()\n"
+    )
+    ended = RealRun(["launch", "-n", "2", "--step-timeout", "6", str(script)], tmp_path / "run").end()
+    assert ended.code == 1
+    assert "worker 1 to join the run for" in ended.err
+    assert ended.summary is not None
+    assert "longer than --step-timeout 6" in ended.summary["error"]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
+def test_a_supervisor_that_is_told_to_stop_says_by_what(kind: signal.Signals, tmp_path: Path) -> None:
+    run = RealRun(["train", "quadratic", "-s", "all_reduce", *ENDLESS], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(kind, "main")
+    ended = run.end()
+    assert ended.code == 130
+    assert ended.summary is not None
+    assert ended.summary["status"] == "interrupted"
+    assert kind.name in ended.summary["error"]
