@@ -251,3 +251,38 @@ def test_nothing_of_the_old_model_comes_back(strategy: str, uneven: int, tmp_pat
     script.write_text(RENEWED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
     ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
     assert (ended.code, ended.out) == (0, ""), ended.err
+
+
+GOES_ON = """
+import flockstep.errors
+inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = flockstep.distribute(model, inner, "ps(bsp, shards=2)")
+for step in range(3):
+    gradient(step)
+    optimizer.step()
+if rank == 0:  # one rank alone may ask
+    save("checkpoint", (copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())))
+for _ in range(2):
+    for step in range(3, 6):
+        gradient(step)
+        optimizer.step()
+    save("end", [p.detach().clone() for p in model.parameters()])
+    if (HERE / f"first-{rank}").exists():
+        break
+    save("first", [p.detach().clone() for p in model.parameters()])
+    while not (HERE / "checkpoint-0").exists():
+        pass
+    model_state, optimizer_state = torch.load(HERE / "checkpoint-0")
+    model.load_state_dict(model_state)
+    optimizer.load_state_dict(optimizer_state)
+    optimizer.sync()
+optimizer.finish()
+"""
+
+
+def test_a_run_with_servers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Parameters and momentum of the servers, saved by rank 0 and loaded again: the same steps in every bit."""
+    fine(outcome(PLAIN + GOES_ON, tmp_path))
+    first, end = saved(tmp_path, "first"), saved(tmp_path, "end")
+    assert all(torch.equal(a, b) for r in (0, 1) for a, b in zip(first[r], end[r], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first[0], first[1], strict=True))

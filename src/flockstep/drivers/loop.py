@@ -18,7 +18,7 @@ from flockstep.drivers.account import fingerprint
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
-from flockstep.drivers.renewal import common, end_tasks, forget, meet, renewed
+from flockstep.drivers.renewal import common, end_tasks, forget, meet, remembered, renewed
 from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.solo import SoloSeat
 from flockstep.drivers.ticket import claim_ticket, ticket_from_environment
@@ -139,6 +139,11 @@ class Loop:
             self._runner.advance(self.gradients)
 
     @property
+    def finished(self) -> bool:
+        """Whether the run has ended for this worker."""
+        return self._finished or self._failure is not None
+
+    @property
     def awaited(self) -> int:
         """The first element of the part of the gradients that the strategy waits for; 0: it waits for all."""
         return 0 if self._finished or self._failure is not None else self._runner.awaited
@@ -236,13 +241,17 @@ class Loop:
             self._runner.close()
             end_tasks(worker)
             self._params[:] = new
-            self._run("servers", lambda me: renewed(me, self._held(), optimizer))
+            self._run("servers", lambda me: renewed(me, self.held, optimizer))
             forget(worker)
             worker.state = self.strategy.worker_state(worker)
             self._runner = Runner(self.strategy.worker(worker), self._seat)
             self._runner.advance(None)
             if self.watch is not None:
                 self.watch.note()
+
+    def remembered(self) -> OptimizerState:
+        """What the servers' optimizers remember of past steps; any worker may ask alone, between two steps."""
+        return self.exchange("servers", lambda me: remembered(me, self.held))
 
     def common(self) -> FlatArray:
         """The model (K,) that the run would result in now, the same on every worker; every worker has to call it.
@@ -258,9 +267,11 @@ class Loop:
                 f"{self.strategy} results in the {policy} of its replicas, got a call for one common model; evaluate "
                 "each rank's own"
             )
-        return self.exchange("servers", lambda me: common(me, policy, self._held()))
+        return self.exchange("servers", lambda me: common(me, policy, self.held))
 
-    def _held(self) -> list[slice]:
+    @property
+    def held(self) -> list[slice]:
+        """For each server, which of the parameters it holds."""
         return self.strategy.held(self.workers, len(self._params))
 
     def _require_running(self, way_out: str) -> None:

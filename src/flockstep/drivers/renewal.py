@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.tracker import Tick
+from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Message, server
 from flockstep.nodes import Node, Server, Worker
@@ -116,6 +116,14 @@ def forget(node: Node) -> None:
         node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
 
 
+async def told(me: Worker, steps: int) -> int:
+    """How many steps the optimizer of rank 0 remembers."""
+    if me.rank == 0:
+        me.send_all(me.peers, "steps", None, {"steps": steps})
+        return steps
+    return int((await me.receive("steps", 0)).note["steps"])
+
+
 async def meet(me: Worker, word: str) -> None:
     """Wait until every other worker that lives has said `word` too."""
     me.send_all(me.peers, word)
@@ -179,7 +187,7 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 async def remembered(me: Worker, held: Sequence[slice]) -> OptimizerState:
     """What the servers' optimizers remember, in one piece."""
     whole = OptimizerState()
-    for index in reversed(range(len(held))):
+    for index in deciding(held):
         reply = await me.ask(server(index), "read", None, {"what": "optimizer"})
         whole.steps = int(reply.note["steps"])
         for name in filter(None, str(reply.note["slots"]).split(",")):

@@ -29,6 +29,8 @@ class Guard:
         self._versions: list[int] = []
         self._sums: list[int] = []
         self._turn = 0
+        self.unsent = False
+        """The script has loaded a state of the optimizer that the servers do not have yet."""
         self._finite = True
         self.note()
 
@@ -40,6 +42,11 @@ class Guard:
                 to do.
         """
         self.check_structure()
+        if self.unsent:
+            raise ConfigurationError(
+                "optimizer.load_state_dict() has loaded what servers are to remember; call optimizer.sync() on every "
+                "rank before the next step"
+            )
         for entry, parameter, place in zip(self._flat.schema.entries, self._flat.parameters, self._places, strict=True):
             if parameter.data_ptr() != place:
                 raise ConfigurationError(_changed(entry.name))

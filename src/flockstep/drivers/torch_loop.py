@@ -16,6 +16,7 @@ from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_p
 from flockstep.drivers.torch_clipping import Clipping, Watch
 from flockstep.drivers.torch_guard import Guard
 from flockstep.drivers.torch_join import Consent
+from flockstep.drivers.torch_memory import ServerMemory
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
@@ -82,6 +83,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watch = Watch(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
         self.loop.watch = self._guard = Guard(self.flat)
+        self._memory = ServerMemory(self.flat, optimizer, self.loop, self._spec if server_side else None)
+        self._memory.begin()
 
     def __getattr__(self, name: str) -> Any:
         """Hooks, and whatever else the wrapper has not, are the original's."""
@@ -221,6 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """End the run; afterwards the model holds the result, the same on every worker."""
         self._backward.end()
+        self._memory.keep()
         self.loop.finish()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()
@@ -228,8 +232,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def sync(self) -> None:
         """Go on from a model that the script has changed or loaded; call it on every rank, between two steps.
 
-        All ranks and servers take rank 0's parameters and buffers, and the strategy begins anew, as at the start. Each
-        rank's own optimizer goes on with what it remembers.
+        All ranks and servers take rank 0's parameters and buffers, and the strategy begins anew, as at the start.
+        Optimizers go on with what they remember, those of servers with what rank 0 has loaded, if it has.
 
         Raises:
             ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
@@ -237,7 +241,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._guard.check_structure()
         self._backward.require_whole()
         self._guard.adopt()
-        self.loop.renew(None)
+        self.loop.renew(self._memory.loaded())
+        self._guard.unsent = False
         self._backward.begin()
         self._take_first_buffers()
 
@@ -275,12 +280,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def state_dict(self) -> dict[str, Any]:
-        """The original's."""
+        """The original's; where servers step, with what their optimizers remember. One rank may call it alone."""
+        self._memory.fetch()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the original."""
+        """Into the original; where servers step, `sync()` on every rank has to follow."""
         self.inner.load_state_dict(state_dict)
+        self._guard.unsent = self._memory.check_loaded()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"
