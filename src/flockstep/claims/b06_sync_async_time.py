@@ -56,7 +56,7 @@ class SyncAsyncTime(Claim):
     seeds: int = 5
     statement: ClassVar[str] = (
         "With memoryless gradient times asynchronous SGD reaches its target several times sooner than synchronous SGD; "
-        "the first half of the workers' gradients lie between; with workers that are all alike the advantage is gone"
+        "the first half of the workers' gradients lie between; with workers that are all alike the advantage is smaller"
     )
     source: ClassVar[str] = (
         "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (error over runtime). The figures to compare with are those of a "
