@@ -85,3 +85,15 @@ class Diverged(RunError):
 
 class Interrupted(RunError):
     """The user, or the system, asked the run to stop."""
+
+
+def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
+    """The error that another process has raised: its type's name, its sentence, and where it came from."""
+    error = {sub.__name__: sub for sub in _tree(FlockstepError)}.get(kind, RunError)(reason)
+    if note:
+        error.add_note(note)
+    return error
+
+
+def _tree(kind: type[FlockstepError]) -> list[type[FlockstepError]]:
+    return [kind, *(found for sub in kind.__subclasses__() for found in _tree(sub))]

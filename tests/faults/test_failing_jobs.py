@@ -6,9 +6,12 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from flockstep.drivers.setup import prepare
 from flockstep.launchers.supervisor import GRACE
+from flockstep.records.folder import RunFolder
 from support.processes import PATIENCE, RealRun, wait_until
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10"]
@@ -71,6 +74,9 @@ def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, tm
     assert found[1] in ended.summary["error"]
     assert ended.summary["lost"] == []
     assert ended.summary["best_metric"] is not None, "evaluations handed in before are kept"
+    assert ended.summary["result_step"] > 30
+    record = RunFolder(tmp_path / "run")
+    assert not np.array_equal(record.read_result()[0], prepare(record.read_config())[0].initial())
 
 
 def test_its_traceback_is_shown_on_request(tmp_path: Path) -> None:

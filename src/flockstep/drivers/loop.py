@@ -123,9 +123,9 @@ class Loop:
             self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
         )
         worker.schema = schema
+        self._seat.node = worker
         self.gradients = self._home(worker, gradients)
         worker.state = strategy.worker_state(worker)
-        self._seat.node = worker
         self._runner = Runner(strategy.worker(worker), self._seat)
         with self._telling():
             self._runner.advance(None)
@@ -341,7 +341,7 @@ class Loop:
         self._params[:] = params
         self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
         self._seat = Seat(self._member, bool(self.strategy.traits.survives), 0, self._events.write)
-        self._seat.buffers = self._buffers
+        self._seat.snapshots.buffers = self._buffers
         take_place(Place(self._member, self._seat.figure))
         return cluster
 
@@ -367,6 +367,8 @@ class Loop:
         self._failure = error
         if self._member is not None and not self._member.closed:
             step = self._worker.step if self._worker is not None else None
+            if self._worker is not None and isinstance(self._seat, Seat):
+                self._seat.salvage()
             self._member.fail(failure_of(error, self._member.ticket, step))
             self._leave_groups(failed=True)
             self._member.close(0.3)

@@ -57,11 +57,12 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             worker.state = plan.strategy.worker_state(worker)
             worker.freeze = Copies(member.endpoint.me.heap, worker.lost).frozen
             seat.node = worker
+            guard.seat = seat
             worker.rendezvous = seat.meeting()
             group = group_of(member, cluster)
             worker.together = None if group is None else Together(group, seat)
             gradient = home_of(group, len(params), params.dtype.name)
-            seat.buffers = lambda: engine.buffers(ticket.address)
+            seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
             _train(engine, worker, stepper, seat, plan, gradient)
             seat.close()
         member.wait_for_end()
@@ -86,6 +87,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             node.state = rule.master_state(node)
             node.freeze = Copies(member.endpoint.me.heap, node.lost).frozen
             seat.node = node
+            guard.seat = seat
             seat.reception = Reception(node, rule)
             _serve(rule, node, seat, seat.reception)
             seat.close()
@@ -138,6 +140,7 @@ class _Guard:
     def __init__(self) -> None:
         self.member: Member | None = None
         self.worker: Worker | None = None
+        self.seat: Seat | None = None
         self.code = 0
 
 
@@ -155,6 +158,8 @@ def _guarded(ticket: Ticket) -> Iterator[_Guard]:
         if guard.member is None:
             knock(ticket, failure)
         else:
+            if guard.seat is not None:
+                guard.seat.salvage()
             guard.member.fail(failure)
     finally:
         if guard.worker is not None and guard.worker.rendezvous is not None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account, Emit
@@ -14,6 +11,7 @@ from flockstep.drivers.any_seat import AnySeat
 from flockstep.drivers.member import PAUSE, Member, stopped
 from flockstep.drivers.renewal import Reception
 from flockstep.drivers.settings import taken_over
+from flockstep.drivers.snapshots import Snapshots
 from flockstep.drivers.tracker import FINAL, Progress
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
@@ -47,7 +45,7 @@ class Seat:
         self.node: Node
         self.progress: Progress | None = None
         self.reception: Reception | None = None  # what a server answers besides its program
-        self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
+        self.snapshots = Snapshots(member)
         self._member = member
         self._survives = survives
         self._every = every
@@ -174,6 +172,7 @@ class Seat:
             self._reported = now
             note = {"step": self.node.step, "t": now}
             self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
+        self.snapshots.newest(self.node, lambda: self.now, self.account.sent_bytes)
 
     def _tell_waiting(self) -> None:
         """Tell the supervisor, now and then, what this worker has waited for since its last step."""
@@ -191,15 +190,16 @@ class Seat:
         if self.progress is not None:
             for tick in self.progress.due():
                 self.hand_in(tick)
+        if self.node.address < 0:
+            self.snapshots.newest(self.node, lambda: self.now, self.account.sent_bytes)
 
     def hand_in(self, tick: float) -> None:
-        """Send the node's parameters, as they are now, to be evaluated off the clock."""
-        node = self.node
-        note = {"tick": tick, "t": self.now, "step": node.step, "sent": self.account.sent_bytes}
-        buffers = self.buffers()
-        if len(buffers):
-            self._member.tell("buffers", buffers)
-        self._member.tell("done" if tick == FINAL else "snapshot", node.params, note)
+        """Hand in the node's parameters, as they are now, to be evaluated off the clock."""
+        self.snapshots.hand_in(self.node, tick, self.now, self.account.sent_bytes)
+
+    def salvage(self) -> None:
+        """The run fails: hand in what there is."""
+        self.snapshots.salvage(self.node, self.now, self.account.sent_bytes)
 
     def close(self) -> None:
         """The program has ended: close the books and hand in the final parameters."""

@@ -7,7 +7,7 @@ policy would choose then is evaluated, and the replicas' distance from their mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +38,15 @@ class Tick:
     reference: FlatArray | None = None
     offset: npt.NDArray[np.float64] | None = None
     squares: float = 0.0
-    kept: dict[Address, FlatArray] = field(default_factory=dict)
+    kept: MutableMapping[Address, FlatArray] = field(default_factory=dict)
+
+    def ranks(self) -> list[int]:
+        """The workers whose parameters are kept."""
+        return sorted(address for address in self.kept if address >= 0)
+
+    def first(self) -> FlatArray | None:
+        """The replica of the first worker that is there."""
+        return self.reference
 
     def add_worker(self, params: FlatArray, step: int, sent: int, samples: int = 0) -> None:
         """Add a replica to the sums."""
@@ -62,13 +70,15 @@ class Tick:
         mean: FlatArray = (self.reference + self.offset / self.workers).astype(self.reference.dtype)
         return mean
 
-    def divergence(self) -> float:
-        """Root mean square distance of the replicas from their mean."""
+    def variance(self) -> float:
+        """Mean square distance of the replicas from their mean, up to rounding."""
         assert self.offset is not None
         mean_offset = self.offset / self.workers
-        return math.sqrt(
-            max(self.squares / self.workers - float(mean_offset @ mean_offset), 0.0)
-        )  # not a number stays so
+        return self.squares / self.workers - float(mean_offset @ mean_offset)
+
+    def divergence(self) -> float:
+        """Root mean square distance of the replicas from their mean."""
+        return math.sqrt(max(self.variance(), 0.0))  # not a number stays so
 
     def model(self, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray | None:
         """The model that a policy chooses without evaluating any; None where the node that holds it is missing."""
@@ -79,17 +89,17 @@ class Tick:
         if policy == "ensemble":
             return None  # everyone keeps its own
         # The first replica that is still there stands in for a lost rank 0.
-        return self.kept.get(0, self.reference)
+        return self.kept[0] if 0 in self.kept else self.first()
 
     def _served(self, held: Sequence[slice]) -> FlatArray | None:
         """What the servers hold together; where two hold the same, what the first one does."""
-        if not self.kept:
-            return None
-        size, dtype = max(part.stop for part in held), next(iter(self.kept.values())).dtype
-        whole, known = np.empty(size, dtype), np.zeros(size, bool)
+        size = max((part.stop for part in held), default=0)
+        whole: FlatArray | None = None
+        known = np.zeros(size, bool)
         for index in reversed(range(len(held))):
-            params = self.kept.get(server(index))
-            if params is not None:
+            if server(index) in self.kept:
+                params = self.kept[server(index)]
+                whole = np.empty(size, params.dtype) if whole is None else whole
                 whole[held[index]], known[held[index]] = params, True
         return whole if known.all() else None
 
@@ -140,10 +150,13 @@ class Tracker:
     def lose(self, address: Address) -> None:
         """Wait for this node no more."""
         self._alive.discard(address)
-        for tick in sorted(self._ticks):
-            entry = self._ticks[tick]
+        for entry in self._ticks.values():
             entry.missing.discard(address)
-            if not entry.missing:
+        self._evaluate_complete()
+
+    def _evaluate_complete(self) -> None:
+        for tick in sorted(self._ticks):
+            if not self._ticks[tick].missing:
                 self._evaluate(tick)
 
     def close(self) -> None:
@@ -161,12 +174,13 @@ class Tracker:
         params = self._choose(entry)
         if params is None or entry.workers == 0:
             return
+        self._chosen(tick, entry, params)
         if params.ndim == 2:
-            evaluation = self._engine.evaluate_together(params, sorted(entry.kept))
+            evaluation = self._engine.evaluate_together(params, entry.ranks())
         else:
             evaluation = self._engine.evaluate(params, range(self._cluster.workers))
         if tick >= self._latest:
-            self._latest, self.result, self.evaluation = tick, params, evaluation
+            self._latest, self.evaluation = tick, evaluation
         self._emit(
             Snapshot(
                 entry.t,
@@ -187,20 +201,21 @@ class Tracker:
         own = self._own[digest]
         self._emit(Replica(t, rank, own.loss, own.metric))
 
+    def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
+        """Before the model of a tick is evaluated."""
+        if tick >= self._latest:
+            self.result = params
+
     def _choose(self, entry: Tick) -> FlatArray | None:
         """The resulting model, (K,), or the members of an ensemble, (M, K)."""
         if self._policy == "ensemble":
-            members = [params for _, params in sorted(entry.kept.items())]
+            members = [entry.kept[rank] for rank in entry.ranks()]
             return np.stack(members) if len(members) > 1 else next(iter(members), None)
         if self._policy != "best":
             return entry.model(self._policy, self._held)
-        return self._best([(self._engine.evaluate(p, [rank]), p) for rank, p in sorted(entry.kept.items())])
-
-    def _best(self, ranked: list[tuple[Evaluation, FlatArray]]) -> FlatArray | None:
-        if not ranked:
-            return None
         sign = 1.0 if self._engine.higher_is_better else -1.0
-        return max(ranked, key=lambda pair: sign * pair[0].metric)[1]
+        ranked = {rank: sign * self._engine.evaluate(entry.kept[rank], [rank]).metric for rank in entry.ranks()}
+        return entry.kept[max(ranked, key=ranked.__getitem__)] if ranked else None
 
 
 def deciding(held: Sequence[slice]) -> list[int]:

@@ -12,7 +12,7 @@ from flockstep.drivers.member import Hello
 from flockstep.errors import ProtocolError
 from flockstep.messages import Address, Message, Note, node_name
 from flockstep.transports.wire import Identity, decode, encode
-from flockstep.transports.zeromq import LAUNCHER, harden, routing_id
+from flockstep.transports.zeromq import LAUNCHER, ZERO_COPY, harden, routing_id
 
 FOR_ALL = ("lost", "left", "stop")
 """What a process has to hear at once, wherever it listens at the moment."""
@@ -35,7 +35,10 @@ class Link:
         self.socket.connect(hello.endpoint)
 
     def tell(self, tag: str, note: Note | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the node, and what concerns all for its mover; never waits for it."""
+        """Queue a message for the node, and what concerns all for its mover; never waits for it.
+
+        The array must not change afterwards: all links send it from where it lies.
+        """
         if self.beside is not None and tag in FOR_ALL:
             self.beside.tell(tag, note)
         message = Message(LAUNCHER, tag, array, note or {})
@@ -43,7 +46,7 @@ class Link:
         if array is not None:
             frames.append(array.data.cast("B"))
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=array is None or array.nbytes < ZERO_COPY)
         except zmq.Again:
             return  # The node is gone or takes nothing; its process is watched separately.
 

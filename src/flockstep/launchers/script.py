@@ -12,7 +12,6 @@ from typing import Literal
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello, Ticket
 from flockstep.drivers.ticket import TICKET, ticket_to_text
-from flockstep.drivers.tracker import FINAL, Tick
 from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
@@ -20,7 +19,7 @@ from flockstep.launchers import begin
 from flockstep.launchers.children import Child, Script, drain_all, fork
 from flockstep.launchers.entry import server_main
 from flockstep.launchers.supervisor import Outcome, Supervisor
-from flockstep.launchers.train import HEARTBEAT, finished
+from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
@@ -90,21 +89,23 @@ def launch(
     if outcome.strategy is not None and outcome.strategy.traits.results:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)
-    with finished(record, config):
-        settle(record, outcome)
+    with finished(record, config) as notes:
+        notes += settle(record, supervisor)
         if outcome.error is not None:
             raise outcome.error
     return record.read_summary()
 
 
-def settle(record: RunFolder, outcome: Outcome) -> None:
-    """Complete the record with what only the supervisor knows."""
+def settle(record: RunFolder, supervisor: Supervisor) -> list[str]:
+    """Complete the record with what only the supervisor knows; return what went wrong beside the run."""
+    outcome = supervisor.outcome
     with EventWriter(record.node_events_file(None)) as events:
         for lost in outcome.lost.values():
             events.write(lost)
-    result = result_of(outcome)
-    if result is not None and outcome.schema is not None:
-        record.write_result(result, outcome.schema)
+    if outcome.strategy is not None and outcome.strategy.traits.results:
+        keep_newest(record, outcome.strategy.traits.results[0], outcome)
+    supervisor.forget()
+    return outcome.warnings
 
 
 def start_script(
@@ -129,13 +130,4 @@ def result_of(outcome: Outcome) -> FlatArray | None:
     """The model that the strategy's default policy chooses among the final parameters."""
     if outcome.strategy is None or not outcome.strategy.traits.results:
         return None
-    final = Tick(set())
-    for item in sorted(outcome.handed_in, key=lambda item: item.address):
-        if item.tick == FINAL:
-            final.kept[item.address] = item.params
-            if item.address >= 0:
-                final.add_worker(item.params, item.step, item.sent)
-    if final.reference is None:
-        return None
-    held = outcome.strategy.held(outcome.workers, len(final.reference))
-    return final.model(outcome.strategy.traits.results[0], held)
+    return newest_model(outcome.newest.tick(outcome.lost), outcome.strategy.traits.results[0], outcome)

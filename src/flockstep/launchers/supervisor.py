@@ -17,12 +17,13 @@ import msgspec
 import zmq
 
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.filed import Newest
 from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
 from flockstep.drivers.mover_place import rule_of
-from flockstep.drivers.tracker import FINAL
-from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError
+from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
 from flockstep.launchers.draws import Draws
+from flockstep.launchers.evaluation import Evaluation
 from flockstep.launchers.health import Health, last_step
 from flockstep.launchers.link import Link
 from flockstep.launchers.movers import Movers
@@ -31,6 +32,7 @@ from flockstep.launchers.waits import Waits
 from flockstep.messages import Address, Message, node_name, server
 from flockstep.records.events import Lost
 from flockstep.records.folder import RunFolder
+from flockstep.records.handed_in import LAST, HandedIn, places
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
 from flockstep.transports.wire import PROTOCOL
@@ -42,19 +44,6 @@ POLL = 0.05
 """Seconds between two looks at the processes."""
 
 
-@dataclass(frozen=True)
-class HandedIn:
-    """A node's parameters at a tick of progress."""
-
-    tick: float
-    address: Address
-    params: FlatArray
-    t: float
-    step: int
-    sent: int
-    buffers: FlatArray | None = None
-
-
 @dataclass
 class Outcome:
     """What a supervised run left."""
@@ -62,7 +51,8 @@ class Outcome:
     workers: int = 0
     schema: Schema | None = None
     strategy: Strategy | None = None
-    handed_in: list[HandedIn] = field(default_factory=list)
+    newest: Newest = field(default_factory=Newest)
+    warnings: list[str] = field(default_factory=list)
     lost: dict[Address, Lost] = field(default_factory=dict)
     error: FlockstepError | None = None
 
@@ -81,10 +71,12 @@ class Supervisor:
         show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
         patience: float | None = GRACE,
         step_timeout: float | None = None,
+        evaluation: Evaluation | None = None,
     ):
-        """`patience` is how many seconds processes may live on after a run that went well.
+        """`evaluation` is told what nodes hand in.
 
-        None is for users' scripts: as long as they like, and they have to exit with code 0.
+        `patience` is how many seconds processes may live on after a run that went well. None is for users' scripts:
+        as long as they like, and they have to exit with code 0.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, Standing] = {rank: Standing() for rank in range(workers)}
@@ -98,6 +90,7 @@ class Supervisor:
         self._show = show
         self._patience = patience
         self._run = secrets.token_hex(8)
+        self._evaluation, self._places = evaluation or Evaluation(), places(record, self._run)
         self._directory = Path()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = self._context.socket(zmq.ROUTER)
@@ -105,7 +98,6 @@ class Supervisor:
         self._links: dict[Address, Link] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
-        self._buffers: dict[Address, FlatArray] = {}
         self._initial: FlatArray | None = None
         self._ready: set[Address] = set()
         self._done: set[Address] = set()
@@ -137,6 +129,11 @@ class Supervisor:
             self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
         self._clean_up()
         return self.outcome
+
+    def forget(self) -> None:
+        """Remove what nodes have handed in."""
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="flockstep-"))
@@ -194,6 +191,7 @@ class Supervisor:
                 self._hear(link)
         self._look_after_children()
         self._waits.look(self._links.keys(), self._done | self._gone)
+        self._evaluation.go_on()
 
     def _hear(self, link: Link) -> None:
         try:
@@ -262,6 +260,7 @@ class Supervisor:
             self._memory, note["memory"] = segment, segment.address
         for link in self._links.values():
             link.tell("welcome", note, self._initial)
+        self._initial = None
 
     def _handle(self, message: Message) -> None:
         address, note = message.source, message.note
@@ -281,8 +280,8 @@ class Supervisor:
                         self.standings[link.address].state = "running"
             case "mover":
                 self._movers.hear(self._links[address], self._links, note, self._context, self._directory)
-            case "buffers":
-                self._buffers[address] = message.payload
+            case "warning":
+                self._warn(str(note["text"]))
             case "progress":
                 self.standings[address].progress(note)
                 self._waits.hear(address, note)
@@ -295,31 +294,24 @@ class Supervisor:
 
     def _keep(self, message: Message) -> None:
         address, note = message.source, message.note
-        assert message.array is not None
-        self.outcome.handed_in.append(
-            HandedIn(
-                float(note["tick"]),
-                address,
-                message.array,
-                float(note["t"]),
-                int(note["step"]),
-                int(note["sent"]),
-                self._buffers.pop(address, None),
-            )
-        )
+        if "place" in note:
+            item = HandedIn.of(self._places, address, note)
+            if item.tick is None or item.tick == LAST:
+                self.outcome.newest.take(item)
+            self._evaluation.take(item)
         if message.tag == "done":
             self._done.add(address)
             self.standings[address].state = "done"
             self.standings[address].step = int(note["step"])
             self._tell_others("left", address, {"step": int(note["step"])})
 
+    def _warn(self, text: str) -> None:
+        if text not in self.outcome.warnings:
+            self.outcome.warnings.append(text)
+
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
-        kinds = {sub.__name__: sub for sub in _tree(FlockstepError)}
-        error = kinds.get(kind, RunError)(reason)
-        if trace:
-            error.add_note(f"In {node_name(address)}:\n{trace}")
         self.standings[address].state = "failed"
-        raise error
+        raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
     def _look_after_children(self) -> None:
         for address in list(self.children):
@@ -337,6 +329,7 @@ class Supervisor:
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
         self.standings[address].state = "lost"
+        self._evaluation.lose(address)
         if self._went is None:
             raise PeerLost(f"{reason} before the run started")
         self._tell_others("lost", address, {"reason": reason})
@@ -347,9 +340,10 @@ class Supervisor:
                 link.tell(tag, {"address": address, **note})
 
     def _dismiss(self, result: FlatArray | None) -> None:
+        buffers = self.outcome.newest.buffers()
         for address, link in self._links.items():
             if address not in self._gone:
-                link.dismiss(result, {one.address: one.buffers for one in self.outcome.handed_in if one.tick == FINAL})
+                link.dismiss(result, buffers)
 
     def _end_all(self) -> None:
         """Ask everyone to end, after a failure; wait until they have, or kill them."""
@@ -357,6 +351,9 @@ class Supervisor:
         if error is not None:
             self._stop_all(error)
         reap(list(self.children.values()), self._patience if error is None else GRACE)
+        for address, link in self._links.items():
+            if error is not None and address not in self._gone:
+                self._collect(link)  # what they handed in before they ended
         if error is None and self._patience is None:
             self._check_exits()
 
@@ -374,9 +371,7 @@ class Supervisor:
     def _collect(self, link: Link) -> None:
         with contextlib.suppress(ProtocolError):
             while (message := link.receive()) is not None:
-                if message.tag == "buffers":
-                    self._buffers[message.source] = message.payload
-                elif message.tag in ("snapshot", "done"):
+                if message.tag in ("snapshot", "done"):
                     self._keep(message)
 
     def _clean_up(self) -> None:
@@ -394,7 +389,3 @@ class Supervisor:
             code = child.exit_code()
             if code and address not in self._gone:
                 self.outcome.error = RunError(f"{node_name(address)} {how_it_ended(code)} after the run had ended")
-
-
-def _tree(kind: type[FlockstepError]) -> list[type[FlockstepError]]:
-    return [kind, *(found for sub in kind.__subclasses__() for found in _tree(sub))]

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
+from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Emit
-from flockstep.drivers.member import Hello, Ticket, in_short
-from flockstep.drivers.plan import Plan
+from flockstep.drivers.filed import FiledTick
+from flockstep.drivers.member import Hello, Ticket
 from flockstep.drivers.setup import prepare
-from flockstep.drivers.tracker import Tracker
-from flockstep.errors import Diverged, FlockstepError, Interrupted, RunError
+from flockstep.errors import Diverged, FlockstepError, Interrupted
 from flockstep.expression import from_data
-from flockstep.frameworks.base import Engine
 from flockstep.launchers.children import Child, fork
 from flockstep.launchers.entry import server_main, worker_main
+from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Snapshot
+from flockstep.records.events import Event, Result, Snapshot
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Status, Summary, reaches, summarise
+from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 
 HEARTBEAT = 5.0
@@ -49,7 +49,10 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
     engine, plan, config = prepare(config)
     record = RunFolder(folder)
     record.create(config)
-    every = plan.evaluate_every
+    every, policy = plan.evaluate_every, plan.result
+    del engine, plan  # a model each; the process that evaluates has its own
+    gc.collect()
+    evaluation = Evaluator(record.path.resolve(), config.threads or 1)
 
     def start_worker(ticket: Ticket) -> Child:
         return fork(worker_main, (ticket, config.threads or 1))
@@ -67,40 +70,51 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
         start_server,
         show,
         step_timeout=config.step_timeout,
+        evaluation=evaluation,
     )
-    with finished(record, config):
+    with finished(record, config) as notes:
         outcome = supervisor.run()
-        with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
-            settle(record, engine, plan, outcome)
-        if outcome.error is not None:
-            raise outcome.error
+        error = settle(record, evaluation, policy, outcome)
+        supervisor.forget()
+        notes += outcome.warnings
+        if evaluation.skipped:
+            notes.append(
+                f"{len(evaluation.skipped)} evaluations were skipped, since models were handed in faster than they "
+                "could be evaluated; raise evaluate_every for fewer of them"
+            )
+        if error is not None:
+            raise error
     return record.read_summary()
 
 
-def settle(record: RunFolder, engine: Engine, plan: Plan, outcome: Outcome) -> None:
-    """Evaluate what was handed in and complete the record.
-
-    Raises:
-        RunError: the evaluation itself failed.
-    """
-    with EventWriter(record.node_events_file(None)) as events:
-        held = plan.held(engine.schema.size)
-        tracker = Tracker(engine, plan.result, plan.cluster, held, plan.samples_at, events.write)
-        try:
-            for item in sorted(outcome.handed_in, key=lambda item: item.tick):
-                if item.buffers is not None:
-                    engine.restore_buffers(item.address, item.buffers)
-                tracker.add(item.tick, item.address, item.params, item.t, item.step, item.sent)
+def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:
+    """Wait until all that was handed in is evaluated; complete the record, and return why the run failed, if it did."""
+    try:
+        error = evaluation.finish()
+    finally:
+        with EventWriter(record.node_events_file(None)) as events:
             for lost in outcome.lost.values():
                 events.write(lost)
-                tracker.lose(lost.node)
-            tracker.close()
-        except FlockstepError:
-            raise
-        except Exception as error:  # of the job's loss or metric
-            raise outcome.error or RunError(f"the evaluation raised {in_short(error)}") from error
-    if tracker.result is not None:
-        record.write_result(tracker.result, engine.schema)
+        if not record.result_file.exists():  # the evaluation came to no end
+            keep_newest(record, policy, outcome)
+    return outcome.error or error
+
+
+def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> None:
+    """Write what the nodes handed in last as the run's result, chosen without an evaluation."""
+    tick = outcome.newest.tick(outcome.lost)
+    params = newest_model(tick, policy, outcome)
+    if params is not None and outcome.schema is not None:
+        record.write_result(params, outcome.schema)
+        with EventWriter(record.node_events_file(None)) as events:
+            events.write(Result(tick.t, tick.steps / tick.workers, tick.workers))
+
+
+def newest_model(tick: FiledTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
+    """The model that a policy chooses of what was handed in last; None where there is none."""
+    if not tick.workers or outcome.strategy is None or outcome.schema is None:
+        return None
+    return tick.model(policy, outcome.strategy.held(outcome.workers, outcome.schema.size))
 
 
 class TargetReached(Exception):
@@ -119,12 +133,12 @@ def until_target(config: RunConfig, emit: Emit) -> Emit:
 
 
 @contextlib.contextmanager
-def finished(record: RunFolder, config: RunConfig) -> Iterator[None]:
-    """Around a run: whatever happens, its record gets a summary that says so."""
+def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
+    """Around a run: whatever happens, its record gets a summary that says so, with the notes that the run leaves."""
     status: Status = "failed"
-    text = None
+    text, notes = None, list[str]()
     try:
-        yield
+        yield notes
         status = "finished"
     except (KeyboardInterrupt, Interrupted) as error:
         status, text = "interrupted", str(error) or "interrupted"
@@ -133,4 +147,4 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[None]:
         status, text = "diverged" if isinstance(error, Diverged) else "failed", str(error)
         raise
     finally:
-        record.write_summary(summarise(config, record.merge_events(), status, text))
+        record.write_summary(summarise(config, record.merge_events(), status, text, notes))

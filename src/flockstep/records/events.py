@@ -116,4 +116,12 @@ class Figure(msgspec.Struct, tag="figure", frozen=True):
     value: float
 
 
-Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica
+class Result(msgspec.Struct, tag="result", frozen=True):
+    """The model in result.npy is the run's model as it was at t; `step`: mean local steps of its `workers` workers."""
+
+    t: float
+    step: float
+    workers: int
+
+
+Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica | Result

@@ -7,6 +7,7 @@ files that are missing, and with the half-written last line of a killed process.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from flockstep.errors import ConfigurationError, SchemaMismatch
 from flockstep.messages import Address, node_name
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import Event, Figure, Replica, Snapshot, Span, Step, Update
+from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.summary import Summary, summarise, time_of
 
 _HALF = ".half"
@@ -110,6 +112,11 @@ class RunFolder:
     def summary_file(self) -> Path:
         """The run in figures."""
         return self.path / "summary.json"
+
+    @property
+    def result_file(self) -> Path:
+        """The resulting model's flat parameters."""
+        return self.path / "result.npy"
 
     def create(self, config: RunConfig) -> None:
         """Make the folder ready for `config`: what an earlier attempt left is removed.
@@ -234,6 +241,7 @@ class RunFolder:
         halves = self.path.glob(f"*{_HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             file.unlink(missing_ok=True)
+        shutil.rmtree(self.path / SNAPSHOTS, ignore_errors=True)
 
 
 def read_event_file(path: Path) -> list[Event]:

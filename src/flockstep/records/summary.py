@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
 from flockstep.records.events import Diverged, Event, Figure, Lost, Node, Replica, Snapshot, Span, Step, Update
+from flockstep.records.moments import result_figures, target_figures
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
@@ -141,6 +142,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """By rank."""
     lost: list[Lost]
     """The first report of each node that died or stopped responding."""
+    result_step: float | None = None
+    """Mean local steps of the workers whose model is in result.npy; `result_seconds`: as of when that model is."""
+    result_seconds: float | None = None
+    notes: list[str] = []
+    """What is missing from the record, and why."""
     figures: dict[str, float] = {}
     """What the strategy itself recorded, by name: the last value of each node, summed over those where it is finite."""
 
@@ -165,7 +171,9 @@ def time_of(event: Event) -> float:
     return event.end if isinstance(event, Span) else event.t
 
 
-def summarise(config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None) -> Summary:
+def summarise(
+    config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
+) -> Summary:
     """The summary of a run that ended in `status`; `events` in any order."""
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, Update)]
@@ -181,18 +189,14 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
         error=error,
+        **result_figures(ordered, notes),
         seconds=time_of(ordered[-1]) if ordered else 0.0,
-        time_to_target=quality.hit.t if quality.hit else None,
-        samples_to_target=quality.hit.samples if quality.hit else None,
-        bytes_to_target=quality.hit.bytes if quality.hit else None,
+        **target_figures(quality.hit),
         final_metric=quality.metric,
         best_metric=quality.best,
         final_loss=quality.loss,
         samples=quality.samples,
-        sent_per_worker=_mean(w.sent for w in workers) or 0.0,
-        received_per_worker=_mean(w.received for w in workers) or 0.0,
-        messages_per_worker=_mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
-        header_bytes_per_worker=_mean(w.header_bytes for w in workers) or 0.0,
+        **_traffic(workers),
         staleness_mean=sum(k * n for k, n in staleness.items()) / staleness.total() if staleness else None,
         staleness_max=max(staleness, default=None),
         staleness_counts=dict(sorted(staleness.items())),
@@ -206,6 +210,15 @@ def summarise(config: RunConfig, events: Sequence[Event], status: Status, error:
         figures=_figures(ordered),
         lost=_first_reports(ordered),
     )
+
+
+def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
+    return {
+        "sent_per_worker": _mean(w.sent for w in workers) or 0.0,
+        "received_per_worker": _mean(w.received for w in workers) or 0.0,
+        "messages_per_worker": _mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
+        "header_bytes_per_worker": _mean(w.header_bytes for w in workers) or 0.0,
+    }
 
 
 class _Quality(NamedTuple):
@@ -249,7 +262,7 @@ def _finite(value: float) -> float | None:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
+    found = [*values]
     return math.fsum(found) / len(found) if found else None
 
 

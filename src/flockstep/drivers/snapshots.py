@@ -1,0 +1,66 @@
+"""Hands in a node's parameters: as files, at ticks of progress, now and then, and at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.member import Member
+from flockstep.drivers.tracker import FINAL
+from flockstep.errors import FlockstepError, RunError
+from flockstep.messages import Note
+from flockstep.nodes import Node
+from flockstep.records.handed_in import LAST, file_name, places, save
+
+NEWEST_FIRST = 1.0
+"""Seconds after which a node hands in its parameters for the first time whether or not an evaluation is due."""
+NEWEST_PERIOD = 5.0
+"""Seconds until the node does so again, unless writing is slow: see `NEWEST_SHARE`."""
+NEWEST_SHARE = 50
+"""A node waits at least this many times as long as writing its parameters took: they cost 2 % of its time at most."""
+
+
+class Snapshots:
+    """Hands in a node's parameters."""
+
+    def __init__(self, member: Member):
+        self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
+        self._member = member
+        self._places = places(Path(member.ticket.record), member.ticket.run)
+        self._due = NEWEST_FIRST
+        self._closed = False
+
+    def hand_in(self, node: Node, tick: float, t: float, sent: int) -> None:
+        """Write the node's parameters, as they are now, to a file; tell the supervisor.
+
+        Raises:
+            RunError: they are the final ones, and no place takes them.
+        """
+        buffers = self.buffers()
+        self._closed = tick == FINAL
+        try:
+            place = save(self._places, file_name(node.address, tick), [node.params, buffers])
+        except RunError as error:
+            if tick == FINAL:
+                raise
+            self._member.tell("warning", None, {"text": str(error)})
+            return
+        note: Note = {"tick": tick, "t": t, "step": node.step, "sent": sent, "place": place}
+        size: Note = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
+        self._member.tell("done" if tick == FINAL else "snapshot", None, {**note, **size})
+
+    def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
+        """Hand in the parameters once in a while, for a run that may not come to its end."""
+        if (began := now()) >= self._due:
+            self.hand_in(node, LAST, began, sent)
+            self._due = now() + max(NEWEST_PERIOD, NEWEST_SHARE * (now() - began))
+
+    def salvage(self, node: Node, t: float, sent: int) -> None:
+        """The run fails: hand in the parameters as they are, if they are numbers."""
+        if not self._closed and np.isfinite(node.params).all():
+            with contextlib.suppress(FlockstepError):
+                self.hand_in(node, LAST, t, sent)

@@ -1,0 +1,230 @@
+"""Evaluates what nodes hand in while they train on: in a process of its own, which yields to the workers.
+
+The supervisor tells that process, over a pair of sockets, which files are there; it never waits for it. Where nodes
+hand in faster than models can be evaluated, files up to `BACKLOG` bytes wait; ticks beyond are not evaluated, and
+counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.filed import FiledTick, FiledTracker
+from flockstep.drivers.member import in_short
+from flockstep.drivers.setup import prepare
+from flockstep.errors import FlockstepError, RunError, of_kind
+from flockstep.launchers.children import Child, fork, how_it_ended, reap
+from flockstep.launchers.entry import limit_threads
+from flockstep.messages import Address
+from flockstep.records.events import Result
+from flockstep.records.folder import EventWriter, RunFolder
+from flockstep.records.handed_in import LAST, SNAPSHOTS, HandedIn
+
+BACKLOG = 1 << 30
+"""Bytes of parameters that may wait to be evaluated."""
+YIELD = 10
+"""How nice evaluations are while workers train (on Linux): a core that both want is the workers' for nine tenths."""
+
+
+class Evaluation:
+    """What a supervisor tells of the files that nodes hand in. This one needs nothing evaluated."""
+
+    def take(self, item: HandedIn) -> None:
+        """A node has written a file."""
+
+    def lose(self, address: Address) -> None:
+        """A node is gone."""
+
+    def go_on(self) -> None:
+        """Pass on what could not be passed on before; never waits."""
+
+
+class Tell(msgspec.Struct, omit_defaults=True):
+    """What the process is told: a file is there, a node is gone, or the run has ended."""
+
+    item: HandedIn | None = None
+    lost: int | None = None
+    ended: bool = False
+
+
+class Told(msgspec.Struct):
+    """What the process says at its end: the error of the evaluation, if there was one."""
+
+    kind: str = ""
+    reason: str = ""
+    trace: str = ""
+
+
+class Evaluator(Evaluation):
+    """Feeds the process that evaluates; it is started with the first file that is handed in."""
+
+    def __init__(self, record: Path, threads: int):
+        self.skipped: set[float] = set()
+        self._arguments = str(record), threads
+        self._child: Child | None = None
+        self._feed: socket.socket
+        self._unsent = bytearray()
+        self._waiting: list[HandedIn] = []
+        self._seen: set[float] = set()
+
+    def take(self, item: HandedIn) -> None:
+        """Pass it on, unless too much waits already."""
+        if self._child is None:
+            self._feed, theirs = socket.socketpair()
+            self._feed.setblocking(False)
+            with theirs:
+                self._child = fork(evaluate, (*self._arguments, theirs))
+        if item.tick is not None and item.tick != LAST:
+            if item.tick not in self._seen and self._full():
+                self.skipped.add(item.tick)
+            self._seen.add(item.tick)
+            if item.tick in self.skipped:
+                item.remove()
+                return
+            self._waiting.append(item)
+        self._tell(Tell(item=item))
+
+    def lose(self, address: Address) -> None:
+        """Wait for this node no more."""
+        self._tell(Tell(lost=address))
+
+    def go_on(self) -> None:
+        """Send what the process has not taken yet."""
+        if self._child is not None and self._unsent:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                del self._unsent[: self._feed.send(self._unsent)]
+
+    def finish(self) -> FlockstepError | None:
+        """The run has ended: wait until all is evaluated, and return the error of the evaluation."""
+        if self._child is None:
+            return None
+        self._tell(Tell(ended=True))
+        self._feed.setblocking(True)
+        said = b""
+        try:
+            with contextlib.suppress(OSError):
+                self._feed.sendall(self._unsent)
+                while chunk := self._feed.recv(1 << 16):
+                    said += chunk
+        except BaseException:  # asked a second time to end: now
+            self._child.kill()
+            raise
+        finally:
+            self._feed.close()
+        reap([self._child], None)
+        if not said:
+            how = how_it_ended(self._child.exit_code() or 0)
+            return RunError(f"the process that evaluates {how}; the evaluations in the record are incomplete")
+        told = msgspec.json.decode(said, type=Told)
+        return of_kind(told.kind, told.reason, f"In the evaluation:\n{told.trace}") if told.kind else None
+
+    def _tell(self, words: Tell) -> None:
+        self._unsent += msgspec.json.encode(words) + b"\n"
+        self.go_on()
+
+    def _full(self) -> bool:
+        if sum(item.nbytes for item in self._waiting) > BACKLOG:
+            self._waiting = [item for item in self._waiting if Path(item.path).exists()]
+        return sum(item.nbytes for item in self._waiting) > BACKLOG
+
+
+def evaluate(folder: str, threads: int, feed: socket.socket) -> None:
+    """What the process does: evaluate what it is told of, until the supervisor has said the end or is gone."""
+    limit_threads(threads)
+    told = Told()
+    try:
+        _evaluate(RunFolder(folder), feed)
+    except FlockstepError as error:
+        told = _said(error, error)
+    except Exception as error:  # noqa: BLE001 - of the job's loss or metric
+        told = _said(RunError(f"the evaluation raised {in_short(error)}"), error)
+    with contextlib.suppress(OSError):
+        feed.sendall(msgspec.json.encode(told))
+
+
+def _said(error: FlockstepError, cause: Exception) -> Told:
+    return Told(type(error).__name__, str(error), "".join(traceback.format_exception(cause)))
+
+
+def _evaluate(record: RunFolder, feed: socket.socket) -> None:
+    engine, plan, _ = prepare(record.read_config())
+
+    def keep(tick: FiledTick, params: FlatArray) -> None:
+        record.write_result(params, engine.schema)
+        events.write(Result(tick.t, tick.steps / tick.workers, tick.workers))
+
+    with EventWriter(record.node_events_file(None)) as events:
+        desk = _Desk(FiledTracker(engine, plan, events.write, keep))
+        meanwhile = Thread(target=desk.work, args=(YIELD,))
+        meanwhile.start()
+        ended = desk.listen(feed)
+        meanwhile.join()
+        desk.told.put(None)  # the thread may have taken the first
+        desk.work(0)  # nobody else computes any more
+        desk.attempt(desk.tracker.end)
+        if ended:
+            desk.attempt(desk.tracker.close)
+        else:
+            shutil.rmtree(record.path / SNAPSHOTS, ignore_errors=True)  # nobody else will
+    if desk.errors:
+        raise desk.errors[0]
+
+
+@dataclass
+class _Desk:
+    """What there is to evaluate; a thread that yields to the workers does it until they have ended."""
+
+    tracker: FiledTracker
+    errors: list[Exception] = field(default_factory=list)
+    told: queue.SimpleQueue[Tell | None] = field(default_factory=queue.SimpleQueue)
+    over: bool = False
+
+    def listen(self, feed: socket.socket) -> bool:
+        """Take in what the supervisor says; return whether it said the end."""
+        try:
+            for line in feed.makefile("rb"):
+                words = msgspec.json.decode(line, type=Tell)
+                if words.ended:
+                    return True
+                self.told.put(words)
+            return False
+        finally:
+            self.over = True
+            self.told.put(None)
+
+    def work(self, nice: int) -> None:
+        """Evaluate what there is; with `nice`, as a thread that stops once the run is over."""
+        if nice and hasattr(os, "setpriority"):
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
+            while not (nice and self.over) and (words := self.told.get()) is not None:
+                self.attempt(partial(self._act, words))
+
+    def attempt(self, what: Callable[[], None]) -> None:
+        """Do that; what it raises is told at the end, since the result is kept whatever the job's metric does."""
+        try:
+            what()
+        except Exception as error:  # noqa: BLE001 - of the job's loss or metric
+            self.errors.append(error)
+
+    def _act(self, words: Tell) -> None:
+        if words.item is not None:
+            self.tracker.hand_in(words.item)
+        if words.lost is not None:
+            self.tracker.lose(words.lost)

@@ -1,0 +1,61 @@
+"""An interrupted or failed run keeps the newest common model: its result is that model, not the initial one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.cli.app import run as run_command
+from flockstep.drivers.setup import prepare
+from flockstep.records.events import Result
+from flockstep.records.folder import RunFolder
+from support.processes import Ended, RealRun
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
+
+ENDLESS = ["-n", "3", "--steps", "1000000"]
+
+
+def after(steps: int, strategy: str, folder: Path) -> FlatArray:
+    """The oracle: the result of a run of that many steps from the same seed, in virtual time."""
+    options = ["-n", "3", "--steps", str(steps), "--out", str(folder / f"oracle-{steps}")]
+    assert run_command(["simulate", "softmax", "-s", strategy, *options]) == 0
+    return RunFolder(folder / f"oracle-{steps}").read_result()[0]
+
+
+def result(folder: Path) -> tuple[FlatArray, Result]:
+    told = [event for event in RunFolder(folder).read_events() if isinstance(event, Result)]
+    assert len(told) == 1
+    return RunFolder(folder).read_result()[0], told[0]
+
+
+def initial(record: Path) -> FlatArray:
+    return prepare(RunFolder(record).read_config())[0].initial()
+
+
+def check(ended: Ended, folder: Path, strategy: str) -> None:
+    """The result is the model after as many steps as the summary says: the step that was going on may be missing."""
+    assert ended.summary is not None
+    params, told = result(folder / "run")
+    assert (told.step, told.t) == (ended.summary["result_step"], ended.summary["result_seconds"])
+    steps = int(told.step)
+    assert steps > 40
+    assert not (folder / "run" / "snapshots").exists()
+    assert not np.allclose(params, initial(folder / "run"))
+    near = [float(np.abs(params - after(n, strategy, folder)).max()) for n in range(steps - 1, steps + 2)]
+    assert min(near) < 1e-5, near
+
+
+@pytest.mark.parametrize("fault", ["interrupt", "kill"])
+def test_the_newest_model_is_the_result(fault: str, tmp_path: Path) -> None:
+    run = RealRun(["train", "softmax", "-s", "all_reduce", *ENDLESS], tmp_path / "run")
+    run.wait_for_work()
+    run.fault(*((signal.SIGINT, "main") if fault == "interrupt" else (signal.SIGKILL, "worker-1")))
+    ended = run.end()
+    assert ended.code == (130 if fault == "interrupt" else 1)
+    check(ended, tmp_path, "all_reduce")
