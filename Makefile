@@ -3,19 +3,22 @@
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes
 # make nightly  every published result anew, its verdict kept in docs/claims.md; hours
+# make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make docs     rewrite the generated tables in README.md and docs/
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
 PYTHON ?= python3
 PIP_ARGS ?=
 FUZZ_SECONDS ?= 150
+MUTANTS ?= 6
+SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo test check format docs fuzz nightly clean
+.PHONY: help venv demo test check format docs fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,6 +59,10 @@ fuzz: $(READY)
 
 nightly: $(READY)
 	$(BIN)/flockstep reproduce --all --write
+
+mutants: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,mutants]'
+	$(BIN)/python mutants/mutate.py --sample $(MUTANTS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
