@@ -11,8 +11,10 @@ from flockstep.claims.a04_asynchrony_begets_momentum import fitted
 from flockstep.claims.a14_pipeline_schedules import Pipeline, Work, gpipe
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
+from flockstep.claims.c13_hogwild import rate
 from flockstep.claims.clockwork import timed, trace_of
-from flockstep.records.events import Update
+from flockstep.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
+from flockstep.records.events import Step, Update
 
 NAMES = registry.names("claim")
 QUICK = [name for name in NAMES if Claim.parse(name).quick]
@@ -82,3 +84,27 @@ def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:
 
     assert Loose(4, 8, gpipe).run() == pytest.approx(0)
     assert Pipeline(4, 8, gpipe).run() == pytest.approx(3 / 11)
+
+
+def test_steps_are_counted_while_all_workers_run() -> None:
+    """Two steps a second each; one starts a second late, and the other ends one early."""
+    steps = [Step(late + at / 2, rank, at, None, *[0] * 7) for rank, late in enumerate((0.0, 1.0)) for at in range(9)]
+    assert rate(steps, 2) == pytest.approx(4)
+    assert rate(steps[:9], 1) == pytest.approx(2)
+    assert rate(steps[:9] + steps[:9], 1) == pytest.approx(4), "twice as many steps in the same time"
+
+
+def test_the_slope_of_sparse_logistic_regression() -> None:
+    """Against differences of the loss; and no slope where no sample has a category, unless there is a penalty."""
+    random = np.random.default_rng(3)
+    x, y = random.integers(0, 200, (4, 20)), random.integers(0, 2, 4)
+    w = random.standard_normal(COEFFICIENTS)
+    out, model = np.zeros((1, COEFFICIENTS)), SparseLogistic()
+    model.gradients({"w": w[None]}, x[None], y[None], {"w": out})
+    for code in range(0, 200, 7):
+        apart = 1e-6 * (np.arange(COEFFICIENTS) == code)
+        high, low = (model.loss({}, model.outputs({"w": at}, x), y) for at in (w + apart, w - apart))
+        assert out[0, code] == pytest.approx((high - low) / 2e-6, abs=1e-8)
+    assert set(np.flatnonzero(out[0])) == set(x.ravel())
+    SparseLogistic(l2=0.1).gradients({"w": w[None]}, x[None], y[None], {"w": out})
+    assert out[0].all()

@@ -1,0 +1,140 @@
+"""Hogwild!: two processes update one sparse model without a lock."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.spans import median, ranged
+from flockstep.claims.sparse_logistic import COEFFICIENTS, FIELDS
+from flockstep.launchers.train import train
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Event, Figure, Snapshot, Step
+from flockstep.records.folder import RunFolder
+
+STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
+WARM = 4
+"""The first quarter of the steps is not timed."""
+LEAST, NEAR = 1.6, 0.05
+APART = f"local_sgd({2 * STEPS})"
+"""Workers that never meet: what the cores give."""
+KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
+JOB = """from flockstep.claims.sparse_logistic import sparse_job
+
+
+def job():
+    return sparse_job({optimizer!r}, {batch}, {penalty})
+"""
+
+
+class Ran(NamedTuple):
+    """What a run did."""
+
+    rate: float
+    """Steps a second of all workers together, while all were running."""
+    updates: float
+    lost: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class HogwildSpeedUp(Claim):
+    """One process, then two, side by side on the cores that there are."""
+
+    rounds: int = 5
+    statement: ClassVar[str] = (
+        "Processes that update one sparse model in shared memory without a lock are faster almost in proportion to "
+        "their number, and lose next to no updates"
+    )
+    source: ClassVar[str] = "Niu, Recht, Ré & Wright 2011, section 6 and figures 3 to 5"
+    setting: ClassVar[str] = (
+        f"logistic regression on {FIELDS} categories a sample, {COEFFICIENTS:,} coefficients, {OPTIMIZER}, batches of "
+        f"{BATCH}; real processes, {STEPS} steps in all by one, then by two, 5 rounds, the first quarter untimed; in "
+        "the same rounds with weight decay, whose updates are dense, and with workers that share nothing"
+    )
+    tolerance: ClassVar[str] = (
+        f"steps a second, best of the rounds, two processes over one: >= {LEAST}; lost updates on the record of every "
+        "run, none with one process, none with a lock, some where updates are dense; median final test loss of two "
+        f"within {NEAR:.0%} of one's"
+    )
+
+    def check(self, say: Say) -> Verdict:
+        """Rounds of every kind, in turn."""
+        runs: dict[tuple[str, int], list[Ran]] = {(kind, workers): [] for kind in KINDS for workers in (1, 2)}
+        for _ in range(self.rounds):
+            for (kind, workers), found in runs.items():
+                found.append(_run(*KINDS[kind], workers))
+            rates = (f"{kind} {many} {found[-1].rate:.0f}/s" for (kind, many), found in runs.items())
+            say(", ".join(rates))
+        best = {kind: _best(runs[kind, 2]) / _best(runs[kind, 1]) for kind in KINDS}
+        rows = [Row("speed-up, sparse, best of the rounds", f">= {LEAST}", best["sparse"], best["sparse"] >= LEAST)]
+        rows += [Row(f"control: speed-up, {k}", "reported", best[k], True) for k in ("dense", "nothing shared")]
+        rows += self._losses(runs, _run("hogwild(locked=True)", PENALTY, 2))
+        pairs = {k: [b.rate / a.rate for a, b in zip(runs[k, 1], runs[k, 2], strict=True)] for k in KINDS}
+        spread = "; ".join(f"{kind} {ranged(ratios)}" for kind, ratios in pairs.items())
+        note = f"medians and ranges of the speed-ups of single rounds: {spread}. {_reading(best)}"
+        figures = {f"steps a second, {kind}, {many}": _best(found) for (kind, many), found in runs.items()}
+        return Verdict(tuple(rows), note, figures)
+
+    def _losses(self, runs: dict[tuple[str, int], list[Ran]], locked: Ran) -> list[Row]:
+        """What was lost of the updates, and what became of the model."""
+        alone, two, dense = runs["sparse", 1], runs["sparse", 2], runs["dense", 2]
+        after, before = (median(run.loss for run in found) for found in (two, alone))
+        share = max(run.lost / run.updates for run in two)
+        counted = all(run.updates > 0 and run.lost >= 0 for run in two)
+        most = max(run.lost for run in dense)
+        none = max(run.lost for run in alone)
+        near = abs(after / before - 1) <= NEAR
+        return [
+            Row("lost updates, sparse, two, largest share", "reported", share, counted),
+            Row("lost updates, one process", "0", none, none == 0),
+            Row("control: lost updates, dense, two, most", "> 0", most, most > 0),
+            Row("control: lost updates, dense, two, with a lock", "0", locked.lost, locked.lost == 0),
+            Row("test loss, two processes", f"{before:.4f} +- {NEAR:.0%}", after, near),
+        ]
+
+
+def _best(runs: Sequence[Ran]) -> float:
+    return max(run.rate for run in runs)
+
+
+def _reading(best: dict[str, float]) -> str:
+    ours, cores = best["sparse"], best["nothing shared"]
+    if ours >= LEAST:
+        return "Processes that share nothing say what the cores gave at that time"
+    if cores < LEAST:
+        return (
+            f"Two processes that share nothing were no faster than {cores:.2f} times one: the cores had other work, or "
+            "are fewer than two, and nothing could have reached the limit"
+        )
+    return f"Two processes that share nothing reached {cores:.2f}: the difference to that is what sharing costs here"
+
+
+def _run(strategy: str, penalty: float, workers: int) -> Ran:
+    """The same number of steps in all, whatever the number of workers."""
+    with tempfile.TemporaryDirectory() as scratch:
+        job, folder, steps = Path(scratch) / "categories.py", Path(scratch) / "run", STEPS // workers
+        job.write_text(JOB.format(optimizer=OPTIMIZER, batch=BATCH, penalty=penalty), "utf-8")
+        config = RunConfig(
+            kind="train", job=str(job), strategy=strategy, workers=workers, steps=steps, threads=1, evaluate_every=steps
+        )
+        train(config, folder)
+        events = RunFolder(folder).read_events()
+    figures = {event.name: event.value for event in events if isinstance(event, Figure)}
+    loss = [event.loss for event in events if isinstance(event, Snapshot)][-1]
+    return Ran(rate(events, workers), figures.get("updates", 0.0), figures.get("lost_updates", -1.0), loss)
+
+
+def rate(events: Sequence[Event], workers: int) -> float:
+    """Steps a second of all workers together, from when each has taken a quarter of its steps to when one ends."""
+    times = [
+        sorted(event.t for event in events if isinstance(event, Step) and event.rank == rank) for rank in range(workers)
+    ]
+    begin, end = max(t[len(t) // WARM] for t in times), min(t[-1] for t in times)
+    if begin >= end:  # one had ended before the other was warm: they did not run side by side
+        return sum(len(t) for t in times) / max(t[-1] for t in times)
+    return sum(sum(begin < at <= end for at in t) for t in times) / (end - begin)
