@@ -130,8 +130,9 @@ def test_own_arrays_need_no_copy_and_give_the_same_bits() -> None:
     params, indices, out = replicas(engine, 1)
     loss = engine.gradient(params[0], indices[0], out[0])
     engine.params[:] = params[0]
-    assert engine.gradient(engine.params, indices[0], engine.grads) == loss
-    assert engine.grads.tobytes() == out[0].tobytes()
+    gradient = np.empty_like(out[0])
+    assert engine.gradient(engine.params, indices[0], gradient) == loss
+    assert gradient.tobytes() == out[0].tobytes()
     assert engine.module[0].weight.data_ptr() == engine.params.ctypes.data
 
 
@@ -149,7 +150,7 @@ def test_construction_follows_the_seed_and_leaves_torchs_random_numbers_alone() 
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first, again, other = (TorchEngine(job(dropout), seed=s) for s in (1, 1, 2))
-    first.gradient(first.initial(), np.arange(8), first.grads)
+    first.gradient(first.initial(), np.arange(8), np.empty_like(first.params))
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(first.initial(), again.initial())
     assert not np.array_equal(first.initial(), other.initial())
@@ -258,10 +259,11 @@ def test_evaluation_is_in_evaluation_mode_over_the_whole_test_set(monkeypatch: p
 def test_training_reaches_the_answer() -> None:
     engine = TorchEngine(job(optimizer=SGD(lr=0.3)), seed=0)
     state, random = engine.optimizer.init(engine.params), np.random.default_rng(0)
+    gradient = np.empty_like(engine.params)
     before = engine.evaluate(engine.params)
     for step in range(150):
-        engine.gradient(engine.params, random.integers(engine.train_size, size=8), engine.grads, 0, step)
-        engine.optimizer.step(engine.params, engine.grads, state, engine.optimizer.lr)
+        engine.gradient(engine.params, random.integers(engine.train_size, size=8), gradient, 0, step)
+        engine.optimizer.step(engine.params, gradient, state, engine.optimizer.lr)
     assert engine.evaluate(engine.params).metric > 0.95 > before.metric
 
 

@@ -120,4 +120,4 @@ class Account:
 
 def fingerprint(params: FlatArray) -> str:
     """16 hexadecimal digits that two arrays share only if all their bits are equal."""
-    return hashlib.sha256(np.ascontiguousarray(params).tobytes()).hexdigest()[:16]
+    return hashlib.sha256(np.ascontiguousarray(params).view(np.uint8).data).hexdigest()[:16]

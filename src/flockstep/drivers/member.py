@@ -128,7 +128,7 @@ class Member:
     def join(
         self, strategy: str, optimizer: dict[str, str | int | float | bool], initial: FlatArray | None
     ) -> tuple[Cluster, FlatArray]:
-        """Be let in; return who takes part, and the parameters that everyone starts from.
+        """Be let in; return who takes part, and the parameters that everyone starts from, read-only.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
@@ -146,7 +146,7 @@ class Member:
         self._meet(msgspec.json.decode(str(welcome.note["peers"]), type=dict[int, str]))
         self.tell("ready")
         self._expect("go")
-        return cluster, welcome.array.copy()
+        return cluster, welcome.array
 
     def meet_all(self, tag: str) -> None:
         """Wait for the supervisor to say, under that tag, where all peers listen; then for everyone to be connected."""

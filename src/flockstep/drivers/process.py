@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed, node_random
@@ -30,12 +31,11 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
     """Take part in a run as a worker; return the process's exit code."""
     with _guarded(ticket) as guard:
         engine, plan = make()
-        initial = engine.initial()
+        release()
         member = guard.member = Member(ticket, engine.schema, engine.buffers(ticket.address).nbytes)
-        _warm_up(engine, initial, plan, ticket.address)
-        cluster, start = member.join(to_text(plan.strategy), to_data(plan.optimizer), initial)
         params = engine.home()
-        params[:] = start
+        _warm_up(engine, params, plan, ticket.address)
+        cluster, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
             seat = Seat(member, bool(plan.strategy.traits.survives), plan.evaluate_every, events.write)
             stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
@@ -63,6 +63,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             worker.together = None if group is None else Together(group, seat)
             gradient = home_of(group, len(params), params.dtype.name)
             seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
+            release()
             _train(engine, worker, stepper, seat, plan, gradient)
             seat.close()
         member.wait_for_end()

@@ -97,8 +97,11 @@ class Engine(ABC):
     train_size: int
     labels: npt.NDArray[np.int64] | None
     """Class of every training sample, or None where there are no classes."""
-    batching: str
-    """'batched', or 'one by one: …' with the reason why gradients of several replicas are not computed in one call."""
+
+    @property
+    def batching(self) -> str:
+        """'batched', or 'one by one: …' with why gradients of several replicas are not computed in one call."""
+        return "batched"
 
     @abstractmethod
     def initial(self) -> FlatArray:

@@ -202,7 +202,6 @@ class NumpyEngine(Engine):
         self.schema = Schema.of(built.shapes, built.dtype)
         self.optimizer = Optimizer.parse(job.optimizer)
         self.higher_is_better = job.higher_is_better
-        self.batching = "batched"
         self._data = _converted(job.data(), built.dtype)
         self.train_size = len(self._data.train_x)
         whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1

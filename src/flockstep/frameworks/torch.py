@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
-from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_flat import Backward, FlatModule
+from flockstep.frameworks.torch_job import accuracy, as_tensor, metric_of, optimizer_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
-from flockstep.optimizers.base import Optimizer
 
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
@@ -42,8 +43,8 @@ class TorchEngine(FactoringEngine):
     in the same call of `gradients` (`gradient` agrees up to rounding). Replicas are computed one by one, and
     `batching` says why, where the model draws random numbers in training (each gradient has its own stream, made from
     seed, replica and step), where its buffers change in training (each replica has its own), or where batching fails
-    or gives another gradient in a trial with two replicas. `params` and `grads` are the module's own flat arrays: a
-    gradient at `params` needs no copy.
+    or gives another gradient in a trial with two replicas, made when `batching` is first asked for. A gradient at
+    `params`, the module's own flat array, needs no copy.
     """
 
     def __init__(self, job: Job, seed: int):
@@ -64,17 +65,18 @@ class TorchEngine(FactoringEngine):
                 f"scalar"
             )
         self._loss = job.loss
-        self.flat = FlatModule(self.module.train())
+        self.flat = FlatModule(self.module.train(), gradients=False)
         self.schema = self.flat.schema
-        self.params, self.grads = self.flat.params, self.flat.grads
-        self._start = self.params.copy()
-        self.optimizer = _optimizer(job, self.flat)
+        self._start: FlatArray | None = None  # as long as the module's own parameters are the initial ones
+        self._given_away = False
+        self._backward = Backward(self.flat)
+        self.optimizer = optimizer_of(job, self.flat)
         self.higher_is_better = job.higher_is_better
-        self._data = _tensors(data, self.flat.parameters[0].dtype)
+        self._data = tensors_of(data, self.flat.parameters[0].dtype)
         self.train_size = len(self._data.train_x)
         y = self._data.train_y
         self.labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
-        self._metric = _metric(job, self._data)
+        self._metric = metric_of(job, self._data)
         self._random = False
         self._buffers: dict[int, Tensors] = {}
         self._initial_buffers: Tensors = {}
@@ -82,31 +84,40 @@ class TorchEngine(FactoringEngine):
         self._chunk = LARGEST_CHUNK
         self._kernels: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._forward: Callable[..., torch.Tensor] = vmap(self._loss_at, randomness="error")
-        self.batching = self._try(job)
+        self._batch_size = job.batch
+        self._probe(job)
+
+    @property
+    def params(self) -> FlatArray:
+        """The module's own parameters."""
+        self._keep_start()
+        return self.flat.params
 
     def initial(self) -> FlatArray:
-        """A copy of the parameters that every replica starts from."""
-        return self._start.copy()
+        """A copy of the parameters that every replica starts from; those of `home` once that was asked for."""
+        return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """The module's own parameters."""
-        return self.params
+        """The module's own parameters, the initial ones; a process that trains in place keeps no other copy of them."""
+        self._given_away = True
+        return self.flat.params
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
 
         `params` that are not the module's own are copied into it.
         """
-        return self.distil(params, indices, out, Lesson(self._start[None, :][:0], 0.0), replica, step)
+        return self.distil(params, indices, out, Lesson(self.flat.params[None, :][:0], 0.0), replica, step)
 
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
         """The same of the loss plus the weighted distance to the mean prediction of the lesson's teachers."""
-        if params is not self.params:
-            np.copyto(self.params, params)
+        if params is not self.flat.params:
+            self._keep_start()
+            np.copyto(self.flat.params, params)
         self._bring(replica)
-        index, classes = _tensor(indices), self.labels is not None
+        index, classes = as_tensor(indices), self.labels is not None
         x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
         with self._stream(replica, step):
             outputs = self.module(x)
@@ -116,9 +127,13 @@ class TorchEngine(FactoringEngine):
             with torch.no_grad():
                 taught = [functional_call(self.module, self._state_of(w) | buffers, (x,)) for w in lesson.teachers]
             total = loss + lesson.weight * distance(outputs, combined(taught, classes), classes)
-        slopes = torch.autograd.grad(total, self.flat.parameters, allow_unused=True, materialize_grads=True)
-        torch.cat([slope.reshape(-1) for slope in slopes], out=torch.from_numpy(out))
+        self._backward(total, out)
         return float(loss.item())
+
+    def _keep_start(self) -> None:
+        """Before the module's own parameters change: keep the initial ones."""
+        if self._start is None and not self._given_away:
+            self._start = self.flat.params.copy()
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
@@ -147,7 +162,7 @@ class TorchEngine(FactoringEngine):
         return evaluate(self.module, members, self._data, self._loss, self._metric, self.labels is not None)
 
     def _state_of(self, params: FlatArray) -> Tensors:
-        return dict(zip(self._names, self.flat.views(_tensor(params)), strict=True))
+        return dict(zip(self._names, self.flat.views(as_tensor(params)), strict=True))
 
     @property
     def _names(self) -> list[str]:
@@ -159,7 +174,7 @@ class TorchEngine(FactoringEngine):
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
         """One batched call. A lone replica goes through it twice: some kernels differ for a batch of one."""
         count = len(params)
-        matrix, index = _tensor(params), _tensor(indices)
+        matrix, index = as_tensor(params), as_tensor(indices)
         if count == 1:
             matrix, index = matrix.repeat(2, 1), index.repeat(2, 1)
         leaves = [view.requires_grad_() for view in self.flat.views(matrix)]
@@ -225,21 +240,15 @@ class TorchEngine(FactoringEngine):
             for name, first in every[0].items()
         }
 
-    def _try(self, job: Job) -> str:
-        """Compute two gradients, plainly and batched; what `batching` says."""
-        indices = (np.arange(2 * job.batch) % self.train_size).reshape(2, job.batch)
-        params = np.stack([self._start, self._start])
-        noise = np.random.default_rng(0).standard_normal(self.schema.size)
-        params[1] += (0.01 * np.abs(params[1]) + 0.001) * noise
-        plain, batched = np.empty_like(params), np.empty_like(params)
+    def _probe(self, job: Job) -> None:
+        """Compute one gradient, and drop it: does the job work, is it random, which buffers does training change?"""
         before = {name: buffer.clone() for name, buffer in self.flat.buffers().items()}
         with _seeded(0):
             state = torch.get_rng_state()
             try:
                 with _saved_bytes() as saved:
-                    self._check_loss(indices[0])
-                for r in range(2):
-                    self.gradient(params[r], indices[r], plain[r])
+                    loss = self._first_loss()
+                self._backward(loss)
             except ConfigurationError:
                 raise
             except Exception as error:
@@ -247,27 +256,40 @@ class TorchEngine(FactoringEngine):
                     f"the job {job.name!r} must work on its first batch, got {_first_line(error)}; fix its model, loss "
                     f"or data"
                 ) from error
-            finally:
-                np.copyto(self.params, self._start)
             self._random = not torch.equal(state, torch.get_rng_state())
         self._initial_buffers = {n: b for n, b in before.items() if not torch.equal(b, self.module.get_buffer(n))}
         self._load(self._initial_buffers)
         self._chunk = max(2, min(LARGEST_CHUNK, CHUNK_BYTES // (2 * self.schema.nbytes + sum(saved))))
-        reason = self._hindrance() or self._failure(params, indices, plain, batched)
-        if reason and not self._hindrance():
-            # The fused attention kernel has no batching rule on the CPU; choosing takes time, so only where it helps.
-            self._kernels = plain_attention
-            reason = self._failure(params, indices, plain, batched)
-        return f"one by one: {reason}" if reason else "batched"
 
-    def _check_loss(self, indices: Indices) -> None:
-        index = _tensor(indices)
+    def _first_loss(self) -> Any:
+        index = as_tensor(np.arange(self._batch_size) % self.train_size)
         loss: Any = self._loss(self.module(self._data.train_x[index]), self._data.train_y[index])
         if not isinstance(loss, torch.Tensor) or loss.dim() > 0:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigurationError(
                 f"the loss must be a scalar tensor, the mean over a batch, got {what}; use .mean()"
             )
+        return loss
+
+    @cached_property
+    def batching(self) -> str:
+        """'batched', or 'one by one: …' with the reason, as gradients of two replicas, plain and batched, show."""
+        if reason := self._hindrance():
+            return f"one by one: {reason}"
+        indices = (np.arange(2 * self._batch_size) % self.train_size).reshape(2, self._batch_size)
+        params = np.stack([self.initial(), self.initial()])
+        noise = np.random.default_rng(0).standard_normal(self.schema.size)
+        params[1] += (0.01 * np.abs(params[1]) + 0.001) * noise
+        plain, batched, present = np.empty_like(params), np.empty_like(params), self.flat.params.copy()
+        for r in range(2):
+            self.gradient(params[r], indices[r], plain[r])
+        np.copyto(self.flat.params, present)
+        reason = self._failure(params, indices, plain, batched)
+        if reason:
+            # The fused attention kernel has no batching rule on the CPU; choosing takes time, so only where it helps.
+            self._kernels = plain_attention
+            reason = self._failure(params, indices, plain, batched)
+        return f"one by one: {reason}" if reason else "batched"
 
     def _hindrance(self) -> str:
         """Why batching is not even tried."""
@@ -304,73 +326,6 @@ def plain_attention() -> contextlib.AbstractContextManager[None]:
     """Attention by plain operations."""
     context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
-
-
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of the targets, (batch, …), whose class has the largest output; classes on the last axis, or on the second.
-
-    Raises:
-        ConfigurationError: the shapes do not fit.
-    """
-    if outputs.shape[:-1] == targets.shape:
-        guesses = outputs.argmax(-1)
-    elif outputs.shape[:1] + outputs.shape[2:] == targets.shape:
-        guesses = outputs.argmax(1)
-    else:
-        raise ConfigurationError(
-            f"accuracy needs outputs (batch, …, classes) for targets (batch, …), got {tuple(outputs.shape)} for "
-            f"{tuple(targets.shape)}; pass metric=a function (outputs, targets) → float"
-        )
-    return float((guesses == targets).double().mean())
-
-
-def _metric(job: Job, data: Data) -> Callable[[Any, Any], float]:
-    if not isinstance(job.metric, str):
-        return job.metric
-    if job.metric != "accuracy":
-        raise ConfigurationError(
-            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
-        )
-    if data.test_y.dtype != torch.int64:
-        raise ConfigurationError(
-            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
-            f"(outputs, targets) → float"
-        )
-    return accuracy
-
-
-def _optimizer(job: Job, flat: FlatModule) -> Optimizer:
-    """The job's optimiser as ours, after a check that a torch one updates every trainable parameter."""
-    if isinstance(job.optimizer, (Optimizer, str)):
-        return Optimizer.parse(job.optimizer)
-    theirs = job.optimizer(list(flat.parameters))
-    optimizer = from_torch(theirs)
-    updated = {id(p) for group in theirs.param_groups for p in group["params"]}
-    for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
-        if id(parameter) not in updated:
-            raise ConfigurationError(
-                f"{type(theirs).__name__} must update every trainable parameter, leaves out {entry.name!r}; freeze it "
-                f"with requires_grad_(False)"
-            )
-    return optimizer
-
-
-def _tensors(data: Data, dtype: torch.dtype) -> Data:
-    """The data as tensors: floating point in the model's dtype, whole numbers as int64."""
-
-    def convert(values: Any) -> torch.Tensor:
-        tensor = _tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)
-        tensor = tensor.detach().cpu().contiguous()
-        if tensor.is_floating_point():
-            return tensor.to(dtype)
-        return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.int64)
-
-    return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
-
-
-def _tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor that shares the array's memory; a copy where that is read-only."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _first_line(error: Exception) -> str:

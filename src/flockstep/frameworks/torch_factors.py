@@ -56,12 +56,10 @@ class FactoringEngine(Engine):
                 yield offsets[id(module.weight)], module
 
     def _find(self, indices: Indices) -> tuple[Layer, ...]:
-        present, buffers = self.flat.params.copy(), self.buffers(0)
-        dense = self.initial()
+        buffers, dense = self.buffers(0), np.empty_like(self.flat.params)
         candidates = sorted(self._linear(), key=lambda pair: pair[0])
         with captured([module for _, module in candidates]) as factors:
-            self.gradient(self.initial(), indices, dense)
-        self.flat.params[:] = present
+            self.gradient(self.flat.params, indices, dense)
         self.restore_buffers(0, buffers)
         found = []
         for (offset, _), get in zip(candidates, factors, strict=True):

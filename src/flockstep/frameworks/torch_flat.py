@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
+from flockstep.arrays.memory import release
 from flockstep.arrays.schema import DTYPES, FlatArray, Schema
 from flockstep.errors import ConfigurationError
 
 Named = dict[str, torch.Tensor]
+
+
+RELEASED = 32 << 20
+"""Bytes of parameters that move before the memory they leave is returned to the system."""
 
 
 class FlatModule:
@@ -28,8 +36,10 @@ class FlatModule:
     Freezing or unfreezing a parameter afterwards needs a new `FlatModule`.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, gradients: bool = True):
         """Lay out the parameters of `module` in the order of `module.named_parameters()`.
+
+        Without `gradients`, those have no buffer here, and no `.grad` is bound.
 
         Raises:
             ConfigurationError: no trainable parameter, several dtypes or one that is not supported, a parameter that
@@ -41,15 +51,15 @@ class FlatModule:
         self.parameters: list[torch.nn.Parameter] = list(named.values())
         dtype = str(self.parameters[0].dtype).removeprefix("torch.") if named else "float32"
         self.schema = Schema.of({name: p.shape for name, p in named.items()}, dtype)
-        values = [p.detach() for p in self.parameters]
-        flat, views = self._flatten(values)
+        flat, views = self._flatten([p.detach() for p in self.parameters], move=True)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        slopes = [p.grad for p in self.parameters]
-        flat_slopes, self._grad_views = self._flatten(slopes)
-        self._bind()
         self.params: FlatArray = flat.numpy()
-        self.grads: FlatArray = flat_slopes.numpy()
+        self.grads: FlatArray = np.empty(0, flat.numpy().dtype)
+        if gradients:
+            flat_slopes, self._grad_views = self._flatten([p.grad for p in self.parameters])
+            self.grads = flat_slopes.numpy()
+            self._bind()
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
 
@@ -97,7 +107,7 @@ class FlatModule:
         if parameter.grad is None:
             view.zero_()
         else:
-            _copy(view, parameter.grad)
+            copy_values(view, parameter.grad)
         parameter.grad = view
 
     def in_place(self, index: int) -> bool:
@@ -126,16 +136,31 @@ class FlatModule:
         for parameter, view in zip(self.parameters, self._grad_views, strict=True):
             parameter.grad = view
 
-    def _flatten(self, values: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A flat tensor with those values (None: zeros) and its views; the one they lie in already, if they do."""
+    def _flatten(
+        self, values: list[torch.Tensor | None], move: bool = False
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A flat tensor with those values (None: zeros) and its views; the one they lie in already, if they do.
+
+        With `move` each parameter leaves its old memory at once, so that there are never two copies of the model.
+        """
         flat = self._already_flat(values)
         if flat is not None:
             return flat, self.views(flat)
-        flat = torch.zeros(self.schema.size, dtype=self.parameters[0].dtype)
-        views = self.views(flat)
-        for view, value in zip(views, values, strict=True):
-            if value is not None:
-                _copy(view, value)
+        flat = torch.empty(self.schema.size, dtype=self.parameters[0].dtype)
+        views, moved = self.views(flat), 0
+        for index, view in enumerate(views):
+            value, values[index] = values[index], None
+            if value is None:
+                view.zero_()
+                continue
+            copy_values(view, value)
+            if move:
+                self.parameters[index].data = view
+                moved += view.nbytes
+                del value
+                if moved > RELEASED:
+                    release(collect=False)
+                    moved = 0
         return flat, views
 
     def _already_flat(self, values: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -151,7 +176,46 @@ class FlatModule:
         return first.detach().as_strided((self.schema.size,), (1,), start)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+class Backward:
+    """Backward passes whose gradients go into a flat array part by part: no second one of that size ever exists."""
+
+    def __init__(self, flat: FlatModule):
+        self._flat = flat
+        self._targets: list[torch.Tensor] | None = None
+        self._missing: set[int] = set()
+        for index, parameter in enumerate(flat.parameters):
+            take = partial(_take, weakref.ref(self), index)  # a module's hooks must not keep alive what made them
+            parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def __call__(self, loss: torch.Tensor, out: FlatArray | None = None) -> None:
+        """Write the gradient of `loss` to `out`, zeros where it does not depend on a parameter; None: drop it."""
+        self._targets = [] if out is None else self._flat.views(torch.from_numpy(out))
+        self._missing = set(range(len(self._targets)))
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            for index in self._missing:
+                self._targets[index].zero_()
+        finally:
+            self._targets = None
+
+    def take(self, index: int, parameter: torch.Tensor) -> None:
+        """The gradient of that parameter is complete."""
+        if self._targets is None or parameter.grad is None:
+            return
+        if self._targets:
+            copy_values(self._targets[index], parameter.grad)
+            self._missing.discard(index)
+        parameter.grad = None
+
+
+def _take(of: weakref.ref[Backward], index: int, parameter: torch.Tensor) -> None:
+    backward = of()
+    if backward is not None:
+        backward.take(index, parameter)
+
+
+def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor's values, of a sparse one too."""
     source = source.detach()
     target.copy_(source.to_dense() if source.layout != torch.strided else source)
 

@@ -23,6 +23,7 @@ from threading import Thread
 import msgspec
 import numpy as np
 
+from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.filed import FiledTick, FiledTracker
 from flockstep.drivers.member import in_short
@@ -163,6 +164,7 @@ def _said(error: FlockstepError, cause: Exception) -> Told:
 
 def _evaluate(record: RunFolder, feed: socket.socket) -> None:
     engine, plan, _ = prepare(record.read_config())
+    release()
 
     def keep(tick: FiledTick, params: FlatArray) -> None:
         record.write_result(params, engine.schema)
@@ -212,14 +214,14 @@ class _Desk:
         if nice and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-        with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
-            while not (nice and self.over) and (words := self.told.get()) is not None:
-                self.attempt(partial(self._act, words))
+        while not (nice and self.over) and (words := self.told.get()) is not None:
+            self.attempt(partial(self._act, words))
 
     def attempt(self, what: Callable[[], None]) -> None:
         """Do that; what it raises is told at the end, since the result is kept whatever the job's metric does."""
         try:
-            what()
+            with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
+                what()
         except Exception as error:  # noqa: BLE001 - of the job's loss or metric
             self.errors.append(error)
 

@@ -11,6 +11,7 @@ import msgspec
 
 from flockstep.launchers.children import Child, how_it_ended
 from flockstep.launchers.link import Link
+from flockstep.launchers.want_of_memory import WantOfMemory
 from flockstep.messages import Address, node_name
 from flockstep.records.events import Step
 
@@ -23,10 +24,17 @@ SETTLING = 0.5
 class Health:
     """Notices processes that exited or stopped answering, once everything that they said has arrived."""
 
-    def __init__(self, children: Mapping[Address, Child], links: Mapping[Address, Link], heartbeat: float):
+    def __init__(
+        self,
+        children: Mapping[Address, Child],
+        links: Mapping[Address, Link],
+        heartbeat: float,
+        memory: WantOfMemory | None = None,
+    ):
         self._children = children
         self._links = links
         self._heartbeat = heartbeat
+        self._memory = memory or WantOfMemory()
         self._broken: set[Address] = set()
         self._since: dict[Address, float] = {}
 
@@ -42,7 +50,7 @@ class Health:
             return None
         if code is None:
             return f"{node_name(address)} has not answered for {self._heartbeat:g} s"
-        how = f"{node_name(address)} {how_it_ended(code)}"
+        how = f"{node_name(address)} {how_it_ended(code)}{self._memory.explain(code)}"
         return (
             f"{how} without joining the run (a script joins it by calling flockstep.distribute or flockstep.join)"
             if code == 0 and link is None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Emit
 from flockstep.drivers.filed import FiledTick
@@ -51,7 +51,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
     record.create(config)
     every, policy = plan.evaluate_every, plan.result
     del engine, plan  # a model each; the process that evaluates has its own
-    gc.collect()
+    release()
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
 
     def start_worker(ticket: Ticket) -> Child:

@@ -1,0 +1,143 @@
+"""Peak memory of every process of a training run, in multiples of the model: an MLP in float32, SGD with momentum.
+
+Each process's largest resident size (VmHWM) is read while a run with the model goes on, and while a run with a tiny
+model does; the difference belongs to the model, the rest to what is imported.
+
+    python benchmarks/memory.py [--parameters 20e6] [--workers 2] [--strategy all_reduce] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LAYERS = 4
+TINY = 10_000
+COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
+JOB = """
+import torch
+
+import flockstep
+
+
+def model():
+    return torch.nn.Sequential(*[torch.nn.Linear({width}, {width}) for _ in range({layers})])
+
+
+def data():
+    x = torch.randn(64, {width})
+    return flockstep.Data(x, x[:, 0], x[:8], x[:8, 0])
+
+
+def loss(outputs, targets):
+    return ((outputs[:, 0] - targets) ** 2).mean()
+
+
+def job():
+    return flockstep.Job(
+        model, data, "sgd(lr=0.0001, momentum=0.9)", loss, lambda a, b: -float(loss(a, b)), batch=8, name="wide"
+    )
+"""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest resident size of one process in MB, and that of the same process with a tiny model."""
+
+    process: str
+    megabytes: float
+    imports: float
+    models: float
+    """By how many times the model it grew."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parameters", type=float, default=20e6, help="of the model")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--strategy", default="all_reduce")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    args = parser.parse_args()
+    found = measure(args.parameters, args.workers, args.strategy)
+    if args.json:
+        print(json.dumps([vars(one) for one in found]))
+        return
+    print(f"model: {4e-6 * args.parameters:.0f} MB, {args.workers} workers, {args.strategy}")
+    print(f"{'process':<12}{'peak MB':>10}{'tiny model MB':>16}{'models':>9}")
+    for one in found:
+        print(f"{one.process:<12}{one.megabytes:>10.0f}{one.imports:>16.0f}{one.models:>9.1f}")
+
+
+def measure(parameters: float, workers: int = 2, strategy: str = "all_reduce") -> list[Peak]:
+    """What each process of a run needs for a model of so many float32 parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = peaks(Path(folder), TINY, workers, strategy)
+        large = peaks(Path(folder), parameters, workers, strategy)
+    size = 4e-6 * parameters
+    base = {name: tiny.get(name, tiny["worker-0"]) for name in large}  # an evaluation may be too short to be seen
+    return [Peak(name, large[name], base[name], (large[name] - base[name]) / size) for name in sorted(large)]
+
+
+def peaks(folder: Path, parameters: float, workers: int, strategy: str) -> dict[str, float]:
+    """Process → its VmHWM in MB in one run of a few steps."""
+    width = round((parameters / LAYERS) ** 0.5)
+    job, out = folder / f"job{width}.py", folder / f"run{width}"
+    job.write_text(JOB.format(width=width, layers=LAYERS))
+    options = ["-n", str(workers), "-s", strategy, "--steps", "6", "--evaluate-every", "2", "--out", str(out)]
+    mark = f"FLOCKSTEP_MEASURED={folder}/{width}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    run = subprocess.Popen([*COMMAND, "train", str(job), *options], env=environment, stdout=subprocess.DEVNULL)
+    found: dict[int, float] = {}
+    roles: dict[int, str] = {run.pid: "supervisor"}
+    while run.poll() is None:
+        for pid in pids(mark.encode()):
+            found[pid] = max(found.get(pid, 0.0), peak(pid))
+            name = role(pid, out)
+            if name and pid != run.pid:
+                roles[pid] = name
+        time.sleep(0.01)
+    if run.returncode:
+        raise SystemExit(f"the run ended with exit code {run.returncode}")
+    return {name: found[pid] for pid, name in roles.items()}
+
+
+def pids(mark: bytes) -> list[int]:
+    """The processes with that in their environment."""
+    found = []
+    for path in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if path.name.isdecimal() and mark in (path / "environ").read_bytes():
+                found.append(int(path.name))
+    return found
+
+
+def peak(pid: int) -> float:
+    """The largest resident size of a process so far, in MB."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
+            return int(match[1]) / 1000
+    return 0.0
+
+
+def role(pid: int, record: Path) -> str:
+    """The node whose events a process writes; of the run as a whole, those of the evaluation."""
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                file = link.readlink()
+                if file.parent == record.resolve() / "events":
+                    return "evaluation" if file.stem == "launcher" else file.stem
+    return ""
+
+
+if __name__ == "__main__":
+    main()

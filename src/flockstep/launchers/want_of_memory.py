@@ -1,0 +1,44 @@
+"""Tells whether the kernel has killed a process of this run for want of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+VMSTAT = Path("/proc/vmstat")
+CGROUP = Path("/proc/self/cgroup")
+EVENTS = Path("/sys/fs/cgroup")
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory, on this host and in this control group."""
+    files = [VMSTAT]
+    with contextlib.suppress(OSError):
+        groups = [line.partition("::")[2] for line in CGROUP.read_text().splitlines() if line.startswith("0::")]
+        files += [EVENTS / group.lstrip("/") / "memory.events" for group in groups]
+    return sum(_counter(file) for file in files)
+
+
+def _counter(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
+
+
+class WantOfMemory:
+    """Compares the kernel's counter of such kills with the counter at the beginning of the run."""
+
+    def __init__(self, count: Callable[[], int] = oom_kills):
+        self._count = count
+        self._before = count()
+
+    def explain(self, code: int) -> str:
+        """What to add to the words for that exit code: empty unless SIGKILL came and the counter has risen."""
+        if code != -signal.SIGKILL or self._count() <= self._before:
+            return ""
+        return ", probably by the kernel for want of memory; take fewer workers, or a smaller model or batch"

@@ -1,0 +1,58 @@
+"""A process that the kernel killed for want of memory is said to be."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from flockstep.launchers import want_of_memory
+from flockstep.launchers.health import Health
+from flockstep.launchers.want_of_memory import WantOfMemory, oom_kills
+
+
+class Ended:
+    """A process that is gone."""
+
+    pid = 1
+
+    def __init__(self, code: int):
+        self.code = code
+
+    def exit_code(self) -> int:
+        return self.code
+
+    def kill(self) -> None:
+        """Too late."""
+
+
+def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("flockstep.launchers.health.SETTLING", 0.0)
+    told = Health({0: Ended(code)}, {}, 5.0, WantOfMemory(lambda: counts.pop(0))).gone(0)
+    assert told is not None
+    return told
+
+
+def test_sigkill_and_a_risen_counter_are_said_to_be_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = how(-signal.SIGKILL, [3, 4], monkeypatch)
+    assert said.startswith("worker 0 was killed by SIGKILL, probably by the kernel for want of memory")
+
+
+@pytest.mark.parametrize(("code", "after"), [(-signal.SIGKILL, 3), (-signal.SIGSEGV, 4), (1, 4)])
+def test_nothing_else_is(code: int, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "want of memory" not in how(code, [3, after], monkeypatch)
+
+
+def test_the_counter_is_read_from_the_host_and_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 9\noom_kill 2\n")
+    (tmp_path / "cgroup").write_text("1:name=systemd:/x\n0::/run.scope\n")
+    (tmp_path / "run.scope").mkdir()
+    (tmp_path / "run.scope" / "memory.events").write_text("low 0\noom 7\noom_kill 3\n")
+    for name, path in (("VMSTAT", "vmstat"), ("CGROUP", "cgroup"), ("EVENTS", "")):
+        monkeypatch.setattr(want_of_memory, name, tmp_path / path)
+    assert oom_kills() == 5
+    (tmp_path / "cgroup").unlink()
+    assert oom_kills() == 2
