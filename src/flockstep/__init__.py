@@ -43,23 +43,23 @@ def distribute(
     those of rank 0 (`rank0`), or each rank's own (`local`).
 
     Raises:
-        ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers.
+        ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers, or the
+            script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.ticket import place_of_script, ticket_from_environment
-    from flockstep.errors import FlockstepError, MissingDependency
+    from flockstep.drivers.loop import refuse
+    from flockstep.drivers.ticket import place_of_script, require_own_process, ticket_from_environment
+    from flockstep.errors import FlockstepError
+    from flockstep.frameworks.job import import_components
     from flockstep.strategies.base import Strategy
 
     place_of_script()
-    try:
-        from flockstep.drivers.torch_loop import DistributedOptimizer
-    except ImportError:
-        raise MissingDependency.of("PyTorch", "torch", "flockstep.distribute") from None
-    from flockstep.drivers.loop import refuse
-    from flockstep.frameworks.job import import_components
-
+    require_own_process("distribute")
     ticket = ticket_from_environment()
     try:
+        _require_torch("distribute")
+        from flockstep.drivers.torch_loop import DistributedOptimizer
+
         import_components(ticket.imports if ticket is not None else ())
         return DistributedOptimizer(model, optimizer, Strategy.parse(strategy), buffers)
     except FlockstepError as error:
@@ -105,7 +105,9 @@ def clip_grad_norm_(
     Raises:
         CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip so.
         ConfigurationError: `max_norm` is not > 0, or `of` is neither an optimizer nor parameters.
+        MissingDependency: PyTorch is not installed.
     """
+    _require_torch("clip_grad_norm_")
     from flockstep.drivers.torch_clipping import clip_grad_norm_
 
     return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -128,9 +130,19 @@ def join(max_bytes: int = 1 << 30) -> Mover:
 
 def shard(loader: Iterable[B]) -> Iterable[B]:
     """This worker's part of what `loader` yields; all of it where nobody launched several workers."""
-    from flockstep.drivers.torch_data import shard
+    from flockstep.drivers.shards import shard
 
     return shard(loader)
+
+
+def _require_torch(name: str) -> None:
+    """Raise `MissingDependency` unless PyTorch is installed; what else fails while it is imported shows itself."""
+    from importlib.util import find_spec
+
+    from flockstep.errors import MissingDependency
+
+    if find_spec("torch") is None:
+        raise MissingDependency.of("PyTorch", "torch", f"flockstep.{name}")
 
 
 def __getattr__(name: str) -> Any:

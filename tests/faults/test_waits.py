@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from flockstep.errors import RunError
+from flockstep.launchers.draws import Draws
 from flockstep.launchers.waits import Waits
 from support.processes import PATIENCE, RealRun, wait_until
 
@@ -79,6 +82,29 @@ def test_a_limit_ends_the_run() -> None:
         told.until(4, 0, 2)
     told = Told(limit=4.0)
     assert told.until(40, moving=(0, 1, 2)) == []
+
+
+def test_a_limit_on_steps_is_none_for_workers_that_take_none() -> None:
+    """Those that only move arrays tell of no step, however much they do; joining has its limit there too."""
+    told = Told(limit=4.0)
+    told.waits.begin(stepping=False)
+    assert told.until(40) == []
+    told.joined = {0, 2}
+    with pytest.raises(RunError, match=r"worker 1 to join .*longer than --step-timeout 4"):
+        told.until(45)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full() if broken else None)
+    draws = Draws(2)
+    for rank in range(2):
+        draws.hear(rank, {"step": 1, "gradient": "abc"})
+    assert draws.told
 
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]

@@ -106,9 +106,25 @@ def test_each_line_begins_with_the_prefix_and_a_long_one_but_once(pipes: Any, mo
     assert reader.read(100) == b"[rank 1] last"
 
 
-@pytest.mark.parametrize("code", [0, 3])
+def test_a_line_end_that_comes_in_two_pieces_is_one(pipes: Any) -> None:
+    script, source, out, reader = pipes
+    thread = in_background(relay, source, out, b"[rank 1] ")
+    script.write(b"one\r")
+    assert reader.read(100) == b"[rank 1] one\r"
+    script.write(b"\ntwo\r")
+    assert reader.read(100) == b"\n[rank 1] two\r"
+    script.write(b"three\n")
+    assert reader.read(100) == b"[rank 1] three\n"
+    script.write(b"\n")
+    assert reader.read(100) == b"[rank 1] \n"
+    script.close()
+    thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("code", [0, 3, -9])
 def test_a_muted_script_is_heard_only_if_it_fails(code: int, capfd: pytest.CaptureFixture[str]) -> None:
-    words = f"import sys; print('out'); sys.stderr.write('x' * {children.LAST_WORDS} + 'err'); sys.exit({code})"
+    words = f"import os, sys; print('out'); sys.stderr.write('x' * {children.LAST_WORDS} + 'err'); "
+    words += f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
     script = Script([sys.executable, "-c", words], dict(os.environ), "[rank 2] ", muted=True)
     while script.exit_code() is None:
         pass

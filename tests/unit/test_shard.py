@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import (
 import flockstep
 from flockstep.drivers.member import Ticket
 from flockstep.drivers.ticket import TICKET, ticket_to_text
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, MissingDependency
 
 WORKERS = 3
 
@@ -253,3 +254,87 @@ def test_alone_it_is_the_loader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TICKET, raising=False)
     loader = DataLoader(Stream())
     assert flockstep.shard(loader) is loader
+
+
+@pytest.mark.parametrize("data", [Numbers(6), Stream(6)], ids=lambda data: type(data).__name__)
+def test_a_loader_that_was_used_before_is_split_too(data: Any, as_rank: Become) -> None:
+    """Its persistent workers go on with what they were started for, so the part gets workers of its own."""
+    as_rank(1)
+    loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True)
+    assert len(listed(loader)) == 3
+    assert len(listed(flockstep.shard(loader))) == 1
+    assert len(listed(loader)) == 3
+
+
+@pytest.fixture
+def in_a_child(monkeypatch: pytest.MonkeyPatch, as_rank: Become) -> None:
+    """This process was started by the script of worker 1, and has its environment."""
+    as_rank(1)
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+
+
+def distribute() -> None:
+    model = torch.nn.Linear(2, 2)
+    flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("shard", lambda: flockstep.shard([1, 2, 3])), ("distribute", distribute), ("join", flockstep.join)],
+)
+def test_a_process_that_a_script_started_takes_no_part_alone(name: str, call: Any, in_a_child: None) -> None:
+    with pytest.raises(ConfigurationError, match=rf"started by the script of worker 1.*flockstep\.{name} .*unset"):
+        call()
+    assert (flockstep.rank(), flockstep.workers()) == (1, WORKERS)
+
+
+class Sharing(Dataset[int]):
+    """The processes that load it import the script anew, where they are not forked."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        assert list(flockstep.shard([1, 2, 3]))
+
+
+def test_loader_workers_may_import_a_script_that_shards(as_rank: Become) -> None:
+    as_rank(0)
+    loader = DataLoader(Sharing(), num_workers=1, multiprocessing_context="spawn")
+    assert listed(loader) == [[0], [1]]
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith("flockstep.drivers.torch_")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_without_torch_what_needs_none_is_split(no_torch: None, as_rank: Become) -> None:
+    as_rank(1)
+    assert list(flockstep.shard([1, 2, 3, 4, 5])) == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("clip_grad_norm_", lambda: flockstep.clip_grad_norm_([], 1.0)),
+        ("distribute", lambda: flockstep.distribute(None, None, "all_reduce")),  # type: ignore[arg-type]
+    ],
+)
+def test_without_torch_the_way_to_install_it_is_named(
+    name: str, call: Any, no_torch: None, as_rank: Become, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor of a launched script hears of it too."""
+    as_rank(1)
+    told: list[Any] = []
+    monkeypatch.setattr("flockstep.drivers.loop.knock", lambda ticket, words: told.append(words))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(MissingDependency, match=rf"flockstep\.{name} needs PyTorch.*flockstep\[torch\]") as raised:
+        call()
+    assert [words.reason for words in told] == ([str(raised.value)] if name == "distribute" else [])

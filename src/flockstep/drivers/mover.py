@@ -23,7 +23,7 @@ from flockstep.drivers.mover_place import Place, ScriptPlace, place_here, socket
 from flockstep.drivers.mover_pump import Pump
 from flockstep.drivers.mover_shared import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
 from flockstep.drivers.mover_window import ADD, FAILED, GET, PUT, Window
-from flockstep.drivers.ticket import claim_ticket, place_of_script, ticket_from_environment
+from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, PeerLost
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.shared_memory import SharedMemory
@@ -52,6 +52,7 @@ def join(max_bytes: int = MAX_BYTES) -> Mover:
     ticket, place, script = ticket_from_environment(), place_here(), None
     if ticket is None:
         place_of_script()
+        require_own_process("join")
         return Mover(0, 1, None, None, None, max_bytes)
     if place is None:
         from flockstep.frameworks.job import import_components

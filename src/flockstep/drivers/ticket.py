@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -33,6 +34,21 @@ def _ticket_of_script() -> Ticket | None:
     """The ticket of the script that this process is, or that started this process, such as a loader's worker."""
     text = os.environ.get(TICKET)
     return None if text is None else msgspec.convert(msgspec.json.decode(text), Ticket)
+
+
+def require_own_process(name: str) -> None:
+    """Raise `ConfigurationError` in a process that a script of a run started, which would do everything alone.
+
+    It may call `name` while it imports the script anew, as loaders' workers do: what follows does not depend on it.
+    """
+    ticket = _ticket_of_script()
+    anew = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if ticket is not None and ticket.process != os.getpid() and not anew:
+        raise ConfigurationError(
+            f"this process was started by the script of worker {ticket.address}, and flockstep.{name} would take part "
+            f"in no run here but go over everything alone; call it in the script's own process, or unset {TICKET} "
+            "where that is meant"
+        )
 
 
 def claim_ticket() -> Ticket | None:

@@ -1,62 +1,19 @@
-"""`flockstep.shard` for PyTorch: each worker's part of a data loader."""
+"""Each worker's part of a data loader of PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from flockstep.drivers.ticket import place_of_script, ticket_from_environment
+from flockstep.drivers.shards import Shard
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
-
-
-class Shard(Generic[B]):
-    """Every n-th batch of an iterable, which has all its attributes; equally many batches on every worker."""
-
-    def __init__(self, batches: Iterable[B], rank: int, workers: int):
-        self._batches = batches
-        self._rank = rank
-        self._workers = workers
-        self._epoch = 0
-
-    def __iter__(self) -> Iterator[B]:
-        batches = _drawn_alike(self._batches, self._epoch)
-        self._epoch += 1
-        while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
-            yield turn[self._rank]
-
-    def __len__(self) -> int:
-        return len(self._batches) // self._workers  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-
-def _drawn_alike(batches: Iterable[B], seed: int) -> Iterator[B]:
-    """Iterate with a torch generator that is the same on every worker, whose script may have seeded its own by rank."""
-    state, iterator, end = torch.Generator().manual_seed(seed).get_state(), None, object()
-    while True:
-        own = torch.get_rng_state()
-        torch.set_rng_state(state)
-        try:
-            iterator = iter(batches) if iterator is None else iterator
-            batch: Any = next(iterator, end)
-        finally:
-            state = torch.get_rng_state()
-            torch.set_rng_state(own)
-        if batch is end:
-            return
-        yield batch
 
 
 class _EpochSampler(DistributedSampler[Any]):
@@ -72,32 +29,21 @@ _shards: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.Wea
 """One for each loader: epochs are counted, and persistent workers live, across calls of `shard`."""
 
 
-def shard(loader: Iterable[B]) -> Iterable[B]:
-    """This worker's part of what `loader` yields; all of it where nobody launched several workers.
-
-    A `DataLoader` over a data set that can be indexed is split by samples, reshuffled each epoch if it shuffles, and
-    stays as it is otherwise. Where it has a `batch_sampler`, worker i of n takes every n-th of its batches, as it does
-    from an `IterableDataset` and from anything else, whose order has to be the same on every worker; what is left over
-    at the end is dropped, so that every worker takes as many steps. What torch's own generator draws for that order is
-    the same on every worker, however a script has seeded it.
+def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
+    """This worker's part, the same object at each call.
 
     Raises:
         ConfigurationError: the loader has a sampler of its own, which says already who gets what.
     """
-    place_of_script()
-    ticket = ticket_from_environment()
-    if ticket is None or ticket.workers == 1:
-        return loader
-    if not isinstance(loader, DataLoader):
-        return Shard(loader, ticket.address, ticket.workers)
     if loader not in _shards:
-        _shards[loader] = _split(loader, ticket.address, ticket.workers)
+        _shards[loader] = _split(loader, rank, workers)
     return _shards[loader]
 
 
 def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     """A copy of the loader, which keeps all that was given to it, over this worker's part alone."""
     part = copy.copy(loader)
+    _replace(part, "_iterator", None)  # the processes of a loader that was used go on with all of its samples
     if isinstance(loader.dataset, IterableDataset):
         return Shard(part, rank, workers)
     if loader.batch_size is None and loader.batch_sampler is not None:

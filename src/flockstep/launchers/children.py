@@ -92,7 +92,7 @@ class Script:
         """Wait until all that it has printed is out, at the latest until that time of the monotonic clock."""
         for thread in self._relays:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._unsaid and (self.exit_code() or 0) > 0:
+        if self._unsaid and self.exit_code():
             _write(sys.stderr.fileno(), marked(self._unsaid, self._prefix))
 
 
@@ -121,7 +121,7 @@ def marked(lines: bytearray, prefix: bytes, begun: bool = False) -> bytearray:
 
 def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
     """Copy whole lines from a process, so that those of several do not run together, to the file behind `sink`."""
-    left, out, begun = bytearray(), sink.fileno(), False
+    left, out, begun, returned = bytearray(), sink.fileno(), False, False
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
             end = max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
@@ -129,8 +129,8 @@ def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
                 end = len(chunk)
             left += chunk[:end] if end else chunk
             if end:
-                _write(out, marked(left, prefix, begun))
-                begun = not left.endswith((b"\n", b"\r"))
+                _write(out, marked(left, prefix, begun or (returned and left.startswith(b"\n"))))
+                begun, returned = not left.endswith((b"\n", b"\r")), left.endswith(b"\r")
                 left = bytearray(chunk[end:])
         _write(out, marked(left, prefix, begun))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
+from flockstep.launchers.waits import on_stderr
 from flockstep.messages import Address, Note
 
 
@@ -26,8 +26,7 @@ class Draws:
         alike = alike_among(gradients)
         self.told = bool(alike)
         for ranks in alike:
-            sys.stderr.write(f"flockstep: {warning(ranks, step)}\n")
-            sys.stderr.flush()
+            on_stderr(warning(ranks, step))
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:

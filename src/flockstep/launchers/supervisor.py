@@ -272,7 +272,7 @@ class Supervisor:
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
                     self._went = time.monotonic()
-                    self._waits.begin()
+                    self._waits.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
                     # All are connected; so even a killed supervisor leaves no sockets.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():

@@ -21,7 +21,9 @@ SHOWN = 4
 
 def on_stderr(text: str) -> None:
     """Print a line for the user, if there is a terminal or a file to print to."""
-    with contextlib.suppress(OSError):
+    if sys.stderr is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that has left; a file that was closed
         sys.stderr.write(f"flockstep: {text}\n")
         sys.stderr.flush()
 
@@ -46,9 +48,11 @@ class Waits:
         self._steps: dict[int, int] = {}
         self._waiting: dict[int, tuple[float, str]] = {}
         self._said = now()
+        self._stepping = True
 
-    def begin(self) -> None:
-        """The clock of the run starts now."""
+    def begin(self, stepping: bool = True) -> None:
+        """The clock of the run starts now; workers that follow no strategy take no steps, which have no limit then."""
+        self._stepping = stepping
         self._since = dict.fromkeys(self._since, self._now())
 
     def hear(self, rank: int, note: Note) -> None:
@@ -76,7 +80,8 @@ class Waits:
             return
         longest = max(now - self._since[r] for r in late)
         told = self._told(late, [r for r in waiting if r not in late], joined, longest)
-        if self._limit is not None and longest >= self._limit:
+        limited = self._stepping or any(rank not in joined for rank in late)
+        if limited and self._limit is not None and longest >= self._limit:
             raise RunError(
                 f"{told}; that is longer than --step-timeout {self._limit:g}: mend what hangs, or allow more"
             )
