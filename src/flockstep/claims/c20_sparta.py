@@ -81,8 +81,7 @@ class SpartaDiloco(Claim):
             f"the control sends {dearer:.2f} times our bytes: a ratio to it above 1 says that the same bytes do more "
             f"as full averages. Just before the last meeting, replicas were {ranged(close)} times as far from their "
             f"mean as DiLoCo's, and that mean's perplexity {ranged(early, 3)} times that of theirs: where the mean of "
-            f"distant replicas is as good, sparse averages have little to mend, and the outer step after it, one of "
-            f"{STEPS // SELDOM}, is most of what is left"
+            f"distant replicas is about as good, sparse averages have little to mend"
         )
         figures = {f"perplexity, DiLoCo, H = {h}": _middle(runs) for h, runs in alone.items()}
         return Verdict(rows, note, {**figures, "perplexity, SPARTA-DiLoCo": _middle(both)})
