@@ -203,7 +203,7 @@ def test_sigkill_loses_only_what_was_held_back(tmp_path: Path) -> None:
 
 def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.create(CONFIG)
+    made(folder)
     assert folder.read_events() == []
     for node, times in ((0, (1.0, 4.0)), (1, (2.0, 3.0)), (-1, (2.5,)), (None, (5.0,))):
         with EventWriter(folder.node_events_file(node)) as writer:
@@ -221,49 +221,30 @@ def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> N
     assert folder.merge_events() == before
 
 
+def made(folder: RunFolder, config: RunConfig = CONFIG, overwrite: bool = False) -> None:
+    with folder.created(config, overwrite):
+        pass
+
+
 def finish(folder: RunFolder, config: RunConfig) -> None:
-    folder.create(config)
+    made(folder, config)
     folder.write_summary(summarise(config, EVENTS, "finished"))
 
 
-def test_a_finished_run_of_another_configuration_is_kept(tmp_path: Path) -> None:
+def test_a_finished_run_is_found_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     finish(folder, CONFIG)
-    other = replace(CONFIG, seed=7)
-    with pytest.raises(
-        ConfigurationError, match=r"run holds a finished run of another .* choose another folder or delete"
-    ):
-        folder.create(other)
-    assert folder.read_config() == CONFIG
     assert folder.holds_finished(replace(CONFIG, versions={"flockstep": "2"}))
-    assert not folder.holds_finished(other)
-
-
-@pytest.mark.parametrize("status", ["interrupted", "failed"])
-def test_an_unfinished_run_may_be_replaced(tmp_path: Path, status: str) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.create(CONFIG)
-    folder.write_summary(summarise(CONFIG, EVENTS, status, "why"))  # type: ignore[arg-type]
-    assert not folder.holds_finished(CONFIG)
-    folder.create(replace(CONFIG, seed=7))
-    assert folder.read_config().seed == 7
-    assert not folder.summary_file.exists()
-
-
-def test_the_same_run_again_starts_empty(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    finish(folder, CONFIG)
-    folder.merge_events()
-    folder.create(CONFIG)
-    assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+    assert not folder.holds_finished(replace(CONFIG, seed=7))
+    assert not folder.unfinished
 
 
 def test_files_that_are_no_run_are_never_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ConfigurationError, match="holds files but no run"):
-        RunFolder(tmp_path).create(CONFIG)
+        made(RunFolder(tmp_path))
     with pytest.raises(ConfigurationError, match="is a file"):
-        RunFolder(tmp_path / "thesis.tex").create(CONFIG)
+        made(RunFolder(tmp_path / "thesis.tex"))
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
@@ -278,7 +259,7 @@ def test_a_summary_survives_the_file(tmp_path: Path) -> None:
 
 def test_without_a_summary_the_run_reads_as_interrupted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    folder.create(CONFIG)
+    made(folder)
     with EventWriter(folder.node_events_file(0)) as writer:
         writer.write(EVENTS[3])
     record = folder.read()
@@ -319,7 +300,17 @@ def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> Non
     with pytest.raises(SchemaMismatch):
         folder.read_result()
     np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle"):
+    with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*allow_pickle.*; repeat the run"):
+        folder.read_result()
+
+
+@pytest.mark.parametrize("name", ["result.npy", "schema.json"])
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY", b"{", b'{"dtype": 1, "entries": 2}', b"\xff" * 200])
+def test_a_damaged_result_is_an_error_that_names_the_file(name: str, damage: bytes, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_result(np.zeros(3, np.float32), Schema.of({"w": (3,)}))
+    (tmp_path / name).write_bytes(damage)
+    with pytest.raises(ConfigurationError, match=name):
         folder.read_result()
 
 
@@ -332,7 +323,7 @@ def test_holding_back_nothing_is_the_least() -> None:
 @pytest.mark.parametrize("name", ["config.toml", "summary.json", "events.jsonl"])
 def test_bytes_that_are_no_text_are_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.create(CONFIG)
+    made(folder)
     (folder.path / name).write_bytes(b'{"type":"figure","name":"\xff\xfe"}\n{}\n')
     with pytest.raises(ConfigurationError, match=name):
         folder.read()
@@ -340,7 +331,7 @@ def test_bytes_that_are_no_text_are_an_error_that_names_the_file(name: str, tmp_
 
 def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.create(CONFIG)
+    made(folder)
     with EventWriter(folder.events_file) as events:
         for node, value in enumerate((2.0, math.nan, math.inf)):
             events.write(Figure(1.0, node, "alpha", value))

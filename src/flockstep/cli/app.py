@@ -121,13 +121,14 @@ def train(
     threads: o.Threads = 1,
     imports: o.Imports = None,
     out: o.Out = None,
+    overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
     """Train for real, on processes of this machine."""
     from flockstep.cli.runs import train_one
 
     config = o.configured("train", locals())
-    train_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None)
+    train_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
 @app.command()
@@ -152,13 +153,14 @@ def simulate(
     threads: o.Threads = 1,
     imports: o.Imports = None,
     out: o.Out = None,
+    overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
     """Train in virtual time: real gradients, modelled seconds."""
     from flockstep.cli.runs import simulate_one
 
     config = o.configured("simulate", locals())
-    simulate_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None)
+    simulate_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
 @app.command()
@@ -216,6 +218,7 @@ def launch(
     output: o.Ranks = "all",
     prefix: o.Prefix = False,
     out: o.Out = None,
+    overwrite: o.Overwrite = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     as_json: o.Json = False,
 ) -> None:
@@ -224,7 +227,8 @@ def launch(
 
     context.obj["debug"] |= debug
     config = o.configured("launch", {**locals(), "job": str(script), "strategy": "as the script says"})
-    launch_one(script, arguments or [], config, o.folder(out, f"launch-{script.stem}"), as_json, output, prefix)
+    place = o.folder(out, f"launch-{script.stem}")
+    launch_one(script, arguments or [], config, place, as_json, output, prefix, overwrite)
 
 
 @app.command("list")

@@ -18,6 +18,7 @@ from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.planning.check import for_report
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
 from flockstep.report.medians import Group, best, spreads
@@ -86,6 +87,11 @@ def compare_all(matrix: Matrix, out: Path, as_json: bool) -> int:
         Interrupted: what was finished is in the report; the same command goes on from there.
     """
     groups = matrix.groups(out)
+    with owned(out):
+        return _compare(groups, matrix, out, as_json)
+
+
+def _compare(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, as_json: bool) -> int:
     runs = [run for group in groups for run in group]
     try:
         for number, run in enumerate(runs, start=1):
@@ -122,6 +128,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 def _run(run: _Planned, title: str) -> None:
     config, folder = run.config, run.folder
+    again = RunFolder(folder).unfinished
     if _is_finished(config, folder):
         show.console.print(f"{title}: kept from before", markup=False)
         return
@@ -130,12 +137,12 @@ def _run(run: _Planned, title: str) -> None:
             with show.bar(title) as progress:
                 from flockstep.launchers.simulate import simulate
 
-                summary = simulate(config, folder, progress)
+                summary = simulate(config, folder, progress, again)
         else:
             with show.standings(title) as standings:
                 from flockstep.launchers.train import train
 
-                summary = train(config, folder, standings)
+                summary = train(config, folder, standings, again)
         show.console.print(f"{title}: {_in_short(summary)}", markup=False, highlight=False, soft_wrap=True)
     except Interrupted:
         raise
@@ -144,9 +151,19 @@ def _run(run: _Planned, title: str) -> None:
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether `folder` holds this very run, finished."""
+    """Whether `folder` holds this very run, finished.
+
+    Raises:
+        ConfigurationError: it holds a finished run of another configuration.
+    """
     record = RunFolder(folder)
-    return record.config_file.exists() and record.holds_finished(prepare(config)[2])
+    if not record.config_file.exists() or record.unfinished:
+        return False
+    if not record.holds_finished(prepare(config)[2]):
+        raise ConfigurationError(
+            f"{folder} holds a finished run of another configuration; choose another folder with --out, or delete it"
+        )
+    return True
 
 
 def _in_short(summary: Summary) -> str:

@@ -84,6 +84,7 @@ Imports = Annotated[
     list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")
 ]
 Out = Annotated[Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output; progress on standard error.")]
 
 

@@ -17,21 +17,21 @@ from flockstep.records.summary import Summary
 from flockstep.report.table import one_by_one, table
 
 
-def train_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool) -> None:
+def train_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
     """Train and say how it went."""
     with show.standings(f"{config.job}, {config.strategy}") as display:
         from flockstep.launchers.train import train
 
-        summary = train(config, folder, display)
+        summary = train(config, folder, display, overwrite)
     conclude(summary, folder, as_json, must_reach)
 
 
-def simulate_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool) -> None:
+def simulate_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
     """Simulate and say how it went."""
     with show.bar(f"{config.job}, {config.strategy}") as display:
         from flockstep.launchers.simulate import simulate
 
-        summary = simulate(config, folder, display)
+        summary = simulate(config, folder, display, overwrite)
     conclude(summary, folder, as_json, must_reach)
 
 
@@ -43,11 +43,12 @@ def launch_one(
     as_json: bool,
     ranks: Literal["all", "rank0"],
     prefix: bool,
+    overwrite: bool,
 ) -> None:
     """Run a user's script, and show of its output what is asked for."""
     from flockstep.launchers.script import Output, launch
 
-    summary = launch(script, arguments, config, folder, output=Output(ranks, prefix))
+    summary = launch(script, arguments, config, folder, Output(ranks, prefix), overwrite)
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

@@ -21,6 +21,7 @@ from flockstep.launchers.entry import server_main
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
 from flockstep.optimizers.base import Optimizer
+from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Summary
@@ -45,8 +46,11 @@ def launch(
     config: RunConfig,
     folder: Path,
     output: Output = Output(),
+    overwrite: bool = False,
 ) -> Summary:
     """Run `script` on `config.workers` processes; return the summary of the record in `folder`.
+
+    With `overwrite`, a run that the folder holds is replaced.
 
     A program guards the call, since the servers that it may start import the program again:
 
@@ -62,7 +66,12 @@ def launch(
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
     import_components(config.imports)
     record = RunFolder(folder)
-    record.create(config)
+    with record.created(config, overwrite):
+        _launch(script, arguments, config, record, output)
+    return record.read_summary()
+
+
+def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: RunFolder, output: Output) -> None:
     scripts: list[Script] = []
 
     def start_worker(ticket: Ticket) -> Child:
@@ -84,28 +93,34 @@ def launch(
         patience=None,
         step_timeout=config.step_timeout,
     )
-    outcome = supervisor.run(result_of)
-    drain_all(scripts)
+    try:
+        supervisor.run(result_of)
+        drain_all(scripts)
+        conclude(record, config, supervisor.outcome)
+    finally:
+        supervisor.forget()
+
+
+def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
+    """Complete the record with what only the supervisor knows.
+
+    Raises:
+        RunError: the run failed, or lost a part of its record.
+    """
+    owner.check(record.path)
     if outcome.strategy is not None and outcome.strategy.traits.results:
         config = dataclasses.replace(config, strategy=str(outcome.strategy))
         record.write_config(config)
     with finished(record, config) as notes:
-        notes += settle(record, supervisor)
+        with EventWriter(record.node_events_file(None)) as events:
+            for lost in outcome.lost.values():
+                events.write(lost)
+        if outcome.strategy is not None and outcome.strategy.traits.results:
+            keep_newest(record, outcome.strategy.traits.results[0], outcome)
+        notes += outcome.warnings
         if outcome.error is not None:
             raise outcome.error
-    return record.read_summary()
-
-
-def settle(record: RunFolder, supervisor: Supervisor) -> list[str]:
-    """Complete the record with what only the supervisor knows; return what went wrong beside the run."""
-    outcome = supervisor.outcome
-    with EventWriter(record.node_events_file(None)) as events:
-        for lost in outcome.lost.values():
-            events.write(lost)
-    if outcome.strategy is not None and outcome.strategy.traits.results:
-        keep_newest(record, outcome.strategy.traits.results[0], outcome)
-    supervisor.forget()
-    return outcome.warnings
+        record.check_whole(outcome.nodes)
 
 
 def start_script(

@@ -20,9 +20,14 @@ from flockstep.simulation.network import Network
 
 
 def simulate(
-    config: RunConfig, folder: Path, progress: Callable[[int, int, float], None] = lambda done, all_steps, t: None
+    config: RunConfig,
+    folder: Path,
+    progress: Callable[[int, int, float], None] = lambda done, all_steps, t: None,
+    overwrite: bool = False,
 ) -> Summary:
     """Simulate a run; return the summary of the record in `folder`. `progress` gets steps done, all steps, seconds.
+
+    With `overwrite`, a run that the folder holds is replaced.
 
     Raises:
         ConfigurationError: before anything starts, for input that no run could work with.
@@ -34,9 +39,12 @@ def simulate(
     faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})
     record = RunFolder(folder)
-    record.create(config)
     every_step = plan.steps * plan.cluster.workers
-    with finished(record, config), EventWriter(record.node_events_file(None), flush_every=4096) as events:
+    with (
+        record.created(config, overwrite),
+        finished(record, config),
+        EventWriter(record.node_events_file(None), flush_every=4096) as events,
+    ):
         heard = until_target(config, events.write) if config.until_target else events.write
         run = Simulation(
             engine, plan, compute, network, heard, lambda done, t: progress(done, every_step, t), faults=faults
@@ -44,6 +52,7 @@ def simulate(
         with contextlib.suppress(TargetReached):
             run.run()
         run.stop()
+        record.check_whole([None])
         if run.tracker.result is not None:
             record.write_result(run.tracker.result, engine.schema)
     return record.read_summary()

@@ -30,6 +30,7 @@ from flockstep.launchers.movers import Movers
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits
 from flockstep.messages import Address, Message, node_name, server
+from flockstep.records import owner
 from flockstep.records.events import Lost
 from flockstep.records.folder import RunFolder
 from flockstep.records.handed_in import LAST, HandedIn, places
@@ -55,6 +56,8 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     lost: dict[Address, Lost] = field(default_factory=dict)
     error: FlockstepError | None = None
+    nodes: set[Address] = field(default_factory=set)
+    """Nodes that write a file of events."""
 
 
 class Supervisor:
@@ -167,6 +170,7 @@ class Supervisor:
             if time.monotonic() - shown > 0.25:
                 shown = time.monotonic()
                 self._show(self.standings)
+                owner.check(self._record)
         self._show(self.standings)
         assert self.outcome.strategy is not None
         for address in self._gone - self._done:  # the others may have been done too when it went
@@ -215,6 +219,7 @@ class Supervisor:
     def _hello(self, hello: Hello) -> None:
         if hello.address in self._links:
             return
+        self.outcome.nodes.add(hello.address)
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
         self._check_hello(hello)

@@ -21,6 +21,7 @@ from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
+from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Result, Snapshot
 from flockstep.records.folder import EventWriter, RunFolder
@@ -34,8 +35,10 @@ HEARTBEAT = 5.0
 Show = Callable[[dict[Address, Standing]], None]
 
 
-def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) -> Summary:
+def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, overwrite: bool = False) -> Summary:
     """Train on `config.workers` processes; return the summary of the record in `folder`.
+
+    With `overwrite`, a run that the folder holds is replaced.
 
     A script guards the call, since the processes that it starts import the script again:
 
@@ -48,10 +51,15 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
     """
     engine, plan, config = prepare(config)
     record = RunFolder(folder)
-    record.create(config)
     every, policy = plan.evaluate_every, plan.result
     del engine, plan  # a model each; the process that evaluates has its own
     release()
+    with record.created(config, overwrite):
+        _train(config, record, every, policy, show)
+    return record.read_summary()
+
+
+def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolicy, show: Show) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
 
     def start_worker(ticket: Ticket) -> Child:
@@ -74,8 +82,10 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
     )
     with finished(record, config) as notes:
         outcome = supervisor.run()
-        error = settle(record, evaluation, policy, outcome)
-        supervisor.forget()
+        try:
+            error = settle(record, evaluation, policy, outcome)
+        finally:
+            supervisor.forget()
         notes += outcome.warnings
         if evaluation.skipped:
             notes.append(
@@ -84,7 +94,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None) 
             )
         if error is not None:
             raise error
-    return record.read_summary()
+        record.check_whole(outcome.nodes)
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:
@@ -92,6 +102,7 @@ def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outco
     try:
         error = evaluation.finish()
     finally:
+        owner.check(record.path)
         with EventWriter(record.node_events_file(None)) as events:
             for lost in outcome.lost.values():
                 events.write(lost)
@@ -147,4 +158,5 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
         status, text = "diverged" if isinstance(error, Diverged) else "failed", str(error)
         raise
     finally:
-        record.write_summary(summarise(config, record.merge_events(), status, text, notes))
+        if owner.is_ours(record.path):
+            record.write_summary(summarise(config, record.merge_events(), status, text, notes))

@@ -7,23 +7,28 @@ files that are missing, and with the half-written last line of a killed process.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import ConfigurationError, SchemaMismatch
+from flockstep.errors import ConfigurationError, RunError, SchemaMismatch
 from flockstep.messages import Address, node_name
+from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import Event, Figure, Replica, Snapshot, Span, Step, Update
 from flockstep.records.handed_in import SNAPSHOTS
+from flockstep.records.owner import OWNER, owned
 from flockstep.records.summary import Summary, summarise, time_of
+
+T = TypeVar("T")
 
 _HALF = ".half"
 ENDED = ("finished", "diverged")
@@ -118,24 +123,44 @@ class RunFolder:
         """The resulting model's flat parameters."""
         return self.path / "result.npy"
 
-    def create(self, config: RunConfig) -> None:
-        """Make the folder ready for `config`: what an earlier attempt left is removed.
+    @contextlib.contextmanager
+    def created(self, config: RunConfig, overwrite: bool = False) -> Iterator[None]:
+        """Own the folder, made ready for `config`; with `overwrite`, the run that it holds is removed.
 
         Raises:
-            ConfigurationError: it holds a finished run of another configuration, or files that are no run.
+            ConfigurationError: another process owns it, or it holds what a run computed, or files that are no run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
-        if self.config_file.exists():
-            if self._status() in ENDED and not same_run(self.read_config(), config):
-                raise ConfigurationError(
-                    f"{self.path} holds a finished run of another configuration; choose another folder or delete it"
-                )
-        elif self.path.exists() and any(file.suffix != _HALF for file in self.path.iterdir()):
+        if self.path.exists() and not self.config_file.exists() and not all(map(_may_go, self.path.iterdir())):
             raise ConfigurationError(f"{self.path} holds files but no run; choose an empty or a new folder")
-        self._clear()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write_config(config)
+        with owned(self.path):
+            if not overwrite and (what := self._computed()) is not None:
+                raise ConfigurationError(
+                    f"{self.path} holds {what} run; choose another folder with --out, or replace it with --overwrite"
+                )
+            self._clear()
+            self.write_config(config)
+            yield
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is no run that came to its end, so that there is reason to repeat it."""
+        return self._status() not in ENDED
+
+    def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
+        """Check that nobody has removed what this process and the nodes of its run have written so far.
+
+        Raises:
+            RunError: the folder, or a file in it, is gone.
+        """
+        owner.check(self.path)
+        for file in (self.config_file, *map(self.node_events_file, nodes)):
+            if not file.exists():
+                raise RunError(
+                    f"{file} was removed while its run was going on, so the record is not whole; repeat the run with "
+                    "--overwrite"
+                )
 
     def holds_finished(self, config: RunConfig) -> bool:
         """Whether this run is already here, finished: then there is nothing to do."""
@@ -218,15 +243,27 @@ class RunFolder:
         """The resulting model's flat parameters (K,), or (M, K) of an ensemble, and their table.
 
         Raises:
-            ConfigurationError: the run left no result.
+            ConfigurationError: the run left no result, or a file of it is damaged.
             SchemaMismatch: the two files do not belong together.
         """
         if not (self.path / "result.npy").exists() or not (self.path / "schema.json").exists():
             raise ConfigurationError(f"{self.path} holds no result; the run did not end, repeat it")
-        schema = msgspec.json.decode((self.path / "schema.json").read_bytes(), type=Schema)
-        params: FlatArray = np.load(self.path / "result.npy", allow_pickle=False)
+        schema = _undamaged(self.path / "schema.json", lambda file: msgspec.json.decode(file.read_bytes(), type=Schema))
+        params = _undamaged(self.result_file, lambda file: np.load(file, allow_pickle=False))
         _require(params, schema, str(self.path / "result.npy"))
         return params, schema
+
+    def _computed(self) -> str | None:
+        """What kind of run the folder holds; None where there is none, or it ended before its first step."""
+        if not self.config_file.exists():
+            return None
+        try:
+            summary = self.read_summary()
+        except ConfigurationError:
+            return "a damaged"
+        if not summary.steps and not self.result_file.exists():
+            return None
+        return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
 
     def _status(self) -> str | None:
         """The status in summary.json; None where there is no readable one."""
@@ -242,6 +279,18 @@ class RunFolder:
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / SNAPSHOTS, ignore_errors=True)
+
+
+def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(path)
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to have it written anew") from None
+
+
+def _may_go(file: Path) -> bool:
+    """Whether a run that was killed before it had written its configuration may have left this file."""
+    return file.suffix == _HALF or file.name == OWNER
 
 
 def read_event_file(path: Path) -> list[Event]:

@@ -1,0 +1,83 @@
+"""A folder has one owner at a time: the process that writes the record in it holds a file there locked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from flockstep.errors import ConfigurationError, RunError
+
+OWNER = ".owner"
+"""Name of the file that the owner of a folder holds locked; it says the owner's process id."""
+_held: dict[Path, IO[str]] = {}
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a folder, which is made if it is missing; the system takes the lock back if this process is killed.
+
+    Raises:
+        ConfigurationError: another run owns it.
+    """
+    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
+    folder.mkdir(parents=True, exist_ok=True)
+    _held[folder] = file = _lock(folder)
+    try:
+        yield
+    finally:
+        del _held[folder]
+        if _is_at(folder, file):
+            (folder / OWNER).unlink()
+        file.close()
+
+
+def check(folder: Path) -> None:
+    """Check that a folder which this process owns is still the one that it took.
+
+    Raises:
+        RunError: it was removed, or another folder is in its place.
+    """
+    if not is_ours(folder):
+        raise RunError(
+            f"{folder} was removed or replaced while its run was going on; what is there now is not the whole record, "
+            "so delete it and repeat the run"
+        )
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is not one that this process owned and that is gone by now."""
+    file = _held.get(Path(os.path.abspath(folder)))  # noqa: PTH100
+    return file is None or _is_at(folder, file)
+
+
+def _lock(folder: Path) -> IO[str]:
+    import fcntl  # not on Windows, where records can be read
+
+    while True:
+        file = (folder / OWNER).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            pid = file.read().strip() or "another one"
+            file.close()
+            raise ConfigurationError(
+                f"{folder} is in use: process {pid} writes its record there; wait for its end, or choose another "
+                "folder with --out"
+            ) from None
+        if _is_at(folder, file):
+            break
+        file.close()  # the owner before has removed it meanwhile
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def _is_at(folder: Path, file: IO[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat((folder / OWNER).stat(), os.fstat(file.fileno()))
+    return False
