@@ -14,7 +14,7 @@ from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import Backward
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
 from flockstep.drivers.torch_clipping import Clipping, Watch
-from flockstep.drivers.torch_guard import Guard
+from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent
 from flockstep.drivers.torch_memory import ServerMemory
 from flockstep.errors import ConfigurationError
@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
-        _require_same_parameters(module, optimizer)
+        require_same_parameters(self.flat, optimizer)
         _require_one_gradient(optimizer)
         server_side = strategy.traits.server_optimizer
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
@@ -82,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
         self._watch = Watch(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
-        self.loop.watch = self._guard = Guard(self.flat)
+        self.loop.watch = self._guard = Guard(self.flat, optimizer)
         self._memory = ServerMemory(self.flat, optimizer, self.loop, self._spec if server_side else None)
         self._memory.begin()
 
@@ -222,7 +222,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.flat.drop_gradients()
 
     def finish(self) -> None:
-        """End the run; afterwards the model holds the result, the same on every worker."""
+        """End the run; afterwards the model holds the result, the same on every worker.
+
+        Raises:
+            ConfigurationError: the script has changed or loaded parameters since the last step, without `sync()`.
+            RunError: the run cannot go on.
+        """
+        if not self.loop.finished:
+            self._guard.check()
         self._backward.end()
         self._memory.keep()
         self.loop.finish()
@@ -255,8 +262,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             CompositionError: the strategy has no common model.
-            ConfigurationError: the run has been finished.
+            ConfigurationError: the run has been finished, or the script has changed parameters since the last step.
         """
+        if not self.loop.finished:
+            self._guard.check()
         own, kept = self.flat.params.copy(), self.buffers.packed()
         self.flat.params[:] = self.loop.common()
         self.sync_buffers()
@@ -291,16 +300,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"
-
-
-def _require_same_parameters(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in held:
-            raise ConfigurationError(
-                f"parameter {name} is trainable but the optimiser does not hold it; pass model.parameters() to the "
-                "optimiser, or freeze it with requires_grad_(False)"
-            )
 
 
 def _require_one_gradient(optimizer: torch.optim.Optimizer) -> None:

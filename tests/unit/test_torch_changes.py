@@ -1,0 +1,119 @@
+"""Changes of a distributed module's values and of its optimizer's groups are noticed, up to the end of the run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import flockstep
+from flockstep.drivers.torch_guard import Guard
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_flat import FlatModule
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def start(strategy="all_reduce", model=None, lr=0.1, momentum=0.0):
+    model = net() if model is None else model
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return model, flockstep.distribute(model, sgd, strategy)
+
+
+def step(model, optimizer, number=0):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    (model(x) - x[:, :2]).square().mean().backward()
+    optimizer.step()
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def load(model, other):
+    model.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda w: w.flip(0), lambda w: w[:, torch.randperm(w.shape[1])], torch.neg, lambda w: w * 2,
+        lambda w: w * torch.tensor([-1.0] * 2 + [1.0] * 510).to(w.dtype),
+        lambda w: torch.cat([w[64:], w[:64]]),
+    ],
+    ids=["flip", "permute", "negate", "double", "two-signs", "swap"],
+)  # fmt: skip
+@pytest.mark.parametrize("through", [True, False], ids=["data", "counted"])
+def test_values_that_move_or_change_alike_are_found(dtype, other, through):
+    """Moved values keep their sum, and doubled or negated ones change it by a multiple of a power of two."""
+    torch.manual_seed(0)
+    model = nn.Linear(512, 128, bias=False).to(dtype)
+    guard = Guard(FlatModule(model))
+    guard.check()
+    with torch.no_grad():
+        (model.weight.data if through else model.weight).copy_(other(model.weight.detach().clone()))
+    with pytest.raises(ConfigurationError, match="weight was changed"):
+        guard.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_value_that_is_not_finite_is_found(dtype, value):
+    model = nn.Linear(5, 3).to(dtype)
+    guard = Guard(FlatModule(model))
+    assert guard.not_finite() is None
+    model.bias.data[1] = value
+    guard.note()
+    assert guard.not_finite() == "bias"
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "easgd(2)", "asgd", "bucketed"])
+def test_a_model_loaded_after_the_last_step_is_not_silently_undone(strategy):
+    """finish() and consensus() would replace or leave out what the script has loaded."""
+    model, optimizer = start(strategy)
+    for number in range(3):
+        step(model, optimizer, number)
+    load(model, net(1))
+    with pytest.raises(ConfigurationError, match=r"0.weight was changed .* call optimizer.sync\(\)"):
+        optimizer.finish()
+    with pytest.raises(ConfigurationError, match=r"0.weight was changed"), optimizer.consensus():
+        pass
+    optimizer.sync()
+    optimizer.finish()
+    assert equal(values(model), values(net(1)))
+    load(model, net(2))
+    optimizer.finish()
+    assert equal(values(model), values(net(2)))  # it is the script's own now
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "asgd"])
+def test_an_optimizer_holds_what_the_module_trains_and_no_more(strategy):
+    """What nobody exchanges would never be stepped on servers, and part the replicas elsewhere."""
+    model, head = net(), nn.Linear(2, 2)
+    sgd = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"parameter of shape \(2, 2\) that is not one of the module's"):
+        flockstep.distribute(model, sgd, strategy)
+    model, optimizer = start(strategy)
+    step(model, optimizer)
+    optimizer.add_param_group({"params": [*nn.Linear(2, 2).requires_grad_(False).parameters()]})  # torch skips these
+    optimizer.add_param_group({"params": [*head.parameters()]})
+    for call in (optimizer.step, optimizer.sync, optimizer.finish):
+        with pytest.raises(ConfigurationError, match=r"parameter of shape \(2, 2\) .* to distribute"):
+            call()
+    optimizer.param_groups.pop()
+    optimizer.param_groups.pop()
+    step(model, optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ConfigurationError, match=r"parameter 2.bias is trainable but the optimizer does not hold it"):
+        optimizer.step()
