@@ -9,6 +9,7 @@ import pytest
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
+from flockstep.planning.criteria import criteria
 from flockstep.planning.failing import RISK, deaths, length, risk, sentence
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
@@ -111,3 +112,32 @@ def test_where_nobody_says_how_often_machines_fail_any_number_has_to_be_survived
     out = dict(advise(silent, ("elastic",)).excluded)
     assert "does not say how often machines fail" in out["gradient_coding"]
     assert "easgd" not in out
+
+
+def test_where_machines_state_how_often_they_fail_the_risk_alone_rules_out() -> None:
+    """Plain servers survive no death, backup(1) one: P(more die) of eight machines, by the binomial distribution."""
+    for hours, out in ((0.1, set()), (2.0, {"ps(consistency=bsp)"})):
+        shape = cluster("1gbit", more='failures = "0.2/day"\ncomes_and_goes = true')
+        named = ("ps", "ps(consistency=backup(1))", "ps(consistency=asynchronous)")
+        predicted = plan(TASK, shape, strategies=named, further=False, length=3600 * hours)
+        p = -math.expm1(-0.2 * hours / 24)
+        none, one = 1 - (1 - p) ** 8, 1 - (1 - p) ** 8 - 8 * p * (1 - p) ** 7
+        likely = {"ps(consistency=bsp)": none, "ps(consistency=backup(b=1))": one}
+        for name, chance in likely.items():
+            assert risk(predicted.named(name), predicted) == pytest.approx(chance, rel=1e-9)
+        excluded = dict(advise(predicted, ("elastic",)).excluded)
+        ruled_out = set(excluded) & {*likely, "ps(consistency=asynchronous)"}
+        assert ruled_out == {name for name, chance in likely.items() if chance > RISK} == out
+        assert all(excluded[name].startswith("stops when a worker is gone (RSOI): within 2.00 h") for name in out)
+
+
+@pytest.mark.parametrize("rule", ["backup(b=1)", "k_sync(k=2)", "k_batch_sync(k=2)"])
+def test_what_arrival_decides_is_not_reproducible(rule: str) -> None:
+    """Whose gradient is given up differs from run to run with the order in which they arrive (Chen et al. 2016)."""
+    name = f"ps(consistency={rule})"
+    predicted = plan(TASK, cluster("1gbit"), strategies=(name, "ps", "local_sgd", "dpsgd", "sgp"), further=False)
+    out = dict(advise(predicted, ("reproducible",)).excluded)
+    assert out[name] == "the order of arrival decides whose gradients are dropped (ERB)"
+    assert not {"ps(consistency=bsp)", "dpsgd", "sgp"} & set(out)
+    assert criteria(predicted.named(name), None).reproducible == "hard"
+    assert criteria(predicted.named("ps(consistency=bsp)"), None).reproducible == "easy"

@@ -8,7 +8,7 @@ from typing import Any
 
 from flockstep.errors import UnknownName
 from flockstep.planning import sentences as say
-from flockstep.planning.criteria import drops, is_central, is_synchronous
+from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
 from flockstep.planning.failing import unfit_to_lose_workers
 from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.prospect import Prospect
@@ -212,6 +212,8 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
         return "drops the gradients of slow workers, whose data then count less (R_LBD)"
     if "reproducible" in needs and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run (ERB)"
+    if "reproducible" in needs and not is_repeatable(cell, traits):
+        return "the order of arrival decides whose gradients are dropped (ERB)"
     if "elastic" in needs and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

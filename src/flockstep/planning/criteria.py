@@ -88,7 +88,9 @@ def criteria(found: Prospect, pace: Pace | None) -> Criteria:
     central, synchronous = is_central(cell), is_synchronous(cell, traits)
     rate: Literal["higher", "likely", "lower"] = "lower" if not synchronous else "higher" if central else "likely"
     hard: Literal["easy", "medium", "hard"] = (
-        "easy" if synchronous else "medium" if cell is not None and cell.scheduling == "bounded async" else "hard"
+        "easy"
+        if is_repeatable(cell, traits)
+        else "medium" if cell is not None and cell.scheduling == "bounded async" else "hard"
     )
     return Criteria(
         f"{'central' if central else 'decentral'}, {'synchronous' if synchronous else 'asynchronous'}",
@@ -108,8 +110,13 @@ def is_central(cell: Cell | None) -> bool:
 
 
 def is_synchronous(cell: Cell | None, traits: Traits) -> bool:
-    """Whether the same updates happen in the same order in every run."""
+    """Whether all wait for each other, and nobody computes on what is late."""
     return cell.scheduling == "sync" if cell is not None else traits.completeness == 1
+
+
+def is_repeatable(cell: Cell | None, traits: Traits) -> bool:
+    """Whether a run can be had again: of servers that give up gradients, the order of arrival decides whose."""
+    return is_synchronous(cell, traits) and not (is_central(cell) and traits.completeness == 4)
 
 
 def count(part: Component) -> int:

@@ -47,12 +47,11 @@ def risk(found: Prospect, outlook: Outlook) -> float:
 def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
     """Why a strategy does not do where workers come and go; None if it does."""
     survived = _survived(found)
-    if not survived:
-        return "stops when a worker is gone (RSOI)"
-    ends = f"survives {many(survived, 'death')} (RSOI)"
+    ends = f"survives {many(survived, 'death')} (RSOI)" if survived else "stops when a worker is gone (RSOI)"
     if not outlook.site.cluster.failures:
-        name = outlook.site.cluster.name
-        return None if survived == found.workers - 1 else f"{ends}, and {name} does not say how often machines fail"
+        if survived == found.workers - 1:
+            return None
+        return f"{ends}, and {outlook.site.cluster.name} does not say how often machines fail" if survived else ends
     probable = risk(found, outlook)
     if probable <= RISK:
         return None
