@@ -11,6 +11,8 @@ from flockstep.claims.spans import error_of, median, ranged
 WORKERS, BATCH, EPOCHS = 30, 4, 20
 OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
 COMPUTE = "normal(1, cv=0.1)"
+LEARNS = 6.0
+"""Error in per cent above which synchronous training has not learned; the pilot's is 3.3."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,33 @@ class SoftsyncRates(Claim):
         "section 3.2. The figures to compare with are those of a pilot run in plain numpy"
     )
     setting: ClassVar[str] = (
-        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs, {OPTIMIZER} "
+        f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs (the "
+        f"pilot: 40), {OPTIMIZER} "
         "on the server, gradient times normal with cv 0.1; alpha / n by staleness_scaled(mean, known=n); 5 seeds"
     )
-    tolerance: ClassVar[str] = "medians: fixed, n >= 15: >= 80 % error; divided by n: <= synchronous + 2.5 points"
+    tolerance: ClassVar[str] = (
+        f"medians: synchronous and fixed, n = 1: <= {LEARNS:g} %; fixed, n >= 15: >= 80 % error; divided by n: <= "
+        "synchronous + 2.5 points"
+    )
 
     def check(self, say: Say) -> Verdict:
         """Synchronous, fixed and divided."""
         sync = self._errors("ps", say)
-        bound = median(sync) + 2.5
-        rows = [Row("synchronous, error in %", "3.3; paper 18", ranged(sync), True)]
-        fixed = ((1, "3.1", 0.0), (15, "92.8, >= 80; paper 90", 80.0), (30, "87.8, >= 80; paper 90", 80.0))
-        for n, published, least in fixed:
+        learns = median(sync) <= LEARNS
+        bound = min(median(sync), LEARNS) + 2.5
+        rows = [Row("synchronous, error in %", f"3.3 in 40 epochs, <= {LEARNS:g}; paper 18", ranged(sync), learns)]
+        fixed = (
+            (1, f"3.1 in 40 epochs, <= {LEARNS:g}", 0.0, LEARNS),
+            (15, "92.8 in 40 epochs, >= 80; paper 90", 80.0, 100.0),
+            (30, "87.8 in 40 epochs, >= 80; paper 90", 80.0, 100.0),
+        )
+        for n, published, least, most in fixed:
             errors = self._errors(f"ps(softsync({n}))", say)
-            rows.append(Row(f"{n}-softsync, alpha", published, ranged(errors), median(errors) >= least))
+            rows.append(Row(f"{n}-softsync, alpha", published, ranged(errors), least <= median(errors) <= most))
         for n, published in ((1, "3.3"), (15, "3.1"), (30, "2.5")):
             errors = self._errors(f"ps(softsync({n}), rule=staleness_scaled(mean, known={n}))", say)
-            rows.append(Row(f"{n}-softsync, alpha / {n}", published, ranged(errors), median(errors) <= bound))
+            told = f"{published} in 40 epochs"
+            rows.append(Row(f"{n}-softsync, alpha / {n}", told, ranged(errors), median(errors) <= bound))
         return Verdict(tuple(rows))
 
     def _errors(self, strategy: str, say: Say) -> list[float]:

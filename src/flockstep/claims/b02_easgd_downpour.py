@@ -11,6 +11,8 @@ from flockstep.claims.spans import SAMPLES, error_of, median, ranged
 WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
 PERIODS = (1, 16, 64)
 COMPUTE = "normal(1, cv=0.1)"
+LEARNS = 7.0
+"""Error in per cent above which elastic averaging has not learned; the pilot's is 4.4 at most."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class EasgdDownpour(Claim):
         "are those of a pilot run in plain numpy"
     )
     setting: ClassVar[str] = (
-        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples, learning rate "
-        f"{LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
+        f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples (the pilot: 1500 "
+        f"steps, and tau = 4 too), learning rate {LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
     )
     tolerance: ClassVar[str] = (
-        "medians: EASGD within 2.5 points over tau; Downpour <= EASGD + 1 at tau = 1 and >= 50 % at tau = 64"
+        f"medians: EASGD <= {LEARNS:g} % and within 2.5 points over tau; Downpour <= EASGD + 1 at tau = 1 and >= 50 % "
+        "at tau = 16 and 64"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -39,13 +42,19 @@ class EasgdDownpour(Claim):
         elastic = {tau: self._errors(f"easgd({tau}, {BETA / WORKERS})", say) for tau in PERIODS}
         pushed = {tau: self._errors(f"downpour({tau}, {tau})", say) for tau in PERIODS}
         middle = [median(errors) for errors in elastic.values()]
-        spread, near = max(middle) - min(middle), median(elastic[1]) + 1
-        rows = [Row(f"EASGD, tau {tau}, error in %", "2.2 to 4.4", ranged(e), True) for tau, e in elastic.items()]
+        spread, near = max(middle) - min(middle), min(median(elastic[1]), LEARNS) + 1
+        told = f"2.2 to 4.4 in 1500 steps, <= {LEARNS:g}"
+        rows = [
+            Row(f"EASGD, tau {tau}, error in %", told, ranged(errors), median(errors) <= LEARNS)
+            for tau, errors in elastic.items()
+        ]
         rows += [
             Row("EASGD, spread over tau in points", "<= 2.5", round(spread, 2), spread <= 2.5),
-            Row("Downpour, tau 1, error in %", "1.9 to 2.8", ranged(pushed[1]), median(pushed[1]) <= near),
-            Row("Downpour, tau 16", "87 to 93", ranged(pushed[16]), True),
-            Row("Downpour, tau 64", "87 to 93, >= 50", ranged(pushed[64]), median(pushed[64]) >= 50),
+            Row(
+                "Downpour, tau 1, error in %", "1.9 to 2.8 in 1500 steps", ranged(pushed[1]), median(pushed[1]) <= near
+            ),
+            Row("Downpour, tau 16", "87 to 93 in 1500 steps, >= 50", ranged(pushed[16]), median(pushed[16]) >= 50),
+            Row("Downpour, tau 64", "87 to 93 in 1500 steps, >= 50", ranged(pushed[64]), median(pushed[64]) >= 50),
         ]
         return Verdict(tuple(rows))
 

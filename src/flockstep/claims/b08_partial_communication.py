@@ -11,6 +11,8 @@ from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, End, ends_of
 from flockstep.claims.spans import median, ranged
 
 SHARES = (0.5, 0.25, 0.05)
+LEARNS = 7.0
+"""Error in per cent above which full communication has not learned; the pilot's is 4.7 at most."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +33,25 @@ class PartialCommunication(Claim):
         "data sorted by label, or mixed; who drops moves by the mean of what arrived (rest = average); 5 seeds"
     )
     tolerance: ClassVar[str] = (
-        "medians: deferred <= full + 2 points at every share; dropped at 0.5 on sorted data >= 25 %; spread of "
-        "replicas grows as the share falls; after the flush equal in every bit in every run"
+        f"medians: full <= {LEARNS:g} %; deferred <= full + 2 points at every share; dropped at 0.5 on sorted "
+        "data >= 25 %; spread of replicas grows as the share falls; after the flush equal in every bit in every run"
     )
 
     def check(self, say: Say) -> Verdict:
         """Full, deferred and dropped."""
         full = ends_of(f"broadcast({1 / WORKERS})", True, self.seeds, say, "mean")
-        rows = [Row("full, sorted data, error in %", "3.9 to 4.7", ranged(end.error for end in full), True)]
-        bound = median(end.error for end in full) + 2
+        error = median(end.error for end in full)
+        published = f"3.9 to 4.7, <= {LEARNS:g}"
+        rows = [Row("full, sorted data, error in %", published, ranged(end.error for end in full), error <= LEARNS)]
+        bound = min(error, LEARNS) + 2
         whole = median(float(end.messages) for end in full)
         for share in SHARES:
             ends = ends_of(f"partial({share}, defer, {1 / WORKERS})", True, self.seeds, say, "mean")
-            error, sent = ranged(end.error for end in ends), median(float(end.messages) for end in ends) / whole
+            errors, sent = ranged(end.error for end in ends), median(float(end.messages) for end in ends) / whole
             holds = median(end.error for end in ends) <= bound and all(end.equal for end in ends)
             what = f"deferred, share {share}, sorted data: error in %, messages of full, replicas equal"
             equal = sum(end.equal for end in ends)
-            rows.append(Row(what, f"3.6 to 5.3, {share}, all", f"{error}, {sent:.3f}, {equal} of {len(ends)}", holds))
+            rows.append(Row(what, f"3.6 to 5.3, {share}, all", f"{errors}, {sent:.3f}, {equal} of {len(ends)}", holds))
         rows += self._dropped(say)
         return Verdict(tuple(rows), "", {"messages of full communication": whole})
 

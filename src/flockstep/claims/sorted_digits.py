@@ -48,13 +48,13 @@ def parted_job(apart: bool, seed: int, optimizer: str = f"sgd(lr={LR})", batch: 
     return replace(job, data=data)
 
 
-def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None) -> End:
+def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> End:
     """One run of eight workers, all equally fast, with messages that take a tenth of a gradient."""
     try:
         run = run_strategy(
             strategy,
             WORKERS,
-            STEPS,
+            steps,
             job=parted_job(apart, seed),
             compute="normal(1, cv=0.1)",
             network="link(bandwidth='10gbit', latency=0.1)",
@@ -75,9 +75,11 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
     )
 
 
-def ends_of(strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None) -> list[End]:
+def ends_of(
+    strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
+) -> list[End]:
     """One run a seed; the errors are said."""
-    ends = [end_of(strategy, apart, seed, result) for seed in range(seeds)]
+    ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"
     say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))
     return ends

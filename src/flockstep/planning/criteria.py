@@ -90,7 +90,9 @@ def criteria(found: Prospect, pace: Pace | None) -> Criteria:
     hard: Literal["easy", "medium", "hard"] = (
         "easy"
         if is_repeatable(cell, traits)
-        else "medium" if cell is not None and cell.scheduling == "bounded async" else "hard"
+        else "medium"
+        if cell is not None and cell.scheduling == "bounded async"
+        else "hard"
     )
     return Criteria(
         f"{'central' if central else 'decentral'}, {'synchronous' if synchronous else 'asynchronous'}",

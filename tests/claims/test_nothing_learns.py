@@ -1,0 +1,71 @@
+"""Claims about errors do not hold where nothing learns: references have bounds of their own."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+
+from flockstep.claims.base import Claim, Verdict
+from flockstep.claims.compressed_digits import Finals
+from flockstep.claims.sorted_digits import End
+from flockstep.claims.spans import GUESSING
+
+GUESSED = Finals(np.full(5, GUESSING), np.full(5, math.log(10)), 0)
+RUNS = {
+    "B1": ("b01_softsync_rates", {"error_of": GUESSING}),
+    "B2": ("b02_easgd_downpour", {"error_of": GUESSING}),
+    "B3": ("b03_gradual_warmup", {"final_error": GUESSING}),
+    "B4": ("b04_error_feedback", {"trained": GUESSED}),
+    "B5": ("b05_delay_compensation", {"error_of": GUESSING, "_alone": np.zeros(3, np.float32)}),
+    "B6": ("b06_sync_async_time", {"seconds_to_target": math.inf}),
+    "B7": ("b07_data_that_differ", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
+    "B8": ("b08_partial_communication", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
+    "B9": ("b09_feedback_needs_contraction", {"trained": GUESSED}),
+}
+"""What runs a claim's training, and what that would give if every model guessed."""
+REFERENCES = {
+    "B1": ["synchronous", "1-softsync, alpha", "15-softsync, alpha / 15", "30-softsync, alpha / 30"],
+    "B2": ["EASGD, tau 1,", "EASGD, tau 16", "EASGD, tau 64", "Downpour, tau 1,"],
+    "B4": ["dense"],
+    "B7": ["synchronous, mixed", "synchronous, sorted", "sgp", "dpsgd", "local_sgd(10)", "local_sgd(50)"],
+    "B8": ["full", "deferred, share 0.5", "deferred, share 0.05"],
+    "B9": ["dense"],
+}
+"""Rows about what has to learn, by how they begin."""
+
+
+def guessing(name: str, patch: pytest.MonkeyPatch) -> Verdict:
+    """The verdict on a claim whose every model guesses."""
+    module, runs = RUNS[name]
+    for function, gives in runs.items():
+        patch.setattr(
+            importlib.import_module(f"flockstep.claims.{module}"), function, lambda *_, gives=gives, **__: gives
+        )
+    return Claim.parse(name).check(lambda line: None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_claim_does_not_hold_where_nothing_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = guessing(name, monkeypatch)
+    assert not verdict.holds
+    for begins in REFERENCES.get(name, []):
+        rows = [row for row in verdict.rows if row.what.startswith(begins)]
+        assert rows, begins
+        assert not any(row.holds for row in rows), begins
+
+
+def test_replicas_that_just_met_do_not_show_that_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of B7: a worst worker as good as the mean model says nothing about replicas."""
+    module = importlib.import_module("flockstep.claims.b07_data_that_differ")
+    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [End(6.0, 6.0, 0.0, True, 1)] * 5)
+    rows = {row.what.split(",")[0]: row.holds for row in Claim.parse("B7").check(lambda line: None).rows}
+    assert not rows["dpsgd"]
+    assert not rows["local_sgd(10)"]
+    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [End(6.0, 20.0, 1.0, False, 1)] * 5)
+    rows = {row.what.split(",")[0]: row.holds for row in Claim.parse("B7").check(lambda line: None).rows}
+    assert rows["dpsgd"]
+    assert rows["local_sgd(10)"]
+    assert not rows["easgd(10)"]  # far from the pilot's 42 to 48
