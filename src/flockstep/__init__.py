@@ -99,8 +99,9 @@ def clip_grad_norm_(
 
     Call it between `backward()` and `step()`, with the optimizer of `distribute` or with parameters. Where the strategy
     combines gradients, the combined gradient is clipped, in `step()`; elsewhere each worker's own, at once.
-    docs/strategies.md says which. Returns the norm before clipping; that of a combined gradient is NaN until
-    `step()` has put it there, and stays NaN where a server clips.
+    docs/strategies.md says which. Returns the norm before clipping; of several workers, that of a combined gradient is
+    NaN until `step()` has put it there, and stays NaN where a server clips. `step()` raises torch's RuntimeError where
+    the combined norm is not finite and `error_if_nonfinite` is set.
 
     Raises:
         CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip so.

@@ -35,7 +35,32 @@ class Clip:
 
     def apply(self) -> None:
         """Clip the parameters' gradients as they are now."""
-        self.norm.copy_(clip_now(self.parameters, self.max_norm, self.norm_type, error_if_nonfinite=self.strict))
+        self.norm.copy_(clip_now(self.parameters, self.max_norm, self.norm_type))
+
+    def measure(self) -> None:
+        """Take the norm of the parameters' gradients as they are now, and write to none of them."""
+        slopes = [p.grad for p in self.parameters if p.grad is not None]
+        norms = [torch.linalg.vector_norm(slope.detach(), self.norm_type) for slope in slopes]
+        self.norm.copy_(torch.linalg.vector_norm(torch.stack(norms), self.norm_type) if norms else torch.tensor(0.0))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the script wants no step along gradients of this norm."""
+        return self.strict and not bool(torch.isfinite(self.norm))
+
+    def check(self) -> None:
+        """Raise what torch does if it is refused."""
+        if self.refused:
+            raise RuntimeError(
+                f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
+                "cannot be clipped; to clip all the same, pass error_if_nonfinite=False"
+            )
+
+    def same(self, other: Clip) -> bool:
+        """Whether the other one clips the same gradients in the same way."""
+        return (self.max_norm, self.norm_type, self.strict) == (other.max_norm, other.norm_type, other.strict) and (
+            list(map(id, self.parameters)) == list(map(id, other.parameters))
+        )
 
 
 class Clipping:
@@ -44,15 +69,20 @@ class Clipping:
     live: ClassVar[weakref.WeakSet[Clipping]] = weakref.WeakSet()
     """Those of every distributed optimizer of this process."""
 
-    def __init__(self, flat: FlatModule, strategy: Strategy):
+    def __init__(self, flat: FlatModule, strategy: Strategy, alone: bool):
+        """`alone`: there is no other worker, whose gradients would be combined with those of this one."""
         self.flat = flat
         self.strategy = strategy
+        self._alone = alone
+        self._told = False
         self._asked: list[Clip] = []
         self._due: list[Clip] = []
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
         """Clip now where each worker's own gradient counts, otherwise once the gradients have been combined."""
+        if self not in self.live:  # the run is over: nobody combines them
+            return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         traits = self.strategy.traits
         if traits.clips == "none":
             raise CompositionError(
@@ -65,18 +95,48 @@ class Clipping:
         if traits.server_optimizer:
             self._require_servable(parameters, norm_type, strict)
         clip = Clip(parameters, float(max_norm), float(norm_type), strict)
+        if any(map(clip.same, self._asked)):  # by a script that skips steps by the module's zero_grad
+            self.skip()
+        if self._alone:
+            clip.measure()
+            clip.check()
         self._asked.append(clip)
         return clip.norm
+
+    def skip(self) -> None:
+        """The script takes no step along the gradients that it wanted to be clipped."""
+        if self._asked and not self._alone and not self._told:
+            self._told = True
+            warnings.warn(
+                "clip_grad_norm_ was called and no step() followed: the norm that it returns is NaN until step() has "
+                f"combined the gradients of {self.strategy}, so that a script which skips steps by it skips every one; "
+                "leave the test out, for a gradient that is not finite ends the run, or look at the norm after step()",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._asked = []
+
+    def end(self) -> None:
+        """The run is over."""
+        self.live.discard(self)
 
     def begin(self) -> None:
         """A step begins: what has been asked for since the last one holds for it."""
         self._due, self._asked = self._asked, []
 
-    def apply(self) -> None:
-        """The parameters' gradients are those that the optimizer is about to step along."""
+    def apply(self) -> bool:
+        """The parameters' gradients are those that the optimizer is about to step along; whether it may."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.apply()
+            return not any(clip.refused for clip in self._due)
+        return True
+
+    def check(self) -> None:
+        """The strategy has done its part in a step: raise if the optimizer could not, as on every other worker."""
+        if self.strategy.traits.clips == "combined":
+            for clip in self._due:
+                clip.check()
 
     @property
     def max_norm(self) -> float:
@@ -142,7 +202,7 @@ class Watch:
         """A step begins; `allowed` times each gradient may have been changed since backward."""
         if not self._hooks:
             return
-        changed = self._changes() > allowed * len(self._seen)
+        changed = self._replaced() or self._changes() > allowed * len(self._seen)
         self._seen.clear()
         self._left -= 1
         if changed:
@@ -167,6 +227,14 @@ class Watch:
                 self._seen[index] = parameter.grad, parameter.grad._version
 
         return accumulated
+
+    def _replaced(self) -> bool:
+        """Whether the script put another gradient where backward had left one."""
+        return any(
+            now is not None and now is not gradient and not self._flat.in_place(index)
+            for index, (gradient, _) in self._seen.items()
+            for now in [self._flat.parameters[index].grad]
+        )
 
     def _changes(self) -> int:
         """How many writes to gradients were not backward's; those in the flat array count their writes together."""

@@ -73,9 +73,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         server_side = strategy.traits.server_optimizer
         self._spec: Optimizer = for_servers(optimizer, self.flat) if server_side else SGD(lr=1.0)
         stepper = _UserOptimizer(self.flat, optimizer, self._prepare)
-        self.clipping = Clipping(self.flat, strategy)
         flat = self.flat
         self.loop = Loop(flat.params, flat.grads, flat.schema, strategy, stepper, self._spec, self.buffers.packed)
+        self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
         self._backward = Backward(self.flat, self.loop)
@@ -136,10 +136,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._watch is not None:
             self._watch.check(allowed=int(overflow is not None))
         self.flat.gather_gradients()
+        self.clipping.begin()
         if not self._consent.skips(overflow):
             self._unscale()
-            self.clipping.begin()
             self._advance()
+            self.clipping.check()
         return loss
 
     @contextmanager
@@ -186,7 +187,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return False
         if not own and self._consent.share != 1.0:
             self.flat.grads *= self.flat.grads.dtype.type(self._consent.share)
-        self.clipping.apply()
+        if not self.clipping.apply():
+            return False
         if own or self.loop.workers == 1:  # nobody else had a gradient for them: as ever, the original skips them
             self.flat.drop_absent()
         return True
@@ -217,6 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A parameter that then gets no gradient is skipped by the optimizer of a single worker, and of a strategy whose
         workers step along their own gradients. Otherwise it counts as a gradient of zero.
         """
+        self.clipping.skip()
         self.flat.zero_grad()
         if set_to_none:
             self.flat.drop_gradients()
@@ -231,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.loop.finished:
             self._guard.check()
         self._backward.end()
+        self.clipping.end()
         self._memory.keep()
         self.loop.finish()
         self.buffers.take(self.loop.handed)
