@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from flockstep.codecs.identity import Identity
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.messages import MASTER, server
@@ -43,7 +43,13 @@ def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS, overlap=Tru
     """
     bench = Bench(n, small_job(optimizer))
     w = bench.start()
-    master = bench.stepper(w)
+    master, count = bench.stepper(w), [0] * n
+
+    def push(rank):
+        """The sum of m gradients is m steps' worth along their mean."""
+        bench.engine.optimizer.step(w, sums[rank] / F(count[rank]), master.state, master.lr, count[rank])
+        sums[rank][:], count[rank] = 0, 0
+
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     replicas, sums, step = [w.copy() for _ in range(n)], [0 * w for _ in range(n)], [0] * n
     steppers, fetched = [bench.stepper(replica) for replica in replicas], [None] * n
@@ -53,20 +59,20 @@ def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS, overlap=Tru
         now, rank = heapq.heappop(due)
         gradient = bench.gradient(rank, replicas[rank])
         sums[rank] += gradient
+        count[rank] += 1
         if fetched[rank] is not None:
             replicas[rank][:], fetched[rank] = fetched[rank], None
         steppers[rank].step(replicas[rank], gradient)
         step[rank] += 1
         last = step[rank] == steps
         if step[rank] % n_push == 0:
-            master.step(w, sums[rank])
-            sums[rank][:] = 0
+            push(rank)
         if step[rank] % n_fetch == 0:
             fetched[rank] = w.copy()
         if fetched[rank] is not None and not overlap:
             replicas[rank][:], fetched[rank] = fetched[rank], None
         if last and step[rank] % n_push:
-            master.step(w, sums[rank])
+            push(rank)
         if not last:
             heapq.heappush(due, (now + next(durations[rank]), rank))
     return np.stack([w, *replicas])
@@ -209,8 +215,8 @@ class Slope(Model):
 
 
 def slope_job():
-    """Samples in eighths, batches of 4, learning rate 1/4: every sum below 2^40 is exact."""
-    x = np.random.default_rng(3).integers(-99, 99, (64, 6)) / 8
+    """Multiples of 420/8, batches of 4, learning rate 1/4: every sum, and its mean over up to 7, is exact."""
+    x = 420 * np.random.default_rng(3).integers(-99, 99, (64, 6)) / 8
     return Job(Slope, lambda: Data(x, np.zeros(64), x, np.zeros(64)), "sgd(lr=0.25)", metric=lambda o, t: 0.0, batch=4)
 
 
@@ -238,6 +244,42 @@ def test_what_is_pushed_and_the_start_make_the_end(periods, filters):
     total = pushed(run, strategy)
     assert equal_bits(run.server, np.arange(6.0) - 0.25 * total)
     assert equal_bits(total, slopes(3, STEPS))
+
+
+@pytest.mark.parametrize("n_push", [1, 5])
+def test_a_push_of_five_gradients_decays_weights_five_times(n_push):
+    """Dean et al. 2012: the server applies sum_i g_i; with weight decay each g_i is g_i + decay w."""
+    job = replace(slope_job(), optimizer="sgd(lr=0.25, weight_decay=0.01)")
+    w = np.arange(6.0)
+    run = run_strategy(Downpour(n_push, 5), 1, 5, job=job)
+    if n_push == 5:
+        np.testing.assert_allclose(run.server, w - 0.25 * (slopes(1, 5) + 5 * 0.01 * w), rtol=1e-12)
+    assert {update.weight for update in run.of(Update)} == {1.0}
+    assert sum(update.count for update in run.of(Update)) == 5
+
+
+@pytest.mark.parametrize("periods", [(1, 1), (5, 5), (10, 10)])
+def test_an_adaptive_optimizer_moves_as_far_however_many_gradients_are_pushed_at_once(periods):
+    """20 gradients of 1 under Adam: 20 learning rates; a sum that counted as one gradient would be one of them."""
+    x = np.ones((64, 6))
+    job = replace(slope_job(), data=lambda: Data(x, np.zeros(64), x, np.zeros(64)), optimizer="adam(lr=0.25)")
+    run = run_strategy(Downpour(*periods), 1, 20, job=job)
+    np.testing.assert_allclose(run.server, np.arange(6.0) - 20 * 0.25, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["downpour", "downpour(2, 2, overlap=False)", "downpour(1, 2, overlap=False)"])
+def test_what_goes_by_reads_is_refused_where_gradients_are_of_the_workers_own_steps(text):
+    """DC-ASGD compensates from the parameters that were read; the gradient of these was computed somewhere else."""
+    rule = "rule=delay_compensated"
+    with pytest.raises(CompositionError, match=r"goes by what workers have read.*use downpour"):
+        Strategy.parse(f"{text[:-1]}, {rule})" if "(" in text else f"{text}({rule})")
+
+
+def test_compensation_with_a_fetch_that_is_waited_for_is_that_of_asgd():
+    run = run_strategy("downpour(overlap=False, rule=delay_compensated)", 3, STEPS, network="ideal")
+    assert equal_bits(
+        run.server, run_strategy("ps(asynchronous, rule=delay_compensated)", 3, STEPS, network="ideal").server
+    )
 
 
 def test_the_sum_notices_a_push_that_is_lost():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 
+from flockstep.frameworks.torch_groups import TorchOptimizer
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Update
 from flockstep.records.summary import GradientWeight, summarise
@@ -75,6 +77,25 @@ def test_no_bound_lets_the_straggler_count_more(rule, s):
 def test_momentum_on_the_server_does_not_change_what_a_gradient_counts(rule, optimizer):
     """Each moves the parameter by eta / f / (1 - mu) of itself in the end, whatever is released with it."""
     assert bowl(f"ps({rule})", straggler="last", optimizer=optimizer).mean == pytest.approx(0.25, abs=0.02)
+
+
+ADAPTIVE = ["adam(lr=0.003)", "adamw(lr=0.003, weight_decay=0)", "adam(lr=0.003, beta1=0)"]
+
+
+@pytest.mark.parametrize("optimizer", ADAPTIVE)
+@pytest.mark.parametrize("rule", ["ssp(2)", "essp(2)"])
+def test_a_running_mean_does_not_change_what_a_gradient_counts(rule, optimizer):
+    """0.45 where a gradient enters Adam's mean fully whatever share of a step it stands for; 0.25 is the truth."""
+    found = bowl(f"ps({rule})", straggler="last", steps=600, optimizer=optimizer)
+    assert found.mean == pytest.approx(0.25, abs=0.02)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("Adam", {}), ("NAdam", {}), ("RMSprop", {"momentum": 0.9})])
+def test_torchs_classes_on_servers_do_not_change_what_a_gradient_counts(kind, group):
+    pytest.importorskip("torch")
+    optimizer = TorchOptimizer(kind, json.dumps([group]), lr=0.0005 if group else 0.003)
+    found = bowl("ps(ssp(2))", straggler="last", steps=600, optimizer=str(optimizer))
+    assert found.mean == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.parametrize(("rule", "law", "straggler"), cases(WEIGHTS))

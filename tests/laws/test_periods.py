@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,6 +140,24 @@ def test_adaptive_rule_where_the_rate_has_changed(ratio, length, expected):
 
 
 @pytest.mark.oracle("period:adaptive")
+def test_a_warm_up_does_not_shorten_periods():
+    """eta_0 is the rate before it decays: with the first rate of a warm-up H would be 2 of 8 ever after."""
+    me, period = SimpleNamespace(lr=0.01, loss=1.0, step=0), Adaptive(8, block=8)
+
+    class Alone:
+        async def average(self, me, array):
+            pass
+
+    state, lengths = period.start(me), []
+    for rate in (0.01, 0.05, 0.1, 0.16, 0.04):
+        me.lr, me.step = rate, me.step + 8
+        period.due(me, state, 8)
+        with pytest.raises(StopIteration):
+            period.met(me, state, Alone()).send(None)
+        lengths.append(state.length)
+    assert lengths[1:] == [8, 8, 8, 8], "the same loss, and never less than the largest rate allows"
+
+
 def test_adaptive_follows_the_learning_rate():
     """Wang & Joshi 2019, the rule with variable rates: H = ceil(sqrt(eta_0 / eta · F / F_0) first)."""
     schedule, steps, lengths = "step_decay(at=(0.4,), decay=0.25)", 120, []

@@ -36,6 +36,17 @@ RULES = [
 ]
 
 
+def stepping(server):
+    """Let `server.update` take steps of the server's optimizer, with a state of its own."""
+    state, server.cluster = server.optimizer.init(server.params), Cluster(4, 1)
+
+    def update(gradient, lr, share=1.0):
+        server.optimizer.step(server.params, gradient, state, lr, share)
+        server.version += 1
+
+    server.update = update
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_every_promise_of_a_strategy(rule):
     alone = rule.startswith(("staleness", "delay")) or rule == "momentum_corrected"
@@ -97,18 +108,30 @@ def test_a_group_moves_by_the_sum_of_scaled_gradients():
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, "adam(lr=0.02)"])
 def test_adaptive_optimisers_take_the_shorter_step_too(optimizer):
-    """Scaling the gradient would be undone by Adam: the rate is what is scaled."""
+    """Scaling the gradient would be undone by Adam: the factor is the share of a step that the gradient stands for."""
     job = small_job(optimizer)
     steppers = []
 
     def apply(w, g, tau, backup):
         if not steppers:
             steppers.append(Bench(job=job).stepper(w))
-            steppers.append(steppers[0].lr)
-        steppers[0].lr = steppers[1] * (1 / max(1, tau))
-        steppers[0].step(w, g)
+        Bench(job=job).engine.optimizer.step(w, g, steppers[0].state, steppers[0].lr, 1 / max(1, tau))
 
     assert equal_bits(served("staleness_scaled", 8, job), oracle(8, apply, job))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_with_momentum_too_each_gradient_moves_by_its_own_factor(nesterov):
+    """- sum_i lr / tau_i g_i / (1 - mu) in the end: stalenesses 4 and 1, then gradients of zero."""
+    server = FakeServer(np.zeros(3), 0, Optimizer.parse(f"sgd(lr=0.1, momentum=0.9, nesterov={nesterov})"))
+    stepping(server)
+    rule, g = StalenessScaled(), np.array([[1.0, 0.0, 2.0], [0.0, 1.0, -3.0]])
+    state, server.version = rule.start(server), 4
+    rule.apply(server, state, [Push(0, 0, 0, 0.1, g[0])])
+    rule.apply(server, state, [Push(1, 0, 4, 0.1, g[1])])
+    for age in range(400):
+        rule.apply(server, state, [Push(0, 0, server.version - age % 5, 0.1, 0 * g[0])])
+    np.testing.assert_allclose(server.params, -0.1 / 0.1 * (g[0] / 4 + g[1]), rtol=1e-9)
 
 
 # ---- delay compensation
@@ -316,18 +339,12 @@ def _asynchronous():
 )  # fmt: skip
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, weight_decay=0.1)"])
 def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
-    """From rest, a group that stands for 1/4 of a step moves the parameters by 1/4 of what a whole step does."""
+    """From rest, a group that stands for 1/4 of a step moves parameters by 1/4 of what a whole step does, at once."""
     moved, weights = [], []
     for share in (1.0, 0.25):
         start = np.linspace(1, 2, 5)
         server = FakeServer(start.copy(), 0, Optimizer.parse(optimizer))
-        server.cluster, state = Cluster(4, 1), server.optimizer.init(start)
-
-        def update(gradient, lr, share=1.0, server=server, state=state):
-            server.optimizer.step(server.params, gradient, state, lr, share)
-            server.version += 1
-
-        server.update = update
+        stepping(server)
         chosen = Rule.parse(rule)
         group = [Push(rank, 0, 0, 0.1, np.full(5, float(rank + 1))) for rank in range(2)]
         weights.append(chosen.apply(server, chosen.start(server), group, share))
@@ -335,6 +352,28 @@ def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
         assert server.version == 1
     np.testing.assert_allclose(moved[1], moved[0] / 4, rtol=1e-12)
     assert weights == [[0.5, 0.5], [0.125, 0.125]]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["plain", "staleness_scaled", "delay_compensated(lambda0=0)", "with_optimizer(sgd(lr=0.1, momentum=0.9))",
+     "momentum_corrected", "negative_momentum"],
+)  # fmt: skip
+def test_a_group_counts_as_its_share_over_all_later_steps(rule):
+    """Groups of 3/4 and 1/4 of a step, then steps of zero: displacements, the velocity's included, are as 3 to 1."""
+    totals = []
+    for shares in ((0.75, 0.25), (0.25, 0.75)):
+        server = FakeServer(np.zeros(2), 0, Optimizer.parse("sgd(lr=0.1, momentum=0.9)"))
+        stepping(server)
+        chosen = Rule.parse(rule)
+        state = chosen.start(server)
+        for gradient, share in zip(np.eye(2), shares, strict=True):
+            chosen.apply(server, state, [Push(0, 0, server.version, 0.1, gradient)], share)
+        for step in range(400):
+            chosen.apply(server, state, [Push(0, 0, server.version, 0.1, np.zeros(2))], (0.25, 1.0)[step % 2])
+        totals.append(server.params)
+    np.testing.assert_allclose(totals[0] / totals[0].sum(), [0.75, 0.25], rtol=1e-9)
+    np.testing.assert_allclose(totals[1], totals[0][::-1], rtol=1e-9)
 
 
 @pytest.mark.oracle("rule:staleness_scaled")

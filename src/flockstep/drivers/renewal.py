@@ -81,7 +81,7 @@ class Reception:
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
         if "steps" in new.note:
-            node.optimizer_state.steps = int(new.note["steps"])
+            node.optimizer_state.steps = float(new.note["steps"])
             for name, slot in self._slots.items():
                 node.optimizer_state.slots[name][:] = slot
         forget(node)
@@ -116,12 +116,12 @@ def forget(node: Node) -> None:
         node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
 
 
-async def told(me: Worker, steps: int) -> int:
+async def told(me: Worker, steps: float) -> float:
     """How many steps the optimizer of rank 0 remembers."""
     if me.rank == 0:
         me.send_all(me.peers, "steps", None, {"steps": steps})
         return steps
-    return int((await me.receive("steps", 0)).note["steps"])
+    return float((await me.receive("steps", 0)).note["steps"])
 
 
 async def meet(me: Worker, word: str) -> None:
@@ -189,7 +189,7 @@ async def remembered(me: Worker, held: Sequence[slice]) -> OptimizerState:
     whole = OptimizerState()
     for index in deciding(held):
         reply = await me.ask(server(index), "read", None, {"what": "optimizer"})
-        whole.steps = int(reply.note["steps"])
+        whole.steps = float(reply.note["steps"])
         for name in filter(None, str(reply.note["slots"]).split(",")):
             slot = (await me.receive(name, server(index))).payload
             whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
@@ -18,6 +19,16 @@ ELEMENTWISE = (
     *("Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
 )
 """Classes of torch.optim that step every element by itself."""
+LINEAR = ("SGD", "ASGD")
+"""Those that are linear in the gradient and the weight decay; the others would undo a smaller gradient."""
+PER_STEP = ("lr_decay", "momentum_decay", "lambd")
+"""Settings that torch multiplies by the number of steps."""
+DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
+"""Settings that act along with the gradient and not with the learning rate."""
+FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
+"""What running means keep of themselves in a step, besides `betas`."""
+SUMS = {"momentum_buffer", "sum"}
+"""What torch remembers of past steps without taking a mean."""
 
 
 @dataclass(eq=False)
@@ -60,7 +71,6 @@ class TorchOptimizer(Optimizer):
         """Update `params` and `state` in place; `gradient` is left as it is."""
         import torch
 
-        state.steps += 1
         held: Pieces = state.foreign
         settings = json.loads(self.groups)
         if held.optimizer is None:
@@ -70,17 +80,39 @@ class TorchOptimizer(Optimizer):
                 for a, b, g in held.ranges
             ]
             held.optimizer = getattr(torch.optim, self.kind)(chosen)
-        if share != 1 and self.kind == "SGD":  # linear in the gradient and the decay; others would undo a smaller one
-            gradient = gradient * gradient.dtype.type(share)
-            settings = [{**group, "weight_decay": group.get("weight_decay", 0.0) * share} for group in settings]
-        elif share != 1:
-            lr *= share
+        if self.kind in LINEAR:
+            gradient = gradient if share == 1 else gradient * gradient.dtype.type(share)
+        else:
+            lr *= math.sqrt(share) if self.kind == "Adagrad" else share  # its sum of squares takes the other root
         for (start, stop, number), group in zip(held.ranges, held.optimizer.param_groups, strict=True):
-            group.update(settings[number], lr=lr * settings[number].get("lr", 1.0))
+            rate = lr * settings[number].get("lr", 1.0)
+            group.update(self._settings({**held.optimizer.defaults, **settings[number]}, share), lr=rate)
             parameter = group["params"][0]
             parameter.data = torch.from_numpy(params[start:stop])
             parameter.grad = torch.from_numpy(gradient[start:stop].copy())  # what arrives in messages is read-only
+        for own in held.optimizer.state.values():
+            if "step" in own:
+                own["step"].fill_(state.steps / share)
+        self._scale(held.optimizer, 1 / share)
         held.optimizer.step()
+        self._scale(held.optimizer, share)
+        state.steps += share
+
+    def _settings(self, whole: dict[str, Any], share: float) -> dict[str, Any]:
+        """A group's settings for a share of a step: running means keep the share-th power of their factors."""
+        changed = {name: whole[name] * share for name in (*PER_STEP, *DECAYS.get(self.kind, ())) if name in whole}
+        changed.update({name: whole[name] ** share for name in FACTORS.get(self.kind, ())})
+        if "betas" in whole:
+            changed["betas"] = tuple(beta**share for beta in whole["betas"])
+        return {**whole, **changed}
+
+    def _scale(self, optimizer: torch.optim.Optimizer, by: float) -> None:
+        """Multiply the sums that `optimizer` remembers: halved for a share of two, they count what follows twice."""
+        if by == 1 or self.kind in LINEAR:
+            return
+        for own in optimizer.state.values():
+            for name in SUMS & own.keys():
+                own[name].mul_(by)
 
     def _ranges(self, start: int, size: int) -> list[tuple[int, int, int]]:
         """Which parts of a slice of `size` elements from `start` on belong to which group."""

@@ -22,7 +22,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer) -> OptimizerS
     found = OptimizerState()
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
         state = optimizer.state.get(parameter, {})
-        found.steps = max(found.steps, int(state.get("step", 0)))
+        found.steps = max(found.steps, float(state.get("step", 0)))
         for ours, theirs in _NAMES.get(type(optimizer), {}).items():
             if (value := state.get(theirs)) is not None:
                 slot = found.slots.setdefault(ours, np.zeros_like(flat.params))

@@ -48,7 +48,7 @@ class Adagrad(Optimizer):
         """Update `params` and `state` in place; `gradient` is left as it is."""
         scalar = params.dtype.type
         rate = scalar(lr * share / (1 + state.steps * self.lr_decay))
-        state.steps += 1
+        state.steps += share
         scratch = np.empty((2, min(len(params), BLOCK)), params.dtype)
         for part in blocks(len(params)):
             w, g, s = params[part], gradient[part], state.slots["square_sum"][part]

@@ -17,8 +17,8 @@ class Adam(Optimizer):
     """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
 
     With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'²,
-    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share of a full
-    step lr is multiplied by the share. Slots: `mean` (m) and `square` (v).
+    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share q of a full step lr is multiplied by
+    q, the means keep beta1^q and beta2^q of what they were, and t grows by q. Slots: `mean` (m) and `square` (v).
     """
 
     decoupled: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class Adam(Optimizer):
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
         scalar = params.dtype.type
-        state.steps += 1
+        state.steps += share
         lr *= share
         rate = scalar(lr / (1 - self.beta1**state.steps))
         root = scalar(math.sqrt(1 - self.beta2**state.steps))
@@ -69,7 +69,7 @@ class Adam(Optimizer):
                 np.add(first, g, out=first)
                 g = first
             m, v = state.slots["mean"][part], state.slots["square"][part]
-            self._average(m, v, g, second)
+            self._average(m, v, g, second, share)
             np.sqrt(v, out=second)
             np.divide(second, root, out=second)
             np.add(second, scalar(self.eps), out=second)
@@ -77,15 +77,15 @@ class Adam(Optimizer):
             np.multiply(second, rate, out=second)
             np.subtract(w, second, out=w)
 
-    def _average(self, m: FlatArray, v: FlatArray, g: FlatArray, scratch: FlatArray) -> None:
+    def _average(self, m: FlatArray, v: FlatArray, g: FlatArray, scratch: FlatArray, share: float) -> None:
         """Move both running means towards `g` and its square."""
-        scalar = m.dtype.type
+        scalar, beta1, beta2 = m.dtype.type, self.beta1**share, self.beta2**share
         np.subtract(g, m, out=scratch)
-        np.multiply(scratch, scalar(1 - self.beta1), out=scratch)
+        np.multiply(scratch, scalar(1 - beta1), out=scratch)
         np.add(m, scratch, out=m)
-        np.multiply(v, scalar(self.beta2), out=v)
+        np.multiply(v, scalar(beta2), out=v)
         np.multiply(g, g, out=scratch)
-        np.multiply(scratch, scalar(1 - self.beta2), out=scratch)
+        np.multiply(scratch, scalar(1 - beta2), out=scratch)
         np.add(v, scratch, out=v)
 
 

@@ -19,7 +19,8 @@ from flockstep.expression import Component
 class OptimizerState:
     """What an optimiser remembers between steps: a count, and named arrays as long as the parameters."""
 
-    steps: int = 0
+    steps: float = 0
+    """Full steps taken so far: the sum of their shares."""
     slots: dict[str, FlatArray] = field(default_factory=dict)
     tensors: tuple[slice, ...] = ()
     """Where each of the model's tensors lies; set by whoever holds a whole model, for optimisers that go by layers."""
@@ -61,9 +62,10 @@ class Optimizer(Component):
 
         Args:
             share: the part of a full step that the gradient stands for, for example 1/n where it is one worker's of n.
-                The parts of a step move `params` together about as far as the full step does: an optimizer that is
-                linear in the gradient multiplies the gradient, weight decay included, by `share`; any other would
-                undo that, and multiplies the learning rate instead. With 1 the step is the full one, in every bit.
+                The parts of a step move `params` together about as far as the full step does, and over all later steps
+                each part counts as its share: an optimizer that is linear in the gradient multiplies the gradient,
+                weight decay included, by `share`. Any other would undo that: it multiplies the learning rate, and
+                running means keep the share-th power of their factor. With 1 the step is the full one, in every bit.
         """
 
 

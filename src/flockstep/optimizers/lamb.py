@@ -18,7 +18,8 @@ class LAMB(Optimizer):
 
     m ← beta1 m + (1 - beta1) g, v ← beta2 v + (1 - beta2) g², u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
     + weight_decay w, and w ← w - lr φ(||w||) / ||u|| u for each layer, with φ(z) = min(z, largest). Where ||w|| or
-    ||u|| is 0 the ratio counts as 1, as in the authors' code. Slots: `mean` (m) and `square` (v).
+    ||u|| is 0 the ratio counts as 1, as in the authors' code. A share of a full step is as in `adam`.
+    Slots: `mean` (m) and `square` (v).
     """
 
     elementwise: ClassVar[bool] = False
@@ -58,21 +59,23 @@ class LAMB(Optimizer):
         """
         scalar = params.dtype.type
         layers = layers_of(params, state, "lamb")
-        state.steps += 1
+        state.steps += share
         for part in layers:
-            w, u = params[part], self._direction(params, gradient, state, part)
+            w, u = params[part], self._direction(params, gradient, state, part, share)
             weights, length = norm(w), norm(u)
             ratio = min(weights, self.largest) / length if weights > 0 and length > 0 else 1.0
             u *= scalar(lr * share * ratio)
             w -= u
 
-    def _direction(self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice) -> FlatArray:
+    def _direction(
+        self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice, share: float
+    ) -> FlatArray:
         """u of one layer, in memory of its own; both running means are updated."""
         scalar, g = params.dtype.type, gradient[part]
         m, v = state.slots["mean"][part], state.slots["square"][part]
-        m += scalar(1 - self.beta1) * (g - m)
-        v *= scalar(self.beta2)
-        v += scalar(1 - self.beta2) * (g * g)
+        m += scalar(1 - self.beta1**share) * (g - m)
+        v *= scalar(self.beta2**share)
+        v += scalar(1 - self.beta2**share) * (g * g)
         u: FlatArray = np.sqrt(v / scalar(1 - self.beta2**state.steps))
         u += scalar(self.eps)
         np.divide(m / scalar(1 - self.beta1**state.steps), u, out=u)

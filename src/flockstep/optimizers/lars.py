@@ -59,7 +59,7 @@ class LARS(Optimizer):
             v *= momentum
             v += rate * (g + scalar(self.weight_decay) * w if self.weight_decay else g)
             w -= v
-        state.steps += 1
+        state.steps += share
         state.lr = lr
 
     def _local_rate(self, weights: float, slopes: float) -> float:

@@ -50,7 +50,7 @@ class SGD(Optimizer):
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
         rate = params.dtype.type(lr if self.momentum else lr * share)
-        state.steps += 1
+        first_step, state.steps = state.steps == 0, state.steps + share
         if len(params) <= BLOCK and not self.weight_decay and not self.momentum:
             params -= rate * gradient
             return
@@ -60,12 +60,19 @@ class SGD(Optimizer):
             w, g = params[part], gradient[part]
             change = scratch[0, : len(w)]
             if self.weight_decay or self.momentum:
-                g = self._direction(w, g, state, part, scratch[:, : len(w)], share)
+                g = self._direction(w, g, state, part, scratch[:, : len(w)], share, first_step)
             np.multiply(g, rate, out=change)
             np.subtract(w, change, out=w)
 
     def _direction(
-        self, w: FlatArray, g: FlatArray, state: OptimizerState, part: slice, scratch: FlatArray, share: float
+        self,
+        w: FlatArray,
+        g: FlatArray,
+        state: OptimizerState,
+        part: slice,
+        scratch: FlatArray,
+        share: float,
+        first_step: bool,
     ) -> FlatArray:
         """What to step along, which may lie in a row of `scratch`; the velocity is updated."""
         if self.weight_decay:
@@ -75,7 +82,7 @@ class SGD(Optimizer):
             return g
         if share != 1:
             g = np.multiply(g, w.dtype.type(share), out=scratch[0])
-        return self._move(state.slots["momentum"][part], g, scratch[1], state.steps == 1)
+        return self._move(state.slots["momentum"][part], g, scratch[1], first_step)
 
     def _move(self, v: FlatArray, g: FlatArray, scratch: FlatArray, first_step: bool) -> FlatArray:
         """Update the velocity `v` by `g`; what to step along, which may be `scratch`."""

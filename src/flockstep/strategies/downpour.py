@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.downpour_replica import Replica
+from flockstep.strategies.downpour_replica import Replica, Shard
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.rules.base import Rule
@@ -23,21 +22,14 @@ from flockstep.strategies.rules.plain import Plain
 Request = tuple[Address, FlatArray | None, Note]
 
 
-@dataclass
-class Shard:
-    """What a server remembers: for its rule, and of each worker's lists of keys."""
-
-    rule: Any
-    inboxes: dict[int, Inbox]
-
-
 @dataclass(frozen=True)
 class Downpour(Strategy):
     """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1).
 
     A worker steps on its replica with the job's optimizer, adds up its gradients, pushes the sum every `n_push` steps
-    and fetches the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1. A server applies a sum at
-    once, as `rule` says, at the pushing worker's learning rate. What is left is pushed at the end, filters aside.
+    and fetches the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1. A server applies a sum of
+    m gradients at once, as `rule` says, as m steps' worth along their mean, weight decay included, at the pushing
+    worker's learning rate. What is left is pushed at the end, filters aside.
 
     A fetch travels while the next gradients are computed, as in the paper. What it brings replaces the replica before
     the next step that finds it there, also where gradients are not pushed yet; the next fetch begins when the one
@@ -55,6 +47,12 @@ class Downpour(Strategy):
 
     def __post_init__(self) -> None:
         check_filters(self.filters, self.codec)
+        if self.rule.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
+            raise CompositionError(
+                f"{self.rule} goes by what workers have read, but gradients of downpour({self.n_push}, {self.n_fetch}, "
+                f"overlap={self.overlap}) are computed after steps of the worker's own; use downpour(1, 1, "
+                f"overlap=False), or another rule"
+            )
         for name in ("n_push", "n_fetch", "shards"):
             if (got := getattr(self, name)) < 1:
                 raise ConfigurationError(f"{name} of downpour must be >= 1, got {got}; the usual is 1")
@@ -130,10 +128,13 @@ class Downpour(Strategy):
     def _push(self, me: Server, state: Shard, message: Message) -> None:
         note, rank, dtype = message.note, message.source, me.params.dtype.name
         total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
-        push = Push(rank, message.step - 1, int(note["version"]), float(note["lr"]), total)
-        late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push])
-        if note["count"]:
-            me.record_update(rank, late, int(note["count"]), weight)
+        count = int(note["count"])
+        steps = max(1, count)
+        mean = total if steps == 1 else total / total.dtype.type(steps)
+        push = Push(rank, message.step - 1, int(note["version"]), float(note["lr"]), mean)
+        late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push], steps)
+        if count:
+            me.record_update(rank, late, count, weight / count)
 
     def _pushes(self, me: Worker, state: Replica, fetch: bool = False, flush: bool = False) -> list[Request]:
         """What each shard is sent; `fetch`: and answers with its parameters; `flush`: filters aside."""

@@ -1,13 +1,22 @@
-"""What a Downpour worker remembers, and what becomes of parameters that arrive while it computes."""
+"""What nodes of Downpour remember, and what becomes of parameters that arrive while a worker computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.messages import Message, server
 from flockstep.nodes import Worker
-from flockstep.strategies.filters.packet import Outbox
+from flockstep.strategies.filters.packet import Inbox, Outbox
+
+
+@dataclass
+class Shard:
+    """What a server remembers: for its rule, and of each worker's lists of keys."""
+
+    rule: Any
+    inboxes: dict[int, Inbox]
 
 
 @dataclass

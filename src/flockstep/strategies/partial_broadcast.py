@@ -33,8 +33,9 @@ class PartialBroadcast(Strategy):
     rest = "drop": an update that is not sent is lost to that peer; replicas never agree, and on non-IID data the mean
     model fails. rest = "defer": it is added to what the peer is owed and travels with the next message, so that
     communication is complete after all, with unbounded delay, and Statement 1 holds after the final flush. Deferring
-    costs n · K numbers of memory on each worker. share = 1 is `broadcast`, bit for bit. rest = "average": as
-    "drop", but a worker moves by the mean of its own update and those that arrived since its last step.
+    costs n · K numbers of memory on each worker. With either, share = 1 is `broadcast`, bit for bit. rest = "average":
+    as "drop", but a worker moves by the mean of its own update and those that arrived since its last step, which is not
+    `broadcast` even with share = 1.
     """
 
     share: float = 0.25

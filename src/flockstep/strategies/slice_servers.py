@@ -50,9 +50,11 @@ class SliceServers(Strategy):
 
     async def worker(self, me: Worker) -> None:
         """Compute, push every slice to its owner, take what comes back; serve one's own all the while."""
+        state: ServedState = me.state
         for rank in me.peers:
             me.background(CHANNEL, self._serve(me, rank))
         while me.training:
+            state.versions[me.rank] = state.version
             gradient = await me.gradient()
             await me.finished(me.background(CHANNEL, self._exchange(me, gradient)))
 
@@ -66,7 +68,7 @@ class SliceServers(Strategy):
         state: ServedState = me.state
         own = me.params[slices(len(me.params), me.workers)[me.rank]]
         while (push := await me.receive("push", rank)).array is not None:
-            me.record_update(rank, state.version - int(push.note["version"]))
+            me.record_update(rank, state.version - int(push.note["version"]), weight=1.0)
             self._step(me, push.array, float(push.note["lr"]))
             me.reply(push, own, {"version": state.version})
         me.send(me.rank, "ended")
@@ -75,6 +77,7 @@ class SliceServers(Strategy):
         """Step one's own slice, push the others; take their owners' answers."""
         state: ServedState = me.state
         parts = slices(len(me.params), me.workers)
+        me.record_update(me.rank, state.version - state.versions[me.rank], weight=1.0)
         self._step(me, gradient[parts[me.rank]], me.lr)
         pushes = [(r, gradient[parts[r]], {"version": state.versions[r], "lr": me.lr}) for r in me.peers]
         for reply in await me.ask_all("push", pushes):

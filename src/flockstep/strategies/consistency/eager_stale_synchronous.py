@@ -17,7 +17,8 @@ class EagerStaleSynchronous(StaleSynchronous):
     The same bound s as `ssp`, but nobody asks: whenever the slowest clock advances, servers send fresh parameters to
     everyone. A worker computes on the newest copy that has arrived, and waits only where that is older than the bound
     allows. Its own updates that the copy does not hold yet are added to it (read-my-writes), each as a step of its own
-    optimizer with the weight that the servers give it (1/n, or 1 with `weight="sum"`), until their version arrives.
+    optimizer times 1/n (times 1 with `weight="sum"`), until their version arrives. That is what the servers add with
+    the rule `plain` and sgd without momentum; otherwise it is an approximation until the servers' copy arrives.
     """
 
     eager: ClassVar[bool] = True

@@ -21,7 +21,7 @@ class Losses:
     length: int
     change: int
     initial: float
-    """eta_0, the learning rate before the first step."""
+    """eta_0, the largest learning rate so far."""
     rate: float
     """The learning rate that H was chosen for."""
     total: float = 0.0
@@ -35,10 +35,11 @@ class Adaptive(Period):
     """AdaComm (Wang & Joshi 2019, section 4): few meetings while much is to gain, more as noise begins to count.
 
     Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) first), F being the mean training loss of all workers since
-    their last meeting and eta the learning rate; where that is no less than H was at the same learning rate,
-    H ← decay H. A smaller rate allows for longer periods, here at most `first`: the authors saw training diverge where
-    a decay of the rate made H jump. Their blocks are in seconds; steps, unlike clocks, are the same on every worker.
-    Workers agree on F by averaging one number of 8 bytes.
+    their last meeting, eta the learning rate and eta_0 the largest so far, so that a warm-up shortens no period. Where
+    that is no less than H was at the same learning rate, H ← decay H; a schedule that changes the rate at every step,
+    such as cosine, leaves H to the formula alone. A smaller rate allows for longer periods, here at most `first`: the
+    authors saw training diverge where a decay of the rate made H jump. Their blocks are in seconds; steps, unlike
+    clocks, are the same on every worker. Workers agree on F by averaging one number of 8 bytes.
     """
 
     needs_job: ClassVar[bool] = True
@@ -70,6 +71,7 @@ class Adaptive(Period):
 
     async def met(self, me: Worker, state: Losses, collective: Collective) -> None:
         """Agree on the loss where it is needed; choose H."""
+        state.initial = max(state.initial, me.lr)
         changes = me.step >= state.change
         if changes or state.first is None:
             loss = np.array([state.total / state.count])

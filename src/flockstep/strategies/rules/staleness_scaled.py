@@ -31,8 +31,9 @@ class StalenessScaled(Rule):
     `by="gradient"` (Zhang et al., equation 6): each gradient counts with alpha_0 / max(1, tau), so that a group of c
     moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts with alpha_0
     / max(1, <tau>), where <tau> is `known`, the protocol's mean (n in n-softsync), or else the mean as observed up to
-    and including this group. What is scaled is the learning rate, so that momentum and adaptive optimisers, which
-    would undo a scaled gradient, take the shorter step too. Without staleness it is the plain rule, bit for bit.
+    and including this group. A gradient's factor is the share of a step that it stands for, so that with momentum and
+    adaptive optimizers too it moves w by that much of itself over all later steps, and leaves the momentum of earlier
+    gradients as it is. Without staleness it is the plain rule, bit for bit.
     """
 
     by: Literal["gradient", "mean"] = "gradient"
@@ -51,7 +52,7 @@ class StalenessScaled(Rule):
         return Seen()
 
     def apply(self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """One step along the weighted mean, with alpha_0 times the mean weight."""
+        """The mean weight is the share of a step that is taken along the weighted mean."""
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)
         state.staleness += sum(ages)
@@ -61,7 +62,7 @@ class StalenessScaled(Rule):
         else:
             weights = [1 / max(1, age) for age in ages]
         gradient = weighted_mean([push.gradient for push in group], weights)
-        me.update(gradient, group[0].lr * (sum(weights) / len(weights)), share)
+        me.update(gradient, group[0].lr, share * (sum(weights) / len(weights)))
         return [share * weight / len(group) for weight in weights]
 
 
