@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run as run_command
+from flockstep.errors import Interrupted
+from flockstep.launchers.train import finished
+from flockstep.records.config import RunConfig
+from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
 from support.processes import PATIENCE, RealRun, alive, content, wait_until
 
@@ -35,6 +40,22 @@ def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, wh
     assert ended.summary["status"] == "interrupted"
     assert ended.summary["best_metric"] is not None
     assert len(RunFolder(tmp_path / "run").read().events) > 100
+
+
+def test_a_second_signal_waits_until_the_record_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(kind="train", job="softmax", strategy="asgd", workers=2)
+    merged = RunFolder.merge_events
+
+    def struck(record: RunFolder) -> list[Event]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return merged(record)
+
+    monkeypatch.setattr(RunFolder, "merge_events", struck)
+    record = RunFolder(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        with record.created(config), finished(record, config):
+            raise Interrupted("stopped by SIGTERM")
+    assert record.read_summary().error == "stopped by SIGTERM"
 
 
 def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -159,4 +161,23 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
         raise
     finally:
         if owner.is_ours(record.path):
-            record.write_summary(summarise(config, record.merge_events(), status, text, notes))
+            with undisturbed():
+                record.write_summary(summarise(config, record.merge_events(), status, text, notes))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold back the signals that stop a run: asked twice, as `timeout` does, it completes its record all the same."""
+    if threading.current_thread() is not threading.main_thread():  # signals are handled elsewhere
+        yield
+        return
+    held: list[int] = []
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.signal(one, lambda number, frame: held.append(number)) for one in stops}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, signal.SIG_DFL if handler is None else handler)
+        if held:
+            signal.raise_signal(held[0])
