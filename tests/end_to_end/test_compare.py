@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
+from flockstep.cli.compare import runs_in
 from flockstep.records.folder import RunFolder
+from flockstep.report.medians import Group, caveats
 
 BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--out", "c"]
 
@@ -63,6 +67,46 @@ def test_seeds_are_ranked_by_their_medians(capsys: pytest.CaptureFixture[str]) -
             "median": statistics.median(finals),
             "largest": max(finals),
         }
+
+
+def test_the_report_goes_by_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each strategy is one row and is compared with the others, not with its own other seeds."""
+    found = compared(
+        capsys, "-s", "asgd", "-s", "bsp", "--seeds", "3", "--target", "0.3", "--compute", "exponential(1)"
+    )
+    medians = {one["strategy"]: one["time_to_target"]["median"] for one in found["medians"]}
+    page = " ".join(html.unescape(re.sub("<[^>]*>", "", Path("c/report.html").read_text().split("<script")[0])).split())
+    first, second = sorted(medians, key=medians.__getitem__)
+    sentence = re.search(r"What the figures show (\S+) reached .* first, after ([0-9.]+) virtual s", page)
+    assert sentence, page[:2000]
+    assert sentence[1] == first
+    assert float(sentence[2]) == pytest.approx(medians[first], rel=0.01)
+    assert f"{second} followed after" in page
+    assert "seed 1" not in page
+    assert "Figures are medians over 3 seeds" in page
+    assert "All runs used one seed" not in page
+
+
+def test_what_a_grid_does_not_settle_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = [*BASE, "-s", "all_reduce", "--lr-grid"]
+    assert run([*grid, "0.002,0.01", "--out", "low"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "were chosen on these very runs" in err
+    assert "all_reduce: the best learning rate 0.01 is the largest of the grid; extend it" in err
+    assert "is the largest of the grid; extend it." in Path("low/report.html").read_text()
+    assert run([*grid, "0.002,0.3,20", "--out", "middle"]) == 0
+    err = capsys.readouterr().err
+    assert "were chosen on" in err
+    assert "extend it" not in err
+
+
+def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    compared(capsys, "-s", "asgd", "-s", "bsp", "--seeds", "2")
+    runs = [RunFolder(one).read_summary() for one in runs_in(Path("c"))]
+    made = [Group(tuple(r for r in runs if r.strategy == s)) for s in dict.fromkeys(r.strategy for r in runs)]
+    assert caveats(made, made) == []
+    (said,) = caveats([made[0], Group(made[1].runs[:1])], made)
+    assert said.startswith("medians are over different seeds, from 1 to 2 runs each")
 
 
 def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:

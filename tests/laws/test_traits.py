@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flockstep import registry
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.strategies.base import Strategy, Traits
@@ -103,9 +102,3 @@ def test_deaths_by_number_of_workers() -> None:
     assert [one.deaths(8) for one in (any_number, three, all_but_two)] == [7, 3, 6]
     assert [one.deaths(2) for one in (any_number, three, all_but_two)] == [1, 1, 0]
     assert Traits(4, False, ("mean",)).deaths(8) == 0
-
-
-@pytest.mark.parametrize("name", registry.names("strategy"))
-def test_no_strategy_promises_that_workers_may_join(name: str) -> None:
-    """No driver lets a worker into a run that is under way."""
-    assert not Strategy.parse(name).traits.joins

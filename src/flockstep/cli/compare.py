@@ -21,7 +21,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
-from flockstep.report.medians import Group, best, spreads
+from flockstep.report.medians import Group, best, caveats, spreads
 from flockstep.report.table import one_by_one, table
 
 
@@ -182,11 +182,19 @@ def _conclude(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, a
     made = [Group(tuple(read[folder].summary for folder in group)) for group in there if group]
     chosen = [best(list(rates)) for rates in _by_strategy(made)]
     summaries = [group.median() for group in chosen] if matrix.repeated else [group.runs[0] for group in made]
-    ranked = [folder for folder in folders if any(read[folder].summary in group.runs for group in chosen)]
-    table_of = (made, chosen) if matrix.repeated else None
-    path = write_report([read[f] for f in ranked], out / "report.html", predictions=for_report(ranked), spread=table_of)
+    nearest = [group.nearest() for group in chosen]
+    ranked = [next(f for f in folders if read[f].summary is run) for run in nearest]
+    records = [dataclasses.replace(read[f], summary=one) for f, one in zip(ranked, summaries, strict=True)]
+    spread = (made, chosen) if matrix.repeated else None
+    path = write_report(records, out / "report.html", predictions=for_report(ranked), spread=spread)
+    notes = caveats(made, chosen) if matrix.repeated else []
     failures = [f"{one.strategy}: {one.error}" for one in summaries if one.status in ("diverged", "failed")]
-    for sentence in [*filter(None, map(missed, summaries)), *one_by_one([read[f].config for f in ranked]), *failures]:
+    for sentence in [
+        *filter(None, map(missed, summaries)),
+        *one_by_one([read[f].config for f in ranked]),
+        *failures,
+        *notes,
+    ]:
         show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         rows = [as_data(read[folder].summary, folder) for folder in folders]

@@ -64,12 +64,11 @@ def sentence(found: Prospect, outlook: Outlook) -> str:
     lost = math.fsum(count * odds for count, odds in enumerate(deaths(found, outlook)))
     survived = _survived(found)
     ends = f"survives {many(survived, 'death')}" if survived else "survives no death of a worker"
-    assert found.strategy is not None
-    gone = "" if found.strategy.traits.joins else ", and none can join in their place"
     return (
         f"Of {found.workers:,} workers {words.number(lost, 2)} are predicted to die in the "
-        f"{_lasting(length(found, outlook))} that the run is taken to last{_why(outlook)}{gone}; "
-        f"{found.name} {ends}, so that the run ends early with probability {words.share(risk(found, outlook))}."
+        f"{_lasting(length(found, outlook))} that the run is taken to last{_why(outlook)}, and none can "
+        f"join in their place; {found.name} {ends}, "
+        f"so that the run ends early with probability {words.share(risk(found, outlook))}."
     )
 
 

@@ -31,8 +31,8 @@ class _Hit:
         return self.one.record.summary
 
 
-def findings(series: Sequence[Series]) -> list[str]:
-    """Plain sentences, not escaped, the most important first; `series` in order of rank."""
+def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
+    """Plain sentences, not escaped, the most important first; `series` in order of rank, medians of so many seeds."""
     usable = [one for one in series if one.record.summary.useful]
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
@@ -42,7 +42,7 @@ def findings(series: Sequence[Series]) -> list[str]:
         found += [_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
         found += _fewest_bytes(hits)
     found += _quality(usable)
-    return [*found, *_caveats(usable)]
+    return [*found, *_caveats(usable, seeds)]
 
 
 def _hits(series: Sequence[Series]) -> list[_Hit]:
@@ -164,10 +164,14 @@ def _quality(series: Sequence[Series]) -> list[str]:
     return found
 
 
-def _caveats(series: Sequence[Series]) -> list[str]:
+def _caveats(series: Sequence[Series], repeated: int) -> list[str]:
     seeds = {one.record.summary.seed for one in series}
     found = []
-    if len(seeds) == 1:
+    if repeated > 1:
+        found.append(
+            f"Figures are medians over {repeated} seeds; curves, bars and counts are those of the run nearest to them."
+        )
+    elif len(seeds) == 1:
         found.append(
             f"All runs used one seed ({min(seeds)}): small differences can be chance; repeat with other seeds."
         )

@@ -17,7 +17,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, words
 from flockstep.report.findings import findings
-from flockstep.report.medians import SPREAD, TITLE, Group, row
+from flockstep.report.medians import SPREAD, TITLE, Group, caveats, row
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
 from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
@@ -90,7 +90,8 @@ def render(
 ) -> str:
     """The page as text; `records` in any order, `predictions` of them in the same, None where there is none.
 
-    `spread`: groups of runs that differ in their seed only, and those whose learning rate is ranked.
+    `spread`: groups of runs that differ in their seed only, and those whose learning rate is ranked; each of these is
+    one of `records`, whose summary is the medians'.
 
     Raises:
         ConfigurationError: the runs cannot be compared, or there are none.
@@ -103,12 +104,14 @@ def render(
     ranked = [records[index] for index in places]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
+    told = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
+    seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
     template = environment().get_template("report.html.j2")
     return template.render(
         title=title or _title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs),
-        findings=[*findings(series), *(f"{text[:1].upper()}{text[1:]}." for text in one_by_one(configs))],
+        findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in told)],
         spread_headings=SPREAD,
         spread_title=TITLE,
         spread=[] if spread is None else [row(group, spread[1]) for group in spread[0]],

@@ -43,10 +43,20 @@ class Group:
         found = [value for run in self.useful if (value := getattr(run, name)) is not None]
         return (min(found), statistics.median(found), max(found)) if found else None
 
+    def nearest(self) -> Summary:
+        """The run whose time to the target, then final metric, are nearest the medians; a useful one if most are."""
+        time, metric = self._medians()
+        useful = 2 * len(self.useful) > len(self.runs)
+
+        def off(run: Summary) -> tuple[bool, float, float]:
+            return run.useful != useful, _apart(run.time_to_target, time), _apart(run.final_metric, metric)
+
+        return min(self.runs, key=off)
+
     def median(self) -> Summary:
         """The medians as one summary. A run that failed, diverged or missed the target counts as the worst."""
-        first = self.runs[0]
-        metric = self._median("final_metric", -math.inf if first.higher_is_better else math.inf)
+        time, metric = self._medians()
+        first = self.nearest()
         middle = {name: spread[1] for name in _MIDDLE if (spread := self.spread(name)) is not None}
         worst = next((run for run in self.runs if not run.useful), first)
         ended = next(iter(self.useful), worst) if 2 * len(self.useful) > len(self.runs) else worst
@@ -55,9 +65,13 @@ class Group:
             **middle,
             status=ended.status,
             error=ended.error,
-            time_to_target=self._median("time_to_target", math.inf),
+            time_to_target=time,
             final_metric=metric,
         )
+
+    def _medians(self) -> tuple[float | None, float | None]:
+        worst = -math.inf if self.runs[0].higher_is_better else math.inf
+        return self._median("time_to_target", math.inf), self._median("final_metric", worst)
 
     def _median(self, name: str, missing: float) -> float | None:
         figures = [getattr(run, name) if run.useful else None for run in self.runs]
@@ -77,6 +91,38 @@ class Group:
             "useless": len(self.runs) - len(self.useful),
             **{n: None if s is None else dict(zip(keys, s, strict=True)) for n, s in spreads.items()},
         }
+
+
+def _apart(one: float | None, other: float | None) -> float:
+    """How far two figures are from each other: nothing if neither is there, beyond measure if one is."""
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    return abs(one - other)
+
+
+def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
+    """What medians and chosen learning rates do not settle, in sentences."""
+    said = []
+    if len(groups) > len(chosen):
+        said.append(
+            "the learning rates marked * were chosen on these very runs and figures, which flatters them: run the "
+            "chosen ones with another --seed before you quote them"
+        )
+    for group in chosen:
+        rates = sorted(
+            one.runs[0].lr for one in groups if one.runs[0].strategy == group.runs[0].strategy and one.runs[0].lr
+        )
+        lr = group.runs[0].lr
+        if len(rates) > 1 and lr in (rates[0], rates[-1]):
+            end = "smallest" if lr == rates[0] else "largest"
+            said.append(f"{group.runs[0].strategy}: the best learning rate {lr:g} is the {end} of the grid; extend it")
+    seeds = [tuple(run.seed for run in group.runs) for group in groups]
+    if len(set(seeds)) > 1:
+        said.append(
+            f"medians are over different seeds, from {min(map(len, seeds))} to {max(map(len, seeds))} runs each, and "
+            "do not compare; repeat the command to complete them"
+        )
+    return said
 
 
 def best(groups: Sequence[Group]) -> Group:

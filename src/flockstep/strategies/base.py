@@ -45,8 +45,6 @@ class Traits:
     """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
     least: int = 1
     """Workers that must be left for the others to go on."""
-    joins: bool = False
-    """A worker may join a run that is under way; no strategy here promises that."""
     samples: Samples = "own"
     """Whose training samples a worker sees: its own alone; those of `others`, on which it computes gradients; or its
     own, of which messages carry some, as they are (`sent`)."""
