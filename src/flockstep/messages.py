@@ -80,6 +80,8 @@ class Wanted:
     reply_to: int | None = None
 
     def __str__(self) -> str:
+        if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
+            return f"the others in {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
 

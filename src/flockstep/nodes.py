@@ -74,7 +74,7 @@ class Node:
 
     async def finished(self, task: Task) -> Any:
         """Wait until a task has ended; return what it returned."""
-        ended = Wanted(source=self.address, reply_to=-task.number)
+        ended = Wanted(task.channel[1:], self.address, -task.number)
         while task.work is not None:
             await suspend(NeedWork(task.work))
             self.poll()

@@ -227,3 +227,13 @@ def test_one_process_trains_alone_as_ever(given: dict[str, str], environment: py
     assert (flockstep.rank(), flockstep.workers()) == (0, 1)
     CALLS["distribute"]()
     assert list(flockstep.shard([1, 2])) == [1, 2]
+
+
+@pytest.mark.parametrize("rule", ["k_async(2)", "backup(1)", "k_sync(2)", "k_batch_async(2)", "softsync"])
+def test_ranks_do_not_wait_for_all_where_steps_wait_for_some(rule: str, tmp_path: Path) -> None:
+    """Two that waited in the exchange left the third alone with a step that takes two gradients, for ever."""
+    body = NUMPY.replace("STRATEGY", repr(f"ps({rule})")).replace("SEED", "rank").replace("SCALE", "1")
+    ended = launched(body.replace("loop.finish()", "loop.common()\nloop.finish()"), tmp_path, 3)
+    waits = rule in ("k_async(2)", "backup(1)", "k_sync(2)")
+    assert ended.code == (2 if waits else 0), ended.err
+    assert ("(servers) that would hold them up; use it before the first step()" in ended.err) == waits, ended.err

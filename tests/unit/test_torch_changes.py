@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import flockstep
+from flockstep.drivers.torch_buffers import Buffers
 from flockstep.drivers.torch_guard import Guard
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -117,3 +118,24 @@ def test_an_optimizer_holds_what_the_module_trains_and_no_more(strategy):
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(ConfigurationError, match=r"parameter 2.bias is trainable but the optimizer does not hold it"):
         optimizer.step()
+
+
+def test_a_buffer_whose_elements_share_memory_stays_as_it_is():
+    """torch cannot write to it, which only matters where ranks differ."""
+    model = net()
+    model.register_buffer("mask", torch.ones(3).expand(4, 3))
+    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "all_reduce")
+    step(model, optimizer)
+    optimizer.sync_buffers()
+    optimizer.finish()
+    buffers = Buffers(model)
+    other = buffers.packed().copy()
+    other[0] ^= 1
+    with pytest.raises(ConfigurationError, match=r"buffer mask must have memory of their own .*expand.*clone\(\)"):
+        buffers.take({0: other})
+
+
+@pytest.mark.parametrize(("policy", "bytes_of_0"), [("mean", 4), ("rank0", 4)])
+def test_a_rank_without_buffers_is_not_taken_for_equal(policy, bytes_of_0):
+    with pytest.raises(ConfigurationError, match=r"got 4 bytes on rank 0 where this one has 0"):
+        Buffers(net(), policy).take({0: torch.zeros(bytes_of_0, dtype=torch.uint8).numpy()})

@@ -181,9 +181,23 @@ class Loop:
 
         Raises:
             ConfigurationError: the run has been finished.
+            CompositionError: a worker that waits here would hold up steps of others.
             PeerLost: a worker that `program` waits for died or left.
         """
         self._require_running(f"call it before finish(), got {name} after it")
+        self._require_rest(name)
+        return self._exchange(name, program)
+
+    def _require_rest(self, name: str) -> None:
+        """Ranks that wait in an exchange make no steps: nobody else's step may need theirs."""
+        assert self._worker is not None
+        if self.strategy.traits.gathers and self.workers > 1 and self._worker.step:
+            raise CompositionError(
+                f"{self.strategy} has steps wait for some others, whoever comes first, got an exchange of all "
+                f"ranks ({name}) that would hold them up; use it before the first step(), or a strategy such as ps(bsp)"
+            )
+
+    def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
         assert self._worker is not None
         with self._watched() if self._worker.busy else self._telling():  # background tasks may write to the parameters
             return self._run(name, program)
@@ -233,6 +247,7 @@ class Loop:
         Servers' optimizers go on with what they remember, or with `optimizer` if rank 0 gives it.
         """
         self._require_running("call sync() before finish()")
+        self._require_rest("sync")
         assert self._worker is not None
         worker = self._worker
         with self._telling():
@@ -251,7 +266,8 @@ class Loop:
 
     def remembered(self) -> OptimizerState:
         """What the servers' optimizers remember of past steps; any worker may ask alone, between two steps."""
-        return self.exchange("servers", lambda me: remembered(me, self.held))
+        self._require_running("ask before finish()")
+        return self._exchange("servers", lambda me: remembered(me, self.held))
 
     def common(self) -> FlatArray:
         """The model (K,) that the run would result in now, the same on every worker; every worker has to call it.

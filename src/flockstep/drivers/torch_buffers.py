@@ -33,11 +33,11 @@ class Buffers:
         self._module = module
 
     def __bool__(self) -> bool:
-        return self.policy != "local" and bool(self._tensors())
+        return self.policy != "local" and bool(self._named())
 
     def packed(self) -> FlatArray:
         """The bytes of all buffers (uint8), one after the other in order of `named_buffers`; none under `local`."""
-        parts = [_bytes_of(tensor) for tensor in self._tensors()] if self.policy != "local" else []
+        parts = [_bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def take(self, packed: Mapping[int, FlatArray]) -> None:
@@ -46,7 +46,7 @@ class Buffers:
         Raises:
             ConfigurationError: the ranks' buffers differ in size.
         """
-        if not packed or not self:
+        if not packed or self.policy == "local":
             return
         mine = len(self.packed())
         for rank, other in packed.items():
@@ -56,20 +56,20 @@ class Buffers:
                     f"{mine}; use buffers='local', or register what differs with persistent=False"
                 )
         start, arrays = 0, [packed[rank] for rank in sorted(packed)]
-        for tensor in self._tensors():
+        for name, tensor in self._named():
             stop = start + tensor.numel() * tensor.element_size()
             values = [_tensor_of(array[start:stop], tensor) for array in arrays]
             averaged = self.policy == "mean" and tensor.is_floating_point() and len(values) > 1
-            tensor.copy_(torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
+            _set(name, tensor, torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
             start = stop
 
     def restore(self, packed: FlatArray) -> None:
         """Set the buffers to what this rank's were at `packed()`."""
         self.take({0: packed})
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
         kept = self._module.state_dict().keys()
-        return [buffer.detach() for name, buffer in self._module.named_buffers() if name in kept]
+        return [(name, buffer.detach()) for name, buffer in self._module.named_buffers() if name in kept]
 
 
 async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
@@ -78,12 +78,22 @@ async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
     return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
 
 
-async def first_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
-    """The buffers of rank 0."""
+async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[int, FlatArray]:
+    """The buffers of rank 0, whose policy has to be that of all.
+
+    Raises:
+        ConfigurationError: it is not; ranks would wait for each other in vain.
+    """
     if me.rank == 0:
-        me.send_all(me.peers, "buffers", packed)
+        me.send_all(me.peers, "buffers", packed, {"policy": policy})
         return {0: packed}
-    return {0: (await me.receive("buffers", 0)).payload}
+    first = await me.receive("buffers", 0)
+    if first.note["policy"] != policy:
+        raise ConfigurationError(
+            f"all ranks must pass the same buffers to distribute, got {policy!r} on rank {me.rank} and "
+            f"{first.note['policy']!r} on rank 0; pass one of them everywhere"
+        )
+    return {0: first.payload}
 
 
 async def _from(me: Worker, rank: int) -> FlatArray | None:
@@ -96,7 +106,19 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> FlatArray:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy into a buffer; one whose elements share memory (`expand`) cannot be written, and may hold the value."""
+    shared = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if not shared:
+        tensor.copy_(value)
+    elif not np.array_equal(_bytes_of(tensor), _bytes_of(value.to(tensor.dtype))):
+        raise ConfigurationError(
+            f"the elements of buffer {name} must have memory of their own where ranks' values differ, got an expanded "
+            "tensor; register it with .expand(...).clone(), or with persistent=False"
+        )
 
 
 def _tensor_of(data: FlatArray, like: torch.Tensor) -> torch.Tensor:

@@ -280,8 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.restore(kept)
 
     def _take_first_buffers(self) -> None:
-        if self.buffers:
-            self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, self.buffers.packed())))
+        packed, policy = self.buffers.packed(), self.buffers.policy
+        self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, packed, policy)))
 
     def sync_buffers(self) -> None:
         """Make the module's buffers equal on all ranks by the policy given to `distribute`; call it on every rank.

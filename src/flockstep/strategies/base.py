@@ -43,6 +43,8 @@ class Traits:
     """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
     needs_job: bool = False
     """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
+    gathers: bool = False
+    """A step waits for gradients of some others, whoever comes first: those who make no steps hold it up."""
     least: int = 1
     """Workers that must be left for the others to go on."""
     samples: Samples = "own"

@@ -69,11 +69,11 @@ class ParameterServer(Strategy):
     @property
     def traits(self) -> Traits:
         """As the consistency rule promises."""
-        rule = self.consistency
+        own = self.consistency
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         ends = any(chosen.carries for chosen in self.filters)  # a last push must be known as such
-        clips: Clips = "own" if rule.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
-        return Traits(rule.completeness, rule.survives, results, True, needs_job=ends, least=rule.least, clips=clips)
+        clips: Clips = "own" if own.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
+        return Traits(own.completeness, own.survives, results, True, True, ends, own.gathers, own.least, clips=clips)
 
     @property
     def cell(self) -> Cell:

@@ -1,7 +1,6 @@
 """The contract of a consistency rule: which reads a parameter server admits now, and which gradients it applies now.
 
-A worker's clock counts the gradients that it has pushed; a gradient's timestamp is its worker's clock before it was
-pushed.
+A worker's clock counts the gradients it has pushed; a gradient's timestamp is that clock before it was pushed.
 """
 
 from __future__ import annotations
@@ -74,6 +73,8 @@ class Consistency(Component):
     """Workers compute on a copy of their own, and do not ask for parameters with every push."""
     gives_up: ClassVar[bool] = False
     """Workers give up a gradient of an older version as soon as there is a newer one."""
+    gathers: bool = False
+    """Who has pushed may wait for gradients of some others, whoever comes first."""
     bounds_values: ClassVar[bool] = False
     """It looks at `View.drift`, for which old versions are kept."""
 

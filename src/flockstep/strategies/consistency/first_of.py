@@ -18,6 +18,7 @@ class FirstOf(Consistency):
     """
 
     gives_up: ClassVar[bool] = True
+    gathers = True
 
     @property
     def completeness(self) -> Literal[1, 2, 3, 4]:
@@ -126,6 +127,8 @@ class KBatchSync(KSync):
     A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
     """
 
+    gathers = False
+
     @property
     def least(self) -> int:
         """One worker can compute all k batches."""
@@ -143,6 +146,5 @@ class KBatchSync(KSync):
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """The first ones of this version, in order of rank and clock."""
         current = [push for push in pending if push.version == view.version]
-        if len(current) < self.k:
-            return []
-        return [sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))]
+        first = sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))
+        return [first] if len(current) >= self.k else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN
@@ -29,6 +29,11 @@ class KAsync(Consistency):
     def completeness(self) -> Literal[1, 2, 3, 4]:
         """Unbounded delay."""
         return 3
+
+    @property
+    def gathers(self) -> bool:  # type: ignore[override]
+        """For k - 1 others."""
+        return self.k > 1
 
     @property
     def survives(self) -> bool:
@@ -61,6 +66,8 @@ class KAsync(Consistency):
 @dataclass(frozen=True)
 class KBatchAsync(KAsync):
     """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whoever they are from."""
+
+    gathers: ClassVar[bool] = False  # type: ignore[misc]
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""
