@@ -98,13 +98,17 @@ def peaks(folder: Path, parameters: float, workers: int, strategy: str) -> dict[
     run = subprocess.Popen([*COMMAND, "train", str(job), *options], env=environment, stdout=subprocess.DEVNULL)
     found: dict[int, float] = {}
     roles: dict[int, str] = {run.pid: "supervisor"}
-    while run.poll() is None:
-        for pid in pids(mark.encode()):
-            found[pid] = max(found.get(pid, 0.0), peak(pid))
-            name = role(pid, out)
-            if name and pid != run.pid:
-                roles[pid] = name
-        time.sleep(0.01)
+    with run:
+        try:
+            while run.poll() is None:
+                for pid in pids(mark.encode()):
+                    found[pid] = max(found.get(pid, 0.0), peak(pid))
+                    name = role(pid, out)
+                    if name and pid != run.pid:
+                        roles[pid] = name
+                time.sleep(0.05)
+        finally:
+            run.kill()
     if run.returncode:
         raise SystemExit(f"the run ended with exit code {run.returncode}")
     return {name: found[pid] for pid, name in roles.items()}

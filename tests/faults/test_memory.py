@@ -14,6 +14,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 PARAMETERS = 20e6
 
 
+@pytest.mark.timeout(600)  # two runs with torch in every process
 def test_no_process_holds_more_than_a_few_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters, gradients, momentum and messages in a worker; beyond that, one layer's gradient and rounding."""
     spec = importlib.util.spec_from_file_location("benchmark_memory", FILE)

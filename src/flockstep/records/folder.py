@@ -8,6 +8,7 @@ files that are missing, and with the half-written last line of a killed process.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.events import Event, Figure, Replica, Snapshot, Span, Step, Update
+from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.owner import OWNER, owned
 from flockstep.records.summary import Summary, summarise, time_of
 
 T = TypeVar("T")
 
-_HALF = ".half"
 ENDED = ("finished", "diverged")
 """What the status of a run is that there is no reason to repeat."""
 _HELD_BACK = (Step, Update, Span)
@@ -62,6 +63,7 @@ class EventWriter:
         self._flush_every = flush_every
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         _remove_half_line(Path(path))
+        self._path, self._lost = Path(path), 0
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, event: Event) -> None:
@@ -73,13 +75,36 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is held back to the operating system."""
-        rest = memoryview(self._buffer)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        rest.release()
-        self._buffer = bytearray()
+        """Hand what is held back to the operating system; where a full disk does not take it, drop it with a warning.
+
+        After a part of a line no event could be read any more, so the rest of that line is tried again first.
+        """
+        try:
+            while self._buffer:
+                taken = self._file.write(self._buffer)
+                del self._buffer[:taken]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._drop(error)
         self._held = 0
+
+    def _drop(self, error: OSError) -> None:
+        """Drop the whole lines that are held back, but not the rest of a line that was begun."""
+        begun = self._buffer.find(b"\n") + 1 if self._in_line() else 0
+        dropped = self._buffer.count(b"\n", begun)
+        del self._buffer[begun:]
+        if not self._lost:
+            say_full(self._path, error, "events are missing from the record from now on")
+        self._lost += dropped
+
+    def _in_line(self) -> bool:
+        """Whether the file ends in the middle of a line."""
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+        return False
 
     def close(self) -> None:
         """Flush and close; again is harmless."""
@@ -168,7 +193,7 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.toml."""
-        _replace(self.config_file, config.to_toml().encode())
+        replace(self.config_file, config.to_toml().encode())
 
     def read_config(self) -> RunConfig:
         """Read config.toml.
@@ -199,7 +224,13 @@ class RunFolder:
         """Join the nodes' files into events.jsonl and remove them; return all events, sorted by time."""
         events = self.read_events()
         encoder = msgspec.json.Encoder()
-        _replace(self.events_file, encoder.encode_lines(events))
+        try:
+            write_whole(self.events_file, encoder.encode_lines(events))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            say_full(self.events_file, error, f"the events stay in {self.path / 'events'}")
+            return events
         for file in (self.path / "events").glob("*.jsonl"):
             file.unlink()
         if (self.path / "events").exists():
@@ -208,7 +239,7 @@ class RunFolder:
 
     def write_summary(self, summary: Summary) -> None:
         """Write summary.json; from then on the run counts as ended."""
-        _replace(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
+        replace(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
 
     def read_summary(self) -> Summary:
         """Read summary.json; where there is none, the summary of the events so far, as an interrupted run's."""
@@ -232,12 +263,8 @@ class RunFolder:
             SchemaMismatch: `params` does not have the table's size and dtype.
         """
         _require(params, schema, "the result")
-        self.path.mkdir(parents=True, exist_ok=True)
-        _replace(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
-        half = self.path / f"result.npy{_HALF}"
-        with half.open("wb") as file:
-            np.save(file, params, allow_pickle=False)
-        half.replace(self.path / "result.npy")
+        replace(self.path / "schema.json", msgspec.json.encode({"dtype": schema.dtype, "entries": schema.entries}))
+        replace(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
 
     def read_result(self) -> tuple[FlatArray, Schema]:
         """The resulting model's flat parameters (K,), or (M, K) of an ensemble, and their table.
@@ -275,7 +302,7 @@ class RunFolder:
     def _clear(self) -> None:
         """Remove the files that a run writes, and no other; config.toml stays, so that this is still a run's folder."""
         names = ("summary.json", "events.jsonl", "result.npy", "schema.json")
-        halves = self.path.glob(f"*{_HALF}")
+        halves = self.path.glob(f"*{HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / SNAPSHOTS, ignore_errors=True)
@@ -290,7 +317,7 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
 
 def _may_go(file: Path) -> bool:
     """Whether a run that was killed before it had written its configuration may have left this file."""
-    return file.suffix == _HALF or file.name == OWNER
+    return file.suffix == HALF or file.name == OWNER
 
 
 def read_event_file(path: Path) -> list[Event]:
@@ -344,14 +371,6 @@ def _remove_half_line(path: Path) -> None:
     with path.open("rb+") as file:
         data = file.read()
         file.truncate(data.rfind(b"\n") + 1)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a whole file or leave the old one: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(path.name + _HALF)
-    half.write_bytes(data)
-    half.replace(path)
 
 
 def _require(params: FlatArray, schema: Schema, who: str) -> None:

@@ -1,0 +1,86 @@
+"""A full disk does not end a run: events are dropped with one warning, results go elsewhere, and the path is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import Schema
+from flockstep.records.events import Lost
+from flockstep.records.folder import EventWriter, RunFolder, read_event_file
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+def test_a_writer_drops_events_with_one_warning_that_names_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "worker-0.jsonl"
+    file.symlink_to("/dev/full")
+    with EventWriter(file) as writer:
+        for step in range(3):
+            writer.write(Lost(float(step), 0, "gone"))
+    said = capfd.readouterr().err
+    assert said.count("flockstep: ") == 1
+    assert str(file) in said
+    assert os.strerror(errno.ENOSPC) in said
+
+
+class Broken:
+    """A file on a disk that is broken."""
+
+    def write(self, data: bytearray) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_writer_raises_what_is_no_full_disk(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "worker-0.jsonl")
+    file, writer._file = writer._file, Broken()  # type: ignore[assignment]
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.write(Lost(0.0, 0, "gone"))
+    writer._file = file
+    writer.close()
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+def test_a_result_is_kept_elsewhere_and_events_end_with_a_whole_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
+    record = RunFolder(small / "run")
+    with EventWriter(record.node_events_file(0)) as writer:
+        for step in range(5000):
+            writer.write(Lost(float(step), 0, "a reason of some length"))
+    events = read_event_file(record.node_events_file(0))
+    assert 100 < len(events) < 5000
+    assert record.merge_events() == events
+    params = np.arange(100_000, dtype="float32")
+    record.write_result(params, Schema.of({"w": (100_000,)}, "float32"))
+    (kept,) = (tmp_path / "elsewhere").glob("*/result.npy")
+    assert np.array_equal(np.load(kept), params)
+    said = capfd.readouterr().err
+    assert f"{record.result_file} could not be written" in said
+    assert str(kept) in said
+    assert list(record.path.glob("*.half")) == []
