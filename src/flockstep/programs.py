@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flockstep.arrays.factors import Layer
+from flockstep.arrays.factors import Layer, Packing
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
@@ -35,6 +35,10 @@ class NeedGradient:
     """Give the gradients of these layers as factors."""
     closes: bool = True
     """The step ends with it. A step may take several gradients; the last one closes it, or the one given up."""
+
+    def size(self, elements: int) -> int:
+        """Elements that are set in the answer for a model of `elements` parameters: others where layers are factors."""
+        return Packing(elements, self.layers).size if self.layers else elements
 
 
 class Work(Protocol):

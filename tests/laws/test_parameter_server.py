@@ -26,8 +26,8 @@ def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
     """The server and what each worker read last, (1 + n, K): stale synchronous parallel with bound s where messages
     take no time, from Ho et al.'s conditions. There is a read after every push, also after the last.
 
-    Each gradient counts as 1/n of a step; without a bound, where each is applied alone, as a whole one. With momentum,
-    which is linear, the gradient is scaled, otherwise the learning rate.
+    Each gradient counts as 1/n of a step; without a bound, where each is applied alone, as a whole one. With sgd, which
+    is linear, the gradient or the learning rate is scaled; Adam takes the share itself (unit/test_optimizer_shares.py).
     """
     bench = Bench(n, small_job(optimizer))
     w = bench.start()
@@ -51,11 +51,13 @@ def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
         for t in sorted({t for t, _, _ in pending if t <= min(clock) + s - 1}):
             group = [g for _, _, g in sorted((p for p in pending if p[0] == t), key=lambda p: p[1])]
             mean, share = sum(group[1:], group[0]) / w.dtype.type(len(group)), len(group) / full
-            if "momentum" in optimizer:
-                mean = mean * w.dtype.type(share)
+            if "adam" in optimizer:
+                bench.engine.optimizer.step(w, mean, stepper.state, rate, share)
+            elif "momentum" in optimizer:
+                stepper.step(w, mean * w.dtype.type(share))
             else:
                 stepper.lr = rate * share
-            stepper.step(w, mean)
+                stepper.step(w, mean)
             pending = [p for p in pending if p[0] != t]
     return np.stack([w, *read])
 

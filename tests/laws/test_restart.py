@@ -117,7 +117,7 @@ def test_versions_and_clocks_of_servers_go_on(text):
     run = restarted(text, 4, (5, 12))
     for node in run.nodes.values():
         if isinstance(node, Server):
-            assert node.version == node.optimizer_state.steps
+            assert node.optimizer_state.steps == (4 * 12 if text == "asgd" else 12)  # shares of a step add up to 12
             assert node.version == 4 * 12 or text != "asgd"  # gradients of one clock may share a step
             assert node.state.clocks == dict.fromkeys(range(4), 12)
             assert node.state.slowest == 12

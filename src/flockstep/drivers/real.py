@@ -343,7 +343,8 @@ class Runner:
 
     def _look_at(self, gradient: FlatArray, begin: int) -> None:
         """Look at what is new in the gradient: a strategy may have changed the parts that it was given before."""
-        require_finite_gradient(self._seat.node, gradient, begin, self._looked_at)
+        whole = self.need.size(len(self._seat.node.params))  # what lies behind it was never written
+        require_finite_gradient(self._seat.node, gradient, begin, self._looked_at or whole)
         self._looked_at = begin or None
 
     def _used(self, value: FlatArray, loss: float | None, given_up: bool = False) -> None:

@@ -275,7 +275,8 @@ class Simulation:
                 f"the loss of worker {rank} is {loss} at step {seat.node.step}; lower the learning rate, "
                 f"now {self.plan.lr_at(seat.node.step):g}"
             )
-        require_finite_gradient(seat.node, self._gradients.row(rank))
+        size = event.need.size(len(seat.node.params))  # what lies behind it was never written
+        require_finite_gradient(seat.node, self._gradients.row(rank), 0, size)
         self._steppers[rank].lr = self.plan.lr_at(seat.node.step)
         seat.account.spent("compute", event.started, self.now)
         if event.need.closes:
