@@ -12,6 +12,8 @@ from flockstep.messages import Note, node_name
 
 PERIOD = 10.0
 """Seconds of waiting after which a run says for whom it waits, and again after as many."""
+STARTING = 3
+"""Periods after which a run says that nobody at all has joined: scripts that still import are no sign of a fault."""
 FRESH = 5.0
 """Seconds for which a worker's word that it waits for something holds; it is repeated every second."""
 
@@ -92,7 +94,8 @@ class Waits:
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
         """Whether anybody is known to wait for those that are late."""
         if any(rank not in joined for rank in late):
-            return len(self._since) > 1
+            starting = not joined and self._now() - min(self._since.values()) < STARTING * self._period
+            return len(self._since) > 1 and not starting
         # Workers that have ended wait for the others only where steps are taken: a mover's do not.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
 
