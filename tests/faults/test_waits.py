@@ -70,6 +70,13 @@ def test_who_has_not_joined_is_named() -> None:
     assert said[1].startswith("waiting for worker 1 to join the run for 20 s (a script joins it by calling")
 
 
+def test_that_nobody_has_joined_is_said_after_three_periods() -> None:
+    told = Told()
+    told.joined = set()
+    assert told.until(29) == []
+    assert len(told.until(31)) == 1
+
+
 def test_a_deadlock_names_everyone() -> None:
     assert Told(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
 
