@@ -120,7 +120,7 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
         notes += outcome.warnings
         if outcome.error is not None:
             raise outcome.error
-        record.check_whole(outcome.nodes)
+        record.check_whole(outcome.nodes - outcome.lost.keys())
 
 
 def start_script(
