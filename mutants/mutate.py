@@ -16,6 +16,7 @@ import difflib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -109,11 +110,13 @@ def made(path: Path, line: int, operator: str, occurrence: int) -> Mutant:
 
 
 def tests_for(module: str) -> tuple[str, ...]:
-    """Files of tests that concern a module: named after it, marked for what it registers, or importing it."""
+    """Files of tests that concern a module: named after it, marked for what it registers, importing it or its folder."""
     dotted = "flockstep." + module.removesuffix(".py").replace("/", ".")
     table = (SOURCE / "registry.py").read_text("utf-8")
     names = {line.split('"')[1] for line in table.splitlines() if f'"{dotted}:' in line}
-    classes = {node.name for node in ast.parse((SOURCE / module).read_text()).body if isinstance(node, ast.ClassDef)}
+    parts = ast.parse((SOURCE / module).read_text("utf-8")).body
+    public = {node.name for node in parts if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_"}
+    folder = dotted.split(".")[1]
     users = [path for path in SOURCE.rglob("*.py") if f"from {dotted} import" in path.read_text("utf-8")]
     ranked = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
@@ -123,7 +126,8 @@ def tests_for(module: str) -> tuple[str, ...]:
         score = 8 * (Path(module).stem in path.stem)
         score += 6 * any(f':{name}"' in text for name in names)
         score += 4 * (f"from {dotted} import" in text)
-        score += 2 * any(name in text for name in classes)
+        score += 2 * any(re.search(rf"\b{name}\b", text) is not None for name in public)
+        score += 3 * (folder.removesuffix("s") in path.stem) + (f"flockstep.{folder}" in text)
         score += sum(any(word in path.stem for word in (user.stem,)) for user in users)
         if score:
             ranked.append((-score, str(path.relative_to(ROOT))))
@@ -157,11 +161,8 @@ class Overlay:
         original = path.read_text("utf-8")
         path.write_text(mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence), "utf-8")
         try:
-            for test in (*tests, LAST):
-                passed = self.passes([test])
-                if not passed:
-                    return Outcome(mutant, "timeout" if passed is None else "killed", (test,))
-            return Outcome(mutant, "survived", tests)
+            passed = self.passes((*tests, LAST))
+            return Outcome(mutant, "timeout" if passed is None else "survived" if passed else "killed", tests)
         finally:
             path.write_text(original, "utf-8")
 
