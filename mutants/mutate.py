@@ -110,7 +110,7 @@ def made(path: Path, line: int, operator: str, occurrence: int) -> Mutant:
 
 
 def tests_for(module: str) -> tuple[str, ...]:
-    """Files of tests that concern a module: named after it, marked for what it registers, importing it or its folder."""
+    """Files of tests that concern a module: named like it, of its folder, importing it, marked for its names."""
     dotted = "flockstep." + module.removesuffix(".py").replace("/", ".")
     table = (SOURCE / "registry.py").read_text("utf-8")
     names = {line.split('"')[1] for line in table.splitlines() if f'"{dotted}:' in line}
