@@ -36,11 +36,11 @@ SOURCE = ROOT / "src" / "flockstep"
 FOLDERS = ("strategies", "strategies/consistency", "strategies/rules", "codecs", "schedules", "topologies", "costs")
 LEFT_OUT = ("RemoveDecorator", "ExceptionReplacer", "Variable", "Eq_Is", "NotEq_IsNot")
 """Operators whose mutants fail at import, need names to be chosen, or change nothing where values are interned."""
-MOST_FILES = 6
+MOST_FILES = 4
 """Files of tests tried on a mutant, those that concern its module most first."""
 LAST = "tests/unit/test_docs.py::test_generated_parts_are_up_to_date"
 """Tried on a mutant that nothing else noticed: tables in docs/ hold defaults, bytes and what a strategy promises."""
-TIMEOUT = 240
+TIMEOUT = 900
 """Seconds after which a mutant that keeps its tests busy counts as noticed."""
 
 
