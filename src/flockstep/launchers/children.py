@@ -17,8 +17,9 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, Protocol, TextIO
 
-PRELOAD = ["flockstep.launchers.entry"]
-"""Imported once by the server that workers are forked from, so that each starts in milliseconds."""
+WORKERS, SERVERS = "flockstep.launchers.preload", "flockstep.launchers.entry"
+"""What the process that others are forked from imports once, so that each starts in milliseconds: for workers of a
+declared job, frameworks included, and for servers alone."""
 
 DRAIN = 1.0
 """Seconds to wait for the last output of processes that have ended: what they started may hold their pipes open."""
@@ -146,16 +147,16 @@ def _write(out: int, data: bytearray) -> None:
                 select.select([], [out], [])
 
 
-def forkserver() -> ForkServerContext:
+def forkserver(preload: str = WORKERS) -> ForkServerContext:
     """The context whose processes start with the heavy imports done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([preload])
     return context
 
 
-def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
+def fork(target: Callable[..., Any], arguments: Sequence[object], preload: str = WORKERS) -> Forked:
     """Start `target(*arguments)` in a process of its own, deaf to Ctrl-C; arguments are plain values."""
-    process = forkserver().Process(target=target, args=tuple(arguments))
+    process = forkserver(preload).Process(target=target, args=tuple(arguments))
     resource_tracker.ensure_running()  # before the next line, since starting it lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, by the fork server too
     try:

@@ -1,9 +1,10 @@
-"""What the processes of a declared job run. Imported before they are forked, heavy parts included."""
+"""What the processes of a run do that are forked."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 
 from flockstep.arrays.schema import Schema
@@ -12,12 +13,6 @@ from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
 from flockstep.records.folder import RunFolder
-from flockstep.transports.shared_group import warm_up
-
-if sys.platform == "linux":
-    warm_up()
-with contextlib.suppress(ImportError):
-    importlib.import_module("flockstep.frameworks.torch")
 
 
 def worker_main(ticket: Ticket, threads: int) -> None:
@@ -44,6 +39,7 @@ def server_main(
 
 def limit_threads(threads: int) -> None:
     """Let numerical libraries use that many threads in this process: more only fight over the cores."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for those that are imported later
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.costs.machines import Group, Rates, Wire
 from flockstep.errors import ConfigurationError
+from flockstep.launchers.entry import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
@@ -85,8 +86,6 @@ def calibrate(
         train(config, Path(folder) / "run")
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimisers")
-    from flockstep.launchers.entry import limit_threads  # imports torch, which a fit may not need
-
     limit_threads(threads)
     machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work)
     return _described(events, job, workers, transport, gradients, machine)

@@ -18,6 +18,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
+from flockstep.launchers.entry import limit_threads
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster
 from flockstep.planning.live import LiveSimulation
@@ -104,11 +105,8 @@ class Bench:
     def engine(self, job: Job, seed: int) -> Engine:
         """What computes gradients; a new one where replicas have buffers, which an earlier trial has changed."""
         if seed not in self._engines:
-            from flockstep.launchers.entry import limit_threads  # imports torch, which a plan may not need
-
             limit_threads(1)
             engine = make_engine(job, seed)
-            limit_threads(1)  # the first engine may be what imports torch
             if len(engine.buffers(0)):
                 return engine
             self._engines[seed] = engine
