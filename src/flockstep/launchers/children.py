@@ -17,9 +17,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, Protocol, TextIO
 
-WORKERS, SERVERS = "flockstep.launchers.preload", "flockstep.launchers.entry"
-"""What the process that others are forked from imports once, so that each starts in milliseconds: for workers of a
-declared job, frameworks included, and for servers alone."""
+PRELOAD = ["flockstep.launchers.preload"]
+"""Imported once by the server that nodes are forked from, so that each starts in milliseconds."""
 
 DRAIN = 1.0
 """Seconds to wait for the last output of processes that have ended: what they started may hold their pipes open."""
@@ -147,16 +146,16 @@ def _write(out: int, data: bytearray) -> None:
                 select.select([], [out], [])
 
 
-def forkserver(preload: str = WORKERS) -> ForkServerContext:
-    """The context whose processes start with the heavy imports done."""
+def forkserver() -> ForkServerContext:
+    """The context whose processes start with the heavy imports done: PyTorch only if the job has needed it here."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
+    context.set_forkserver_preload([*PRELOAD, *(["flockstep.frameworks.torch"] if "torch" in sys.modules else [])])
     return context
 
 
-def fork(target: Callable[..., Any], arguments: Sequence[object], preload: str = WORKERS) -> Forked:
+def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
     """Start `target(*arguments)` in a process of its own, deaf to Ctrl-C; arguments are plain values."""
-    process = forkserver(preload).Process(target=target, args=tuple(arguments))
+    process = forkserver().Process(target=target, args=tuple(arguments))
     resource_tracker.ensure_running()  # before the next line, since starting it lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, by the fork server too
     try:

@@ -1,7 +1,5 @@
-"""The heavy parts of a worker of a declared job, imported once by the process that workers are forked from."""
+"""The heavy parts of a node, imported once by the process that nodes are forked from."""
 
-import contextlib
-import importlib
 import sys
 
 from flockstep.launchers import entry
@@ -11,5 +9,3 @@ __all__ = ["entry"]
 
 if sys.platform == "linux":
     warm_up()
-with contextlib.suppress(ImportError):
-    importlib.import_module("flockstep.frameworks.torch")

@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
-from flockstep.launchers.children import SERVERS, Child, Script, drain_all, fork
+from flockstep.launchers.children import Child, Script, drain_all, fork
 from flockstep.launchers.entry import server_main
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
@@ -81,8 +81,7 @@ def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: R
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
-        what = (ticket, index, hello.strategy, optimizer, hello.schema, 0, config.imports)
-        return fork(server_main, what, SERVERS)
+        return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
 
     supervisor = Supervisor(
         config.workers,
