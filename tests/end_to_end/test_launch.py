@@ -287,7 +287,7 @@ def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, tmp_p
         run.wait_for_work()
     assert len(run.children()) == 2
     run.fault(kind, "main" if kind == signal.SIGKILL else "group")
-    wait_until(lambda: not run.processes(), 5, "all processes gone")
+    wait_until(lambda: not run.processes(), PATIENCE, "all processes gone")
     if kind == signal.SIGINT:
         ended = run.end()
         assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")

@@ -63,7 +63,7 @@ def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path
     run.wait_for_work()
     assert set(run.nodes) == {"worker-0", "worker-1", "worker-2", "server-0"}
     run.fault(signal.SIGKILL, "main")
-    wait_until(lambda: not any(map(alive, run.nodes.values())), 5, "orphans gone")
+    wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "orphans gone")
     run.end()
     record = RunFolder(tmp_path / "run").read()
     assert record.summary.status == "interrupted"

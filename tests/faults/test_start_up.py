@@ -93,7 +93,7 @@ def test_a_killed_supervisor_leaves_nobody_who_had_not_joined_yet(tmp_path: Path
     run = starting(tmp_path)
     assert len(run.processes()) > 3
     run.fault(signal.SIGKILL, "main")
-    wait_until(lambda: not run.processes(), 5, "all processes gone")
+    wait_until(lambda: not run.processes(), PATIENCE, "all processes gone")
 
 
 def test_a_supervisor_killed_before_the_start_leaves_no_folder(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class RealRun:
         """Wait until the command has ended; no process and no socket of it may be left."""
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
         took = time.monotonic() - (self._struck or 0.0)
-        wait_until(lambda: not self.processes(), 5, f"all processes gone: {sorted(self.processes())}")
+        wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
         assert list(self.scratch.glob("flockstep-*")) == []
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
