@@ -54,7 +54,7 @@ def test_each_strategy_is_ranked_at_its_best_rate_of_the_grid(capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert err.count("kept from before") == 6  # a run that diverged is not repeated
     assert "0.3*" in out
-    assert "Medians over seeds" in Path("c/report.html").read_text()
+    assert "Every learning rate; * marks the learning rate that is ranked" in Path("c/report.html").read_text()
 
 
 def test_seeds_are_ranked_by_their_medians(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +104,10 @@ def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.Cap
     compared(capsys, "-s", "asgd", "-s", "bsp", "--seeds", "2")
     runs = [RunFolder(one).read_summary() for one in runs_in(Path("c"))]
     made = [Group(tuple(r for r in runs if r.strategy == s)) for s in dict.fromkeys(r.strategy for r in runs)]
-    assert caveats(made, made) == []
-    (said,) = caveats([made[0], Group(made[1].runs[:1])], made)
-    assert said.startswith("medians are over different seeds, from 1 to 2 runs each")
+    differ = "medians are over different seeds, from "
+    assert not any(said.startswith(differ) for said in caveats(made, made))
+    said = caveats([made[0], Group(made[1].runs[:1])], made)[-1]
+    assert said.startswith(f"{differ}1 to 2 runs each")
 
 
 def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) -> None:

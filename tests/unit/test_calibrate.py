@@ -227,7 +227,7 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
     assert shape.wires[0].bandwidth > 1e5
     assert mean_of(shape.compute()) > 0
     assert set(shape.rates.encode) == {"half"}
-    assert "times as long in the mean with all 2 at once" in done.stdout
+    assert "times as long on average with all 2 at once" in done.stdout
 
 
 def test_the_command_fits_a_record_and_refuses_options_of_the_other_way(records, tmp_path: Path, capsys) -> None:

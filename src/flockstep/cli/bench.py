@@ -14,6 +14,7 @@ from rich.table import Table
 
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
+from flockstep.report import words
 
 ELEMENTS = 4 << 20
 """Of the array whose codecs are measured, if nobody says."""
@@ -92,8 +93,8 @@ def codecs(
     rows = []
     for one in figures:
         speeds = (one.encode, one.encode_residual, one.add_decoded)
-        ms = "" if one.seconds is None else f"{one.seconds * 1000:.3g}"
-        cells = [_number(one.bits), *map(_number, speeds), ms]
+        ms = words.number(None if one.seconds is None else one.seconds * 1000)
+        cells = [words.number(one.bits), *map(words.number, speeds), ms]
         rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
     if out is not None:
         title, caption = "Rates of codecs, a copy being 1", pictures.OF_COPIES
@@ -153,7 +154,7 @@ def prediction(
         found = bench.measure(strategy or bench.STRATEGIES, names, _at_least_one("rounds", rounds, 1), say)
     headings = ("strategy", "bandwidth", "predicted", "measured", "error")
     rows = [
-        [one.strategy, one.bandwidth, _time(one.predicted), _time(one.measured), f"{one.error:+.1%}"]
+        [one.strategy, one.bandwidth, words.seconds(one.predicted), words.seconds(one.measured), f"{one.error:+.1%}"]
         for one in found.pairs
     ]
     if out is not None:
@@ -195,9 +196,9 @@ def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
             continue
         other = known.get((one.workers, one.bytes))
         noisy = " ~" if one.high - one.low > NOISY * one.seconds else ""
-        quartiles = f"{_time(one.low)} to {_time(one.high)}{noisy}"
+        quartiles = f"{words.seconds(one.low)} to {words.seconds(one.high)}{noisy}"
         ratio = "" if other is None else f"{other / one.seconds:.2f}"
-        rows.append([*start, _time(one.seconds), quartiles, f"{one.bytes / one.seconds / 1e9:.3g}", ratio])
+        rows.append([*start, words.seconds(one.seconds), quartiles, words.number(one.bytes / one.seconds / 1e9), ratio])
     return rows
 
 
@@ -216,16 +217,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
         return
     with show.console.status("starting") as status:
         yield status.update
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def _numbers(name: str, text: str) -> list[int]:

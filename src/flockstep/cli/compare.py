@@ -190,7 +190,7 @@ def _conclude(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, a
     notes = caveats(made, chosen) if matrix.repeated else []
     failures = [f"{one.strategy}: {one.error}" for one in summaries if one.status in ("diverged", "failed")]
     for sentence in [
-        *filter(None, map(missed, summaries)),
+        *([] if matrix.repeated else filter(None, map(missed, summaries))),
         *one_by_one([read[f].config for f in ranked]),
         *failures,
         *notes,

@@ -14,6 +14,7 @@ from flockstep.drivers.account import fingerprint
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
+from flockstep.report import words
 from flockstep.report.table import one_by_one, table
 
 
@@ -78,7 +79,8 @@ def missed(summary: Summary) -> str | None:
         return None
     return (
         f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "
-        f"{summary.best_metric:.4g}; train longer (--epochs, --steps), lower --lr if it went astray, or change --target"
+        f"{words.metric(summary.best_metric)}; train longer (--epochs, --steps), lower --lr if it went astray, or "
+        "change --target"
     )
 
 

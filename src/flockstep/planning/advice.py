@@ -11,7 +11,7 @@ from flockstep.planning import sentences as say
 from flockstep.planning.criteria import drops, is_central, is_repeatable, is_synchronous
 from flockstep.planning.failing import unfit_to_lose_workers
 from flockstep.planning.plan import KEEN, Outlook, combines
-from flockstep.planning.prospect import Prospect
+from flockstep.planning.prospect import ALONE, Prospect
 from flockstep.planning.scaling import Crossover, crossovers, waiting
 from flockstep.planning.search import Found
 from flockstep.planning.words import short
@@ -102,8 +102,9 @@ def advise(
         return Advice(None, None, told, (), (), tuple(excluded), needs, worths)
     tried = {one.strategy: one for one in found if one.trials}
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
-    case = say.Case(outlook, left, worths, [NEEDS[need] for need in needs])
     choice = left[0]
+    first = choice.name in tried and tried[choice.name].seconds is not None
+    case = say.Case(outlook, left, worths, [NEEDS[need] for need in needs], dict(excluded).get(ALONE), first)
     passed = _passed(case, needs) if not tried else ()
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
     return Advice(
@@ -207,13 +208,13 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
     if "private" in needs and traits.samples != "own":
         return LEAVING[traits.samples]
     if "unbalanced" in needs and not (is_central(cell) and is_synchronous(cell, traits)):
-        return "needs data that are alike on all workers (R_LBD)"
+        return "needs data that are alike on all workers"
     if "unbalanced" in needs and traits.completeness == 4:
-        return "drops the gradients of slow workers, whose data then count less (R_LBD)"
+        return "drops the gradients of slow workers, whose data then count less"
     if "reproducible" in needs and not is_synchronous(cell, traits):
-        return "the order of updates differs from run to run (ERB)"
+        return "the order of updates differs from run to run"
     if "reproducible" in needs and not is_repeatable(cell, traits):
-        return "the order of arrival decides whose gradients are dropped (ERB)"
+        return "the order of arrival decides whose gradients are dropped"
     if "elastic" in needs and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

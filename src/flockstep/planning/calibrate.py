@@ -22,6 +22,7 @@ from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Figure, Step
 from flockstep.records.folder import RunFolder
+from flockstep.report import words
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
@@ -154,7 +155,7 @@ def _sharing(alone: list[float], together: list[float], workers: int, notes: lis
     if workers == 1:
         return 1, together
     slowdown = statistics.fmean(together) / statistics.fmean(alone)  # a few gradients wait for a core, most do not
-    notes.append(f"a gradient takes {slowdown:.2f} times as long in the mean with all {workers} at once as alone")
+    notes.append(f"a gradient takes {slowdown:.2f} times as long on average with all {workers} at once as alone")
     for cores in (c for c in range(workers, 0, -1) if workers % c == 0):
         if abs(slowdown / (workers / cores) - 1) <= NEAR:
             return cores, alone if cores < workers else together
@@ -187,9 +188,8 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], notes: list[str]) -> W
         low, high = min(values), max(values)
         notes.append(f"{name} of {many(len(values), 'pair')}: {low:.3g} to {high:.3g} {unit}, the median is taken")
         if high > UNEQUAL * low:
-            notes.append(
-                f"pairs differ in {name} by a factor of {high / max(low, 1e-12):.2g}: one link says that badly"
-            )
+            factor = words.number(high / max(low, 1e-12), 2)
+            notes.append(f"pairs differ in {name} by a factor of {factor}: one link says that badly")
     if large < SMALL:
         notes.append(f"messages had {large} bytes at the most: the bandwidth is a rough guess, take a larger model")
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)

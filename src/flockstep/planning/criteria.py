@@ -22,6 +22,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.prospect import Pace, Prospect, codecs_of
 from flockstep.planning.task import Site
+from flockstep.report.words import number
 from flockstep.strategies.base import Cell, Traits
 from flockstep.strategies.demo import Demo
 from flockstep.strategies.majority_vote import MajorityVote
@@ -138,9 +139,9 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
         if drops(found):
             said.append("what it leaves out is lost, as nothing feeds it back")
     if not is_synchronous(cell, traits):
-        said.append(f"updates are late by {lateness(found, site):.2g} versions in the mean")
+        said.append(f"updates are late by {number(lateness(found, site), 2)} versions on average")
     if not is_central(cell):
-        said.append(f"workers have models of their own, which meet every {horizon(found, site):.2g} steps")
+        said.append(f"workers have models of their own, which meet every {number(horizon(found, site), 2)} steps")
     return tuple(said)
 
 

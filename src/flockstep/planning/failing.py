@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from flockstep.report import words
 
 HOUR, DAY = 3600.0, 86400.0
 """Seconds; a run is taken to last a day where neither the user nor a job with data says how long."""
+SELDOM, NEVER = 0.01, 1e-9
+"""Probabilities below which one run in so many is told, and none."""
 RISK = 0.05
 """Probability that a run ends early above which a strategy is ruled out where workers come and go."""
 
@@ -47,7 +50,7 @@ def risk(found: Prospect, outlook: Outlook) -> float:
 def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
     """Why a strategy does not do where workers come and go; None if it does."""
     survived = _survived(found)
-    ends = f"survives {many(survived, 'death')} (RSOI)" if survived else "stops when a worker is gone (RSOI)"
+    ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
     if not outlook.site.cluster.failures:
         if survived == found.workers - 1:
             return None
@@ -56,19 +59,34 @@ def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
     if probable <= RISK:
         return None
     lasts = _lasting(length(found, outlook))
-    return f"{ends}: within {lasts} it ends early with probability {words.share(probable)}"
+    return f"{ends}: in {words.share(probable)} of runs of {lasts} it ends early"
 
 
 def sentence(found: Prospect, outlook: Outlook) -> str:
     """How many workers the run is predicted to lose, and what becomes of it."""
-    lost = math.fsum(count * odds for count, odds in enumerate(deaths(found, outlook)))
     survived = _survived(found)
-    ends = f"survives {many(survived, 'death')}" if survived else "survives no death of a worker"
+    ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
-        f"Of {found.workers:,} workers {words.number(lost, 2)} are predicted to die in the "
+        f"Of {many(found.workers, 'worker')} {_lost(deaths(found, outlook))} in the "
         f"{_lasting(length(found, outlook))} that the run is taken to last{_why(outlook)}, and none can "
-        f"join in their place; {found.name} {ends}, "
-        f"so that the run ends early with probability {words.share(risk(found, outlook))}."
+        f"join in their place; {found.name} {ends}, so that {_of_runs(risk(found, outlook))} early."
+    )
+
+
+def _lost(odds: Sequence[float]) -> str:
+    """How many workers die, by the probabilities of 0, 1, 2, … deaths; fewer than one as a share of runs."""
+    mean = math.fsum(count * one for count, one in enumerate(odds))
+    if mean >= 1:
+        return f"{words.number(mean, 2)} are predicted to die"
+    return f"fewer than one is predicted to die ({_of_runs(math.fsum(odds[1:]), 'loses', 'lose')} any)"
+
+
+def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
+    """In how many of all runs something happens: "8 % of runs end", "one run in 1,000 ends"."""
+    if probability >= SELDOM:
+        return f"{words.share(probability)} of runs {end}"
+    return (
+        f"one run in {float(f'{1 / probability:.0e}'):,.0f} {ends}" if probability > NEVER else f"hardly any run {ends}"
     )
 
 

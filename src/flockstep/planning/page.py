@@ -13,6 +13,7 @@ from flockstep.planning.plan import KEEN, Outlook
 from flockstep.planning.scaling import Contender, best, faster
 from flockstep.planning.words import (
     HEADINGS,
+    LITTLE,
     TABLE_2,
     cells,
     many,
@@ -21,12 +22,13 @@ from flockstep.planning.words import (
     scaling,
     short,
     unplanned,
+    worth_of,
 )
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLOURS, INK, Figure, axis, decades, layout, safe
-from flockstep.report.words import NONE
+from flockstep.report.words import number
 
 CELLS = 13
 """Of the map, in each direction."""
@@ -95,8 +97,8 @@ GRADED = (
     "plain training."
 )
 SCALING = (
-    "Samples per second over workers, from closed forms: constant times, and on top what the slowest worker costs. "
-    "The thick dashed line: one worker alone."
+    "Worth over workers: how many times as quickly as one worker a strategy is taken to advance, from closed forms: "
+    "constant times, and on top what the slowest worker costs. The thick dashed line: one worker alone."
 )
 MAP = (
     "The strategy that is worth most among those that meet the needs and fit in memory here, by samples per second in "
@@ -113,10 +115,10 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "mode": "lines+markers",
             "name": safe(short(one.name)),
             "x": one.workers,
-            "y": one.samples_per_second,
+            "y": one.worths,
             "line": {"color": COLOURS[place % len(COLOURS)], "dash": _DASHES[place % len(_DASHES)]},
             "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
-            "hovertemplate": "workers %{x}: %{y:.4s} samples/s<extra>" + safe(short(one.name)) + "</extra>",
+            "hovertemplate": "workers %{x}: worth %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
         }
         for place, one in enumerate(outlook.curves)
     ]
@@ -127,14 +129,14 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "mode": "lines",
             "name": "one worker",
             "x": [1, largest],
-            "y": [outlook.alone.samples_per_second] * 2,
+            "y": [1, 1],
             "line": {"color": "#3d4f66", "width": 3, "dash": "dash"},
         }
     )
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     across = axis("workers", type="log", tickvals=sizes, ticktext=[f"{n:,}" for n in sizes])
-    rates = [rate for one in outlook.curves for rate in one.samples_per_second]
-    up = axis("samples per second", type="log", **decades(rates, amount))
+    worths = [max(worth, LITTLE) for one in outlook.curves for worth in one.worths]
+    up = axis("times as quickly as one worker", type="log", **decades([1, *worths], number))
     legend = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
     return {"data": data, "layout": layout(520, xaxis=across, yaxis=up, hovermode="closest", legend=legend)}
 
@@ -144,14 +146,10 @@ def scaling_table(outlook: Outlook) -> Listing:
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     rows = []
     for one in outlook.curves:
-        known = dict(zip(one.workers, one.samples_per_second, strict=True))
-        rows.append((short(one.name), *(_rate(known.get(n)) for n in sizes)))
+        known = dict(zip(one.workers, one.worths, strict=True))
+        rows.append((short(one.name), *(worth_of(known.get(n)) for n in sizes)))
     headings = ("strategy", *(f"{n:,}" for n in sizes))
-    return Listing("How it scales, in figures", "Samples per second over workers.", headings, rows)
-
-
-def _rate(value: float | None) -> str:
-    return NONE if value is None else amount(value)
+    return Listing("How it scales, in figures", "Worth over workers.", headings, rows)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from flockstep.planning.criteria import Criteria, criteria, departures, need, wo
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, pace, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import Site, Task
+from flockstep.report import words
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.power_sgd import PowerSgd
 
@@ -233,9 +234,10 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
     said.append("how much a sample is worth under a strategy: samples per second say nothing about accuracy")
     said.append("reading data, evaluating, starting, and what the operating system and other programs take")
     if site.cluster.failures:
+        daily = words.number(site.cluster.failures * 86400, 2)
         said.append(
-            f"failures: about {site.cluster.failures * 86400:.2g} a day on all machines together; the advice reckons "
-            "with them, and takes servers not to fail"
+            f"failures: about {daily} a day on all machines together; the advice reckons with them, and takes servers "
+            "not to fail"
         )
     if any(one.source == "rehearsal" for one in found):
         said.append("rehearsed strategies were run for some tens or hundreds of steps with one set of random times")

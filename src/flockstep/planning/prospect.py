@@ -272,23 +272,24 @@ class Pace:
         Raises:
             ConfigurationError: the strategy, or the cluster, cannot have so many workers.
         """
-        return self._step(site, workers, law)[0]
+        return self.at(site, workers, law).seconds
 
     def samples_per_second(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Of all workers."""
-        return self.at(site, workers, law)[1]
+        return self.at(site, workers, law).samples_per_second
 
-    def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> tuple[float, float]:
-        """Both."""
-        seconds, share = self._step(site, workers, law)
-        return seconds, self.used * share * workers * site.task.batch / seconds
+    def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> StepCost:
+        """The closed form with constant times, but for its seconds and samples per second, which are as above.
 
-    def _step(self, site: Site, workers: int, law: ComputeModel | None) -> tuple[float, float]:
-        """Its seconds, and the share of gradients that would count with constant times."""
+        Raises:
+            ConfigurationError: as of `seconds`.
+        """
         steady, late = _steady(site.compute(workers) if law is None else law, workers)
         self.strategy.check(workers)
         cost = step_cost(self.strategy, site.setting(self.strategy, workers, steady))
-        return max(cost.seconds + self.exposure * late, _least(cost.sent, site), LEAST), _counted(cost, site, workers)
+        seconds = max(cost.seconds + self.exposure * late, _least(cost.sent, site), LEAST)
+        rate = self.used * _counted(cost, site, workers) * workers * site.task.batch / seconds
+        return replace(cost, seconds=seconds, samples_per_second=rate)
 
 
 def pace(found: Prospect, site: Site) -> Pace | None:

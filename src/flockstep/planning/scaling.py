@@ -11,6 +11,7 @@ from typing import Any
 
 from flockstep.costs import order_statistics
 from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.setting import StepCost
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import need, worth
 from flockstep.planning.prospect import FACTOR, LENGTH, Pace, Prospect
@@ -24,7 +25,7 @@ GRAPHS = ("graph", "closed ring")
 GRAPH = 1024
 """Workers up to which it is."""
 PAYS = 1.1
-"""How many times as many samples a second twice the workers have to give, to pay."""
+"""How many times as much twice the workers have to be worth, to pay."""
 SCAN = 6
 """Points on either side of what is, between which a change of the best is looked for."""
 HALVINGS = 6
@@ -53,30 +54,39 @@ class Contender:
 
     def rate(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
         """Samples a second; 0 where it cannot run."""
-        return self.found.samples_per_second if self.pace is None else self._paced(site, workers, law)[1]
+        if self.pace is None:
+            return self.found.samples_per_second
+        cost = self._step(self.pace, site, workers, law)
+        return 0.0 if cost is None else cost.samples_per_second
 
-    def _paced(self, site: Site, workers: int, law: ComputeModel | None) -> tuple[float, float]:
-        """Seconds of a step, and samples a second; 0 where it cannot run."""
-        assert self.pace is not None
-        cell = self.pace.strategy.cell
+    def _step(self, pace: Pace, site: Site, workers: int, law: ComputeModel | None) -> StepCost | None:
+        """What a step costs; None where it cannot run."""
+        cell = pace.strategy.cell
         if workers > GRAPH and cell is not None and cell.topology in GRAPHS:
-            return 0.0, 0.0
+            return None
         try:
-            return self.pace.at(site, workers, law)
+            return pace.at(site, workers, law)
         except ConfigurationError:
-            return 0.0, 0.0
+            return None
 
     def worth(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
         """Samples a second in terms of plain training's, where all but computing takes `slower` times as long."""
         if self.pace is None:
             return worth(self.found.samples_per_second, self.need)
-        seconds, rate = self._paced(site, workers, law)
-        if rate <= 0:
+        cost = self._step(self.pace, site, workers, law)
+        if cost is None or cost.samples_per_second <= 0:
             return 0.0
+        rate = cost.samples_per_second
         if slower != 1:
-            rate /= waiting(min(1.0, self._computing(site, workers, law) / seconds), slower)
-        sent = self.found.sent * site.task.nbytes / self.site.task.nbytes
-        return worth(rate, need(replace(self.found, workers=workers, seconds=seconds, sent=sent), site))
+            rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
+        return worth(rate, need(self._moved(cost, site, workers), site))
+
+    def _moved(self, cost: StepCost, site: Site, workers: int) -> Prospect:
+        """The prediction as it is there: with other workers, bytes and lateness are those of the closed form."""
+        moved = replace(self.found, workers=workers, seconds=cost.seconds)
+        if workers != self.found.workers:
+            return replace(moved, sent=cost.sent, staleness=cost.staleness)
+        return replace(moved, sent=self.found.sent * site.task.nbytes / self.site.task.nbytes)
 
     def _computing(self, site: Site, workers: int, law: ComputeModel | None) -> float:
         """Seconds of a step that a worker computes, from what they are where the plan is made."""
@@ -97,15 +107,17 @@ Ask = Callable[[float, Contender], float]
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples a second over numbers of workers."""
+    """Samples a second over numbers of workers, and what they are worth."""
 
     name: str
     workers: tuple[int, ...]
     samples_per_second: tuple[float, ...]
+    worths: tuple[float, ...]
+    """How many times as quickly as one worker it is taken to advance."""
     pays_to: int
-    """The most workers that gave at least a tenth more samples a second than half as many; 1 if none."""
+    """The most workers that are worth at least a tenth more than half as many; 1 if none."""
     beats_one_from: int | None
-    """The fewest workers that get through more than one worker alone; None if none do."""
+    """The fewest workers that are worth more than one worker alone; None if none are."""
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -132,11 +144,12 @@ class Crossover:
 
 def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
     """How a contender scales, against `single` samples a second; sizes at which it cannot run are left out."""
-    known = [(workers, rate) for workers in sizes if (rate := one.rate(site, workers)) > 0]
-    pays = [many for (_, before), (many, after) in itertools.pairwise(known) if after >= PAYS * before]
-    beats = [workers for workers, rate in known if workers > 1 and rate > single]
-    workers, rates = tuple(workers for workers, _ in known), tuple(rate for _, rate in known)
-    return Curve(one.name, workers, rates, max(pays, default=1), min(beats, default=None))
+    rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
+    worths = {workers: one.worth(site, workers) / single for workers in rates}
+    pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]
+    beats = [workers for workers, worth in worths.items() if workers > 1 and worth > 1]
+    figures = tuple(rates), tuple(rates.values()), tuple(worths.values())
+    return Curve(one.name, *figures, max(pays, default=1), min(beats, default=None))
 
 
 def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower: float = 1.0) -> tuple[Crossover, ...]:

@@ -33,6 +33,10 @@ class Case:
     """How many times as quickly as one worker each is taken to advance, under the needs."""
     meanings: Sequence[str]
     """Of the needs."""
+    alone: str | None = None
+    """Why one worker does not meet the needs; None if it does."""
+    tried: bool = False
+    """Whether the best of those that are left is so by its trials."""
 
     def worth(self, found: Prospect) -> float:
         """As in `worths`."""
@@ -59,14 +63,27 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 
 def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
     """What to do."""
-    outlook = case.outlook
-    rate = f"{words.number(choice.samples_per_second)} samples a second"
     if choice.strategy is None:
-        return (f"Stay on one worker: {rate}.", *_rather(case, choice))
-    more = choice.samples_per_second / outlook.alone.samples_per_second
-    where = many(choice.workers, "worker")
-    said = f"Take {short(choice.name)} on {where}: {rate}, {as_much(more)} as one worker gets through."
-    return (said, *_uncompressed(case, choice))
+        rate = words.number(choice.samples_per_second)
+        return (f"Stay on one worker: {rate} samples a second.", *_rather(case, choice))
+    return (_take(case, choice), *_uncompressed(case, choice))
+
+
+def _take(case: Case, choice: Prospect) -> str:
+    """The choice, by what it is worth: its samples a second alone do not say that it is quicker than one worker."""
+    worth = case.worth(choice)
+    take = f"Take {short(choice.name)} on {many(choice.workers, 'worker')}"
+    more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
+    more = f"{more} as one worker gets through"
+    rate = f"{words.number(choice.samples_per_second)} samples a second"
+    if case.tried:
+        return f"{take}: in trials it reached the target first."
+    if case.alone is None or worth >= 1:
+        return f"{take}: it is taken to advance {as_much(worth, 'quickly')} as one worker ({rate}, {more})."
+    return (
+        f"One worker would get to the target sooner, in {words.share(worth)} of the time, but is ruled out: "
+        f"{case.alone}. {take} only if it has to be so: {rate} are {more}, but {_dear(case, choice)}."
+    )
 
 
 def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
@@ -157,7 +174,7 @@ def _graded(outlook: Outlook, choice: Prospect) -> str:
     row, versions = outlook.criteria(choice), late(outlook, choice)
     parts = [f"the learning rate {_RATES[row.learning_rate]}"]
     if versions:
-        parts.append(f"updates are {words.number(versions, 2)} versions late in the mean")
+        parts.append(f"updates are {words.number(versions, 2)} versions late on average")
     parts.append(many(row.hyper_parameters, "more hyper-parameter") if row.hyper_parameters else _NO_MORE)
     if row.exposure is not None:
         parts.append(f"everyone waits for {exposed(row.exposure)} of the slowest one's delay")

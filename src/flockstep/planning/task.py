@@ -23,6 +23,7 @@ from flockstep.frameworks.job import build_model
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.report import words
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
@@ -163,13 +164,13 @@ class Site:
             said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
         if self.seconds is not None:
             said.append(
-                f"a gradient is taken to last {self.seconds:.3g} s at speed 1, for its operations and the overhead; "
-                f"what {self.cluster.name} calls compute says only how much that varies"
+                f"a gradient is taken to last {words.seconds(self.seconds)} at speed 1, for its operations and the "
+                f"overhead; what {self.cluster.name} calls compute says only how much that varies"
             )
         elif self.cluster.job != self.task.name:
             mean = mean_of(self.cluster.law)
             said.append(
-                f"a gradient is taken to last {mean:.3g} s as on {self.cluster.name}, whatever the job: "
+                f"a gradient is taken to last {words.seconds(mean)} as on {self.cluster.name}, whatever the job: "
                 + ("the work of the model is not known" if self.task.work is None else "the cluster has no operations")
             )
         if not self.cluster.rates.encode:

@@ -98,12 +98,17 @@ def exposed(exposure: float | None) -> str:
     return "over 100 %" if exposure >= 1.005 else share(exposure)
 
 
+def worth_of(worth: float | None) -> str:
+    """What a strategy is worth, as text."""
+    return f"< {LITTLE:g}" if worth is not None and worth < LITTLE else number(worth)
+
+
 def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
     """A row of the table; `worth`: how many times as quickly as one worker it is taken to advance."""
     bound = found.staleness_bound
     return (
         short(found.name),
-        number(worth) if worth >= LITTLE else f"< {LITTLE:g}",
+        worth_of(worth),
         number(found.samples_per_second),
         seconds(found.seconds),
         share(found.utilisation),
@@ -120,8 +125,8 @@ def scaling_sentence(one: Curve) -> str:
     """Where a strategy begins and stops to pay."""
     name = short(one.name)
     if one.beats_one_from is None:
-        return f"{name} never gets through more than one worker alone"
-    begins = f"{name} beats one worker from {many(one.beats_one_from, 'worker')} on"
+        return f"{name} is never worth more than one worker alone"
+    begins = f"{name} is worth more than one worker from {many(one.beats_one_from, 'worker')} on"
     if one.pays_to <= 1:
         return f"{begins}; doubling them does not pay"
     far = f"as far as {one.pays_to:,}" if one.pays_to == one.workers[-1] else f"up to {many(one.pays_to, 'worker')}"

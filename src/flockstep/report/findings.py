@@ -141,7 +141,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
     if late:
         mean, one = max(late, key=lambda pair: pair[0])
         found.append(
-            f"Updates were latest in {one.label}: {words.number(mean, 2)} versions in the mean, at most "
+            f"Updates were latest in {one.label}: {words.number(mean, 2)} versions on average, at most "
             f"{one.record.summary.staleness_max}."
         )
     apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]

@@ -15,9 +15,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
-from flockstep.report import activity, figures, words
+from flockstep.report import activity, figures, medians, words
 from flockstep.report.findings import findings
-from flockstep.report.medians import SPREAD, TITLE, Group, caveats, row
+from flockstep.report.medians import SPREAD, Group, caveats
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
 from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
@@ -113,8 +113,8 @@ def render(
         facts=_facts(configs),
         findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in told)],
         spread_headings=SPREAD,
-        spread_title=TITLE,
-        spread=[] if spread is None else [row(group, spread[1]) for group in spread[0]],
+        spread_title="" if spread is None else medians.title(*spread),
+        spread=[] if spread is None else medians.rows(*spread),
         headings=[full for full, _ in headings(ranked[0].summary)],
         rows=[(one, cells(one.place + 1, one.label, one.record.summary)) for one in series],
         predicted_headings=HEADINGS,

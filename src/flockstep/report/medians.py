@@ -23,8 +23,7 @@ _MIDDLE = (
 )  # fmt: skip
 
 
-TITLE = "Medians over seeds [least to largest]; * marks the learning rate that is ranked"
-SPREAD = ("strategy", "lr", "runs", "s to target", "final metric", "reached", "diverged or failed")
+SPREAD = ("strategy", "lr", "runs", "s to target", "final metric", "at target", "diverged or failed")
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,7 @@ def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
         if len(rates) > 1 and lr in (rates[0], rates[-1]):
             end = "smallest" if lr == rates[0] else "largest"
             said.append(f"{group.runs[0].strategy}: the best learning rate {lr:g} is the {end} of the grid; extend it")
+        said += _missed([one for one in groups if one.runs[0].strategy == group.runs[0].strategy], group)
     seeds = [tuple(run.seed for run in group.runs) for group in groups]
     if len(set(seeds)) > 1:
         said.append(
@@ -125,16 +125,46 @@ def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
     return said
 
 
+def _missed(rates: Sequence[Group], chosen: Group) -> list[str]:
+    """That most runs at the best learning rate did not reach the target, and how near all of them came."""
+    first, runs = chosen.runs[0], [run for group in rates for run in group.runs]
+    tops = [(run.best_metric, run.lr) for group in rates for run in group.useful if run.best_metric is not None]
+    if first.target is None or chosen.median().time_to_target is not None or not tops:
+        return []
+    reached = sum(run.time_to_target is not None for group in rates for run in group.useful)
+    top, lr = (max if first.higher_is_better else min)(tops, key=lambda pair: pair[0])
+    word = "highest" if first.higher_is_better else "lowest"
+    among, at = (f" at {len(rates)} learning rates", f", at {lr:g}") if len(rates) > 1 else ("", "")
+    said = (
+        f"{first.strategy} reached the target {first.target:g} in {reached or 'none'} of {len(runs)} runs{among}: the "
+        f"{word} {first.metric} was {words.metric(top)}{at}; train longer (--epochs, --steps), try other learning "
+        "rates, or change --target"
+    )
+    return [said]
+
+
 def best(groups: Sequence[Group]) -> Group:
     """The group whose medians rank first: time to target, then the final metric."""
     medians = [group.median() for group in groups]
     return groups[medians.index(rank(medians)[0])]
 
 
-def row(group: Group, chosen: Sequence[Group]) -> list[str]:
-    """One line of the table of ranges, in the order of `SPREAD`; a star marks a learning rate that is ranked."""
-    first, told = group.runs[0], group.document(group in chosen)
-    lr = f"{words.NONE if first.lr is None else f'{first.lr:g}'}{'*' if told['chosen'] else ''}"
+def title(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
+    """What the table of ranges shows."""
+    seeds = max(len(group.runs) for group in groups)
+    over = f"Medians over {seeds} seeds [least to largest]" if seeds > 1 else "Every learning rate"
+    return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
+
+
+def rows(groups: Sequence[Group], chosen: Sequence[Group]) -> list[list[str]]:
+    """The table of ranges, in the order of `SPREAD`; a star marks a learning rate of several that is ranked."""
+    several = len(groups) > len(chosen)
+    return [_row(group, several and group in chosen) for group in groups]
+
+
+def _row(group: Group, starred: bool) -> list[str]:
+    first, told = group.runs[0], group.document(starred)
+    lr = f"{words.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
     figures = [_range(group.spread("time_to_target")), _range(group.spread("final_metric"))]
     counts = [str(len(group.runs)), *figures, str(told["reached"]), str(told["useless"])]
     return [first.system or first.strategy, lr, *counts]
@@ -142,11 +172,11 @@ def row(group: Group, chosen: Sequence[Group]) -> list[str]:
 
 def spreads(groups: Sequence[Group], chosen: Sequence[Group]) -> Table:
     """Every learning rate of every strategy with its ranges over seeds."""
-    made = Table(title=TITLE, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    made = Table(title=escape(title(groups, chosen)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for heading in SPREAD:
         made.add_column(heading, justify="left" if heading == "strategy" else "right", overflow="fold")
-    for group in groups:
-        made.add_row(*map(escape, row(group, chosen)))
+    for cells in rows(groups, chosen):
+        made.add_row(*map(escape, cells))
     return made
 
 

@@ -16,8 +16,10 @@ def number(value: float | None, digits: int = 3) -> str:
     size = abs(value)
     if value == 0:
         return "0"
-    if size >= 1e6 or size < 1e-3:
+    if size >= 1e9 or size < 1e-3:
         return f"{value:.{digits - 1}e}"
+    if size >= 1e6:
+        value = float(f"{value:.{digits - 1}e}")
     decimals = max(0, digits - 1 - math.floor(math.log10(size)))
     return f"{value:,.{decimals}f}"
 
