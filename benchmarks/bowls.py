@@ -15,8 +15,9 @@ import argparse
 from flockstep.testing.bowls import LAWS, STRAGGLERS, bowl
 
 RULES = (
-    "bsp", "ssp(3)", "cached_ssp(3)", "essp(3)", "ssp(3, weight=sum)", "bounded_delay(3)", "value_bound(0.1)",
-    "backup(1)", "k_sync(2)", "k_batch_sync(3)", "k_async(2)", "k_batch_async(3)", "softsync(2)", "asynchronous",
+    "bsp", "ssp(3)", "cached_ssp(3)", "essp(3)", "ssp(3, weight=sum)", "bounded_delay(3)",
+    "bounded_delay(3, weight=sum)", "value_bound(0.1)", "backup(1)",
+    "k_sync(2)", "k_batch_sync(3)", "k_async(2)", "k_batch_async(3)", "softsync(2)", "asynchronous",
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="sgd(lr=0.03)")
     options = parser.parse_args()
     print(
-        f"{'rule':<20}{'compute':<18}{'straggler':<11}{'mean of w':<11}{'share of gradients':<25}weight of a gradient"
+        f"{'rule':<29}{'compute':<18}{'straggler':<11}{'mean of w':<11}{'share of gradients':<25}weight of a gradient"
     )
     for rule in options.rules:
         for law in LAWS:
@@ -35,7 +36,7 @@ def main() -> None:
                 found = bowl(f"ps({rule})", law, straggler, options.steps, options.optimizer)
                 shares = " ".join(f"{share:.3f}" for share in found.shares)
                 weights = "  ".join(_range(each) for each in found.weights.values())
-                print(f"{rule:<20}{law:<18}{straggler:<11}{found.mean:<11.3f}{shares:<25}{weights}")
+                print(f"{rule:<29}{law:<18}{straggler:<11}{found.mean:<11.3f}{shares:<25}{weights}")
 
 
 def _range(weights: set[float]) -> str:

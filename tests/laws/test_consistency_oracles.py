@@ -110,7 +110,8 @@ RULES = {
     "ssp": (Rule(oldest(2), 4, bounded(2)), "ps(ssp(2))"),
     "ssp, sum": (Rule(oldest(2), 1, bounded(2)), "ps(ssp(2, weight=sum))"),
     "asynchronous": (Rule(everything, 1), "ps(asynchronous)"),
-    "bounded_delay": (Rule(everything, 1, bounded(2)), "ps(bounded_delay(2))"),
+    "bounded_delay": (Rule(everything, 4, bounded(2)), "ps(bounded_delay(2))"),
+    "bounded_delay, sum": (Rule(everything, 1, bounded(2)), "ps(bounded_delay(2, weight=sum))"),
     "value_bound": (Rule(everything, 1, value_bounded(lambda t: 0.02)), "ps(value_bound(0.02))"),
     "value_bound, decreasing": (
         Rule(everything, 1, value_bounded(lambda t: 0.1 / np.sqrt(t))),

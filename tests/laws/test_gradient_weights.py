@@ -41,10 +41,12 @@ FREE = {
     "softsync": "softsync(2)",
     "asynchronous": "asynchronous",
 }
+OF_ALL = ["bsp", "ssp(2)", "cached_ssp(2)", "essp(2)", "bounded_delay(0)", "bounded_delay(1)", "bounded_delay(2)"]
+"""Rules under which one gradient of every worker makes a step."""
 WEIGHTS = {
-    **dict.fromkeys(["bsp", "ssp(2)", "cached_ssp(2)", "essp(2)"], 1 / 4),
+    **dict.fromkeys(OF_ALL, 1 / 4),
     **dict.fromkeys(["ssp(2, weight=sum)", "cached_ssp(2, weight=sum)", "essp(2, weight=sum)"], 1.0),
-    **dict.fromkeys(["bounded_delay(2)", "value_bound(0.1)", "asynchronous"], 1.0),
+    **dict.fromkeys(["bounded_delay(2, weight=sum)", "value_bound(0.1)", "asynchronous"], 1.0),
     **dict.fromkeys(["backup(1)", "k_batch_sync(3)", "k_batch_async(3)"], 1 / 3),
     **dict.fromkeys(["k_sync(2)", "k_async(2)", "softsync(2)"], 1 / 2),
 }
@@ -137,9 +139,7 @@ def test_one_gradient_of_each_worker_moves_the_parameters_by_their_weighted_sum(
     run = run_strategy(f"ps({rule})", workers, 1, job=job, network="ideal")
     bench = Bench(workers, job)
     start = bench.start()
-    full = {"bsp": workers, "ssp(2)": workers, "cached_ssp(2)": workers, "essp(2)": workers}.get(
-        rule, 1 / WEIGHTS[rule]
-    )
+    full = workers if rule in OF_ALL else 1 / WEIGHTS[rule]
     total = sum(bench.gradient(rank, start) for rank in range(workers))
     np.testing.assert_allclose(run.server, start - 0.1 / full * total, rtol=0, atol=1e-14)
 

@@ -16,11 +16,15 @@ class BoundedDelay(ClockRule):
     """Bounded delay (Li et al. 2014, section 3.4): task t starts when all tasks up to t - tau - 1 have finished.
 
     A task is a worker's push and pull; gradients are applied as they arrive, so that, unlike with `ssp`, a reader may
-    see some that are further ahead than its bound. Each is a full step. tau = 0 is sequential: bulk synchronous, bit
-    for bit, where each of n workers' gradients is 1/n of a step.
+    see some that are further ahead than its bound. As with `ssp`, every gradient counts the same whatever tau: with
+    `weight="mean"` as 1/n of a step, n being the number of workers that the run began with, an effective rate of
+    lr / n for a gradient, so that tau = 0 is bulk synchronous, bit for bit; with `weight="sum"` as a whole step, an
+    effective rate of lr, which is the sum over workers of the paper's algorithm 1, so that a bound that never binds is
+    asynchronous.
     """
 
     tau: int = field(default=4, metadata=SHOWN)
+    weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
         if self.tau < 0:
@@ -37,8 +41,8 @@ class BoundedDelay(ClockRule):
         return self.tau > 0
 
     def full_step(self, workers: int) -> int:
-        """Each gradient is a full step; with tau = 0 one of each worker."""
-        return 1 if self.tau else workers
+        """One gradient of each worker, or a single one."""
+        return workers if self.weight == "mean" else 1
 
     def admits(self, clock: int, slowest: int) -> bool:
         """t - tau <= slowest clock."""
