@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import signal
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.processes import PATIENCE, RealRun, content, wait_until
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.script import launch
+from flockstep.launchers.train import train
+from flockstep.records.config import RunConfig
+from support import processes
+from support.processes import PATIENCE, SOURCE, RealRun, content, wait_until
 
 PREPARING = """
 import time
@@ -99,6 +109,55 @@ def test_a_killed_supervisor_leaves_nobody_who_had_not_joined_yet(tmp_path: Path
 def test_a_supervisor_killed_before_the_start_leaves_no_folder(tmp_path: Path) -> None:
     run = starting(tmp_path)
     assert list(run.scratch.glob("flockstep-*"))
-    run.main.kill()
+    run.fault(signal.SIGKILL, "main")
     wait_until(lambda: not run.processes(), PATIENCE, "every process ends with the supervisor")
-    assert list(run.scratch.glob("flockstep-*")) == []
+    run.end()
+
+
+@pytest.mark.parametrize("start", ["train", "launch"])
+def test_few_file_handles_are_refused_before_anything_starts(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (20, 4096))
+    (tmp_path / "script.py").touch()
+    config = RunConfig(kind="train", job="softmax", strategy="asgd", workers=4)
+    begin = train if start == "train" else partial(launch, tmp_path / "script.py", [])
+    with pytest.raises(ConfigurationError, match=r"the limit is 20; raise the limit \(ulimit -n \d+\)"):
+        begin(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_limit_that_the_refusal_names_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(handles: int) -> RealRun:
+        shell = ["sh", "-c", f'ulimit -n {handles}; exec "$@"', "sh"]
+        with monkeypatch.context() as patched:
+            patched.setattr(processes, "COMMAND", [*shell, *processes.COMMAND])
+            return RealRun(["train", "softmax", "-s", "asgd", "-n", "3", "--steps", "3"], tmp_path / "run")
+
+    ended = limited(30).end()
+    assert ended.code == 2
+    found = re.fullmatch(r"flockstep: .*\(ulimit -n (\d+)\), or use fewer workers\n", ended.err)
+    assert found is not None, ended.err
+    assert not (tmp_path / "run").exists()
+    ended = limited(int(found[1])).end()
+    assert ended.code == 0, ended.err
+
+
+UNGUARDED = """
+from pathlib import Path
+from flockstep.launchers.train import train
+from flockstep.records.config import RunConfig
+
+train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, steps=1), Path("run"))
+"""
+
+
+def test_an_unguarded_program_is_told_to_guard_its_call(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(UNGUARDED)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run(
+        [sys.executable, "mine.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert ended.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')

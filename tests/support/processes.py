@@ -175,7 +175,7 @@ class RealRun:
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
         took = time.monotonic() - (self._struck or 0.0)
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
-        assert list(self.scratch.glob("flockstep-*")) == []
+        assert [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")] == []
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
         return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, summary)

@@ -84,3 +84,31 @@ def test_a_result_is_kept_elsewhere_and_events_end_with_a_whole_line(
     assert f"{record.result_file} could not be written" in said
     assert str(kept) in said
     assert list(record.path.glob("*.half")) == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_named_and_the_record_is_whole(unbuffered: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from flockstep.cli import main; main()",
+        "simulate",
+        "softmax",
+        "-s",
+        "all_reduce",
+    ]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [*command, "-n", "2", "--steps", "2", "--out", str(tmp_path / "run")],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "flockstep: cannot write to standard output: No space left on device; free its disk, or send the output to "
+        "another place\n"
+    )
+    assert RunFolder(tmp_path / "run").read_summary().status == "finished"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import traceback
@@ -53,6 +54,7 @@ def run(arguments: list[str]) -> int:
         code: int | None = app(rest, standalone_mode=False, obj=said)
         if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
             raise Interrupted("interrupted")
+        print(end="", flush=True)  # what fails here would otherwise fail after the exit code is settled
         return code or 0
     except FlockstepError as error:
         return _say(error, INTERRUPTED if isinstance(error, Interrupted) else error.exit_code, said["debug"])
@@ -85,12 +87,25 @@ def _say(error: Exception, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
-    if isinstance(error, OSError) and error.strerror:
+    if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
+        text = f"cannot write to standard output: {error.strerror}; free its disk, or send the output to another place"
+    elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; free it, or choose another place with --out"
     with contextlib.suppress(OSError):  # of a terminal that is gone
         print(f"flockstep: {text}", file=sys.stderr)
     return code
+
+
+def _output_is_stuck() -> bool:
+    """Whether standard output does not take what was printed; then that is dropped, for nobody can be given it."""
+    try:
+        print(flush=True)
+    except OSError:
+        with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # not again when Python exits
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 @app.callback(invoke_without_command=True)

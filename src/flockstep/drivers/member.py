@@ -23,6 +23,7 @@ import sysconfig
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -329,17 +330,17 @@ def stopped(message: Message) -> Exception:
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
-def die_with(pid: int, directory: str) -> None:
+def die_with(pid: int, *directories: str) -> None:
     """End this process as soon as the process `pid` of this host is gone, however that one ended.
 
-    The folder of the run's sockets goes with it: a supervisor that was killed early has left it behind.
+    The folders of the supervisor's sockets go with it: a supervisor that was killed has left them behind.
     A signal on the parent's death would not do: forked workers are children of a fork server that outlives a supervisor
     which was killed.
     """
-    Thread(target=_watch, args=(pid, directory), name="flockstep-supervisor-watch", daemon=True).start()
+    Thread(target=_watch, args=(pid, directories), name="flockstep-supervisor-watch", daemon=True).start()
 
 
-def _watch(pid: int, directory: str) -> None:
+def _watch(pid: int, directories: Sequence[str]) -> None:
     try:
         if hasattr(os, "pidfd_open"):
             select.select([os.pidfd_open(pid)], [], [])
@@ -349,5 +350,6 @@ def _watch(pid: int, directory: str) -> None:
                 time.sleep(PATIENCE)
     except ProcessLookupError:
         pass
-    shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)

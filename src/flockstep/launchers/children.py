@@ -17,6 +17,9 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import IO, Any, Protocol, TextIO
 
+from flockstep.errors import ConfigurationError
+from flockstep.launchers.scratch import house_fork_server
+
 PRELOAD = ["flockstep.launchers.preload"]
 """Imported once by the server that nodes are forked from, so that each starts in milliseconds."""
 
@@ -26,6 +29,8 @@ LONGEST_LINE = 1 << 20
 """Bytes of a line from which on it is passed on before its end has come."""
 LAST_WORDS = 4000
 """Bytes of standard error that are kept of a script whose output is not shown."""
+UNGUARDED = 83
+"""Exit code of a process that starts a run while it imports the program that started the process."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -148,6 +153,7 @@ def _write(out: int, data: bytearray) -> None:
 
 def forkserver() -> ForkServerContext:
     """The context whose processes start with the heavy imports done: PyTorch only if the job has needed it here."""
+    house_fork_server()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *(["flockstep.frameworks.torch"] if "torch" in sys.modules else [])])
     return context
@@ -163,6 +169,24 @@ def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return Forked(process)
+
+
+def end_if_unguarded() -> None:
+    """End this process at once if it was forked for a run and is still importing the program that started the run.
+
+    The import has come to an unguarded call that would start another run. The supervisor knows the exit code.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
+        os._exit(UNGUARDED)
+
+
+def refuse_unguarded(child: Child) -> None:
+    """Raise `ConfigurationError` if a forked process has ended because the program's call is unguarded."""
+    if isinstance(child, Forked) and child.exit_code() == UNGUARDED:
+        raise ConfigurationError(
+            "every process of a run imports the program that starts it, and this program starts a run while it is "
+            'imported; put the call under if __name__ == "__main__":'
+        )
 
 
 def how_it_ended(code: int) -> str:

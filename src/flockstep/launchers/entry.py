@@ -12,12 +12,13 @@ from flockstep.drivers.member import Ticket, die_with
 from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
+from flockstep.launchers.scratch import fork_servers_folder
 from flockstep.records.folder import RunFolder
 
 
 def worker_main(ticket: Ticket, threads: int) -> None:
     """A worker process: rebuilds the job from the run's configuration."""
-    die_with(ticket.supervisor, ticket.directory)
+    die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
     limit_threads(threads)
 
     def make():  # type: ignore[no-untyped-def]
@@ -31,7 +32,7 @@ def server_main(
     ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
 ) -> None:
     """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
-    die_with(ticket.supervisor, ticket.directory)
+    die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
     limit_threads(1)
     import_components(imports)
     sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))

@@ -16,8 +16,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
-from flockstep.launchers.children import Child, Script, drain_all, fork
+from flockstep.launchers.children import Child, Script, drain_all, end_if_unguarded, fork
 from flockstep.launchers.entry import server_main
+from flockstep.launchers.handles import require_handles
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.launchers.train import HEARTBEAT, finished, keep_newest, newest_model
 from flockstep.optimizers.base import Optimizer
@@ -62,9 +63,11 @@ def launch(
         ConfigurationError: there is no such script, or the workers do not agree on model and strategy.
         RunError: the run failed; the record is complete up to then.
     """
+    end_if_unguarded()
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
     import_components(config.imports)
+    require_handles(config.workers)
     record = RunFolder(folder)
     with record.created(config, overwrite):
         _launch(script, arguments, config, record, output)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +20,14 @@ from flockstep.drivers.filed import Newest
 from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
 from flockstep.drivers.mover_place import rule_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
-from flockstep.launchers.children import Child, how_it_ended, kill_all, reap
+from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.draws import Draws
 from flockstep.launchers.evaluation import Evaluation
+from flockstep.launchers.handles import require_handles
 from flockstep.launchers.health import Health, last_step
 from flockstep.launchers.link import Link
 from flockstep.launchers.movers import Movers
+from flockstep.launchers.scratch import scratch
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits
 from flockstep.messages import Address, Message, node_name, server
@@ -94,7 +95,7 @@ class Supervisor:
         self._patience = patience
         self._run = secrets.token_hex(8)
         self._evaluation, self._places = evaluation or Evaluation(), places(record, self._run)
-        self._directory = Path()
+        self._directory, self._scratch = Path(), contextlib.ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._control = self._context.socket(zmq.ROUTER)
         self._control_address = ""
@@ -139,7 +140,7 @@ class Supervisor:
             shutil.rmtree(place, ignore_errors=True)
 
     def _start(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="flockstep-"))
+        self._directory = self._scratch.enter_context(scratch())
         harden(self._control, CONTROL_BYTES, self._heartbeat)
         self._control_address = bind(self._control, self._transport.listen(self._directory, "control"))
         for rank in range(self._workers):
@@ -247,6 +248,7 @@ class Supervisor:
             return
         for index in range(strategy.servers_for(self._workers)):
             if server(index) not in self.children:
+                require_handles(1, more=0)
                 self.standings[server(index)] = Standing()
                 hello = self._links[0].hello
                 self.children[server(index)] = self._start_server(self._ticket(server(index)), index, hello)
@@ -336,6 +338,7 @@ class Supervisor:
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
         if self._went is None:
+            refuse_unguarded(self.children[address])
             raise PeerLost(f"{reason} before the run started")
         self._tell_others("lost", address, {"reason": reason})
 
@@ -387,7 +390,7 @@ class Supervisor:
         self._context.term()
         if self._directory != Path():
             self._transport.clean_up(self._directory)
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
 
     def _check_exits(self) -> None:
         for address, child in self.children.items():

@@ -16,9 +16,10 @@ from flockstep.drivers.member import Hello, Ticket
 from flockstep.drivers.setup import prepare
 from flockstep.errors import Diverged, FlockstepError, Interrupted
 from flockstep.expression import from_data
-from flockstep.launchers.children import Child, fork
+from flockstep.launchers.children import Child, end_if_unguarded, fork
 from flockstep.launchers.entry import server_main, worker_main
 from flockstep.launchers.evaluation import Evaluator
+from flockstep.launchers.handles import require_handles
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.messages import Address
@@ -51,7 +52,9 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
         ConfigurationError: before anything starts, for input that no run could work with.
         RunError: the run failed; the record is complete up to then, its summary says why.
     """
+    end_if_unguarded()
     engine, plan, config = prepare(config)
+    require_handles(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
     every, policy = plan.evaluate_every, plan.result
     del engine, plan  # a model each; the process that evaluates has its own

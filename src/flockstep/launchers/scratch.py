@@ -1,0 +1,69 @@
+"""Folders for sockets in the temporary folder. Those of processes that were killed are removed by the next run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import util
+from pathlib import Path
+
+from flockstep.errors import ConfigurationError
+from flockstep.records.owner import OWNER, owned
+
+PREFIX = "flockstep-"
+AFTER_MULTIPROCESSING = -200
+"""Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
+LONGEST = 50
+"""Length of a temporary folder's path that leaves room for the path of the fork server's socket: at most 104 bytes."""
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Make a folder that this process owns, and remove the folders of processes that were killed."""
+    sweep(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with owned(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(place: Path) -> None:
+    """Remove this user's folders in `place` whose owner has died; a folder without an owner's name is not touched."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
+            if folder.lstat().st_uid == os.getuid() and (folder / OWNER).stat().st_size:
+                with owned(folder):
+                    shutil.rmtree(folder)
+
+
+@functools.cache
+def house_fork_server() -> None:
+    """Let multiprocessing put the socket of its fork server into a folder of `scratch`, until this process exits.
+
+    Where that path would be too long for a socket, multiprocessing chooses its own folder.
+    """
+    if len(tempfile.gettempdir()) > LONGEST:
+        return
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(scratch())
+    util.Finalize(None, stack.close, exitpriority=AFTER_MULTIPROCESSING)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = before
+
+
+def fork_servers_folder() -> list[str]:
+    """The folder of the fork server that this process was forked from; none if multiprocessing had its own."""
+    if multiprocessing.parent_process() is None:
+        return []
+    folder = Path(util.get_temp_dir()).parent
+    return [str(folder)] if folder.name.startswith(PREFIX) else []
