@@ -62,6 +62,7 @@ def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path
     run = RealRun(["train", "softmax", "-s", "asgd", *ENDLESS], tmp_path / "run")
     run.wait_for_work()
     assert set(run.nodes) == {"worker-0", "worker-1", "worker-2", "server-0"}
+    wait_until(lambda: any("launcher" in run.writes(pid) for pid in run.processes()), PATIENCE, "an evaluation goes on")
     run.fault(signal.SIGKILL, "main")
     wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "orphans gone")
     run.end()

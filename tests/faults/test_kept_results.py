@@ -59,3 +59,38 @@ def test_the_newest_model_is_the_result(fault: str, tmp_path: Path) -> None:
     ended = run.end()
     assert ended.code == (130 if fault == "interrupt" else 1)
     check(ended, tmp_path, "all_reduce")
+
+
+SCRIPT = """
+import sys
+import torch
+import flockstep
+
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), "all_reduce")
+for step in range(1_000_000):
+    optimizer.zero_grad()
+    (-model.weight.sum()).backward()
+    if sys.argv[1] == "fail" and flockstep.rank() == 1 and step == 60:
+        raise ValueError("no more")
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", ["interrupt", "fail"])
+def test_the_newest_model_of_a_launched_script_is_the_result(fault: str, tmp_path: Path) -> None:
+    """The only weight counts the steps."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = RealRun(["launch", "-n", "2", str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
+    if fault == "interrupt":
+        run.wait_for_work()
+        run.fault(signal.SIGINT, "main")
+    ended = run.end()
+    assert ended.code == (130 if fault == "interrupt" else 1)
+    assert ended.summary is not None
+    assert ended.summary["status"] == ("interrupted" if fault == "interrupt" else "failed")
+    params, told = result(tmp_path / "run")
+    assert params[0] > 40
+    assert abs(params[0] - told.step) <= 1
+    assert fault == "interrupt" or params[0] == 60

@@ -175,7 +175,8 @@ class RealRun:
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
         took = time.monotonic() - (self._struck or 0.0)
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
-        assert [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")] == []
+        left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
+        assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
         return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, summary)

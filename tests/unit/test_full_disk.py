@@ -15,6 +15,7 @@ import pytest
 from flockstep.arrays.schema import Schema
 from flockstep.records.events import Lost
 from flockstep.records.folder import EventWriter, RunFolder, read_event_file
+from support.disks import small_disk
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
@@ -52,15 +53,8 @@ def test_a_writer_raises_what_is_no_full_disk(tmp_path: Path) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=True)
+    with small_disk(tmp_path / "small") as where:
+        yield where
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
@@ -80,6 +74,7 @@ def test_a_result_is_kept_elsewhere_and_events_end_with_a_whole_line(
     record.write_result(params, Schema.of({"w": (100_000,)}, "float32"))
     (kept,) = (tmp_path / "elsewhere").glob("*/result.npy")
     assert np.array_equal(np.load(kept), params)
+    assert np.array_equal(record.read_result()[0], params)  # through a link in the record
     said = capfd.readouterr().err
     assert f"{record.result_file} could not be written" in said
     assert str(kept) in said

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flockstep.arrays.memory import release
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.numpy import Model, NumpyEngine
@@ -29,6 +30,8 @@ def make_engine(job: Job, seed: int) -> Engine:
     if torch is not None and isinstance(model, torch.nn.Module):
         from flockstep.frameworks.torch import TorchEngine
 
+        del model  # before the engine builds one with its own random numbers
+        release()
         return TorchEngine(job, seed)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise ConfigurationError(

@@ -176,12 +176,8 @@ def _evaluate(record: RunFolder, feed: socket.socket) -> None:
         meanwhile.start()
         ended = desk.listen(feed)
         meanwhile.join()
-        desk.told.put(None)  # the thread may have taken the first
-        desk.work(0)  # nobody else computes any more
-        desk.attempt(desk.tracker.end)
-        if ended:
-            desk.attempt(desk.tracker.close)
-        else:
+        desk.finish(ended)
+        if not ended:
             shutil.rmtree(record.path / SNAPSHOTS, ignore_errors=True)  # nobody else will
     if desk.errors:
         raise desk.errors[0]
@@ -195,6 +191,7 @@ class _Desk:
     errors: list[Exception] = field(default_factory=list)
     told: queue.SimpleQueue[Tell | None] = field(default_factory=queue.SimpleQueue)
     over: bool = False
+    newest_only: bool = False
 
     def listen(self, feed: socket.socket) -> bool:
         """Take in what the supervisor says; return whether it said the end."""
@@ -217,6 +214,15 @@ class _Desk:
         while not (nice and self.over) and (words := self.told.get()) is not None:
             self.attempt(partial(self._act, words))
 
+    def finish(self, ended: bool) -> None:
+        """Settle the result. Without a supervisor, whose run has not `ended`, what waits is not evaluated before."""
+        self.newest_only = not ended
+        self.told.put(None)  # the thread may have taken the first
+        self.work(0)  # nobody else computes any more
+        self.attempt(self.tracker.end)
+        if ended:
+            self.attempt(self.tracker.close)
+
     def attempt(self, what: Callable[[], None]) -> None:
         """Do that; what it raises is told at the end, since the result is kept whatever the job's metric does."""
         try:
@@ -226,7 +232,7 @@ class _Desk:
             self.errors.append(error)
 
     def _act(self, words: Tell) -> None:
-        if words.item is not None:
+        if words.item is not None and not (self.newest_only and words.item.tick not in (None, LAST)):
             self.tracker.hand_in(words.item)
         if words.lost is not None:
             self.tracker.lose(words.lost)

@@ -244,7 +244,10 @@ class RunFolder:
     def read_summary(self) -> Summary:
         """Read summary.json; where there is none, the summary of the events so far, as an interrupted run's."""
         if not self.summary_file.exists():
-            return summarise(self.read_config(), self.read_events(), "interrupted", "the run ended without a summary")
+            why = "the run ended without a summary"
+            if self.summary_file.is_symlink():  # of a run whose disk was full
+                why = f"the summary of the run is gone: it was in {self.summary_file.readlink()}"
+            return summarise(self.read_config(), self.read_events(), "interrupted", why)
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
         except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8

@@ -32,6 +32,8 @@ def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None
 def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
     """Write a whole file; where the disk is full, write it to the temporary or the home folder and say where it is.
 
+    A symbolic link, for which a full disk has room, stands for the file in its own place.
+
     Raises:
         OSError: no place takes it.
     """
@@ -46,6 +48,10 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
                 write_whole(kept, data)
             except OSError:
                 continue
+            with contextlib.suppress(OSError):
+                link = path.with_name(path.name + HALF)
+                link.symlink_to(kept.absolute())
+                link.replace(path)
             return say_full(path, error, f"it was written to {kept} instead")
         raise
 
