@@ -36,7 +36,8 @@ def test_curves_go_to_1024_and_have_marks_of_their_own(outlook: Outlook) -> None
     assert drawn["layout"]["xaxis"]["tickvals"] == list(WORKERS)
     assert drawn["layout"]["xaxis"]["ticktext"][-1] == "1,024"
     *curves, alone = drawn["data"]
-    assert alone["name"] == "one worker"
+    assert (alone["name"], alone["y"]) == ("one worker", [1, 1])
+    assert [one["y"] for one in curves] == [one.worths for one in outlook.curves]
     assert len({(one["line"]["color"], one["marker"]["symbol"]) for one in curves}) == len(curves) == 4
     listed = scaling_table(outlook)
     assert [row[0] for row in listed.rows] == [one["name"] for one in curves]
