@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,44 +50,43 @@ class SGD(Optimizer):
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
-        rate = params.dtype.type(lr if self.momentum else lr * share)
+        self.step_with(self.momentum or None, params, gradient, state, lr, share)
+
+    def step_with(
+        self,
+        momentum: float | None,
+        params: FlatArray,
+        gradient: FlatArray,
+        state: OptimizerState,
+        lr: float,
+        share: float = 1.0,
+    ) -> None:
+        """A step with another momentum, of any sign, which also keeps a velocity where it is 0; None: without one."""
+        rate = params.dtype.type(lr * share if momentum is None else lr)
         first_step, state.steps = state.steps == 0, state.steps + share
-        if len(params) <= BLOCK and not self.weight_decay and not self.momentum:
+        if len(params) <= BLOCK and not self.weight_decay and momentum is None:
             params -= rate * gradient
             return
-        rows = 2 if self.momentum else 1
+        rows = 1 if momentum is None else 2
         scratch = np.empty((rows, min(len(params), BLOCK)), params.dtype)
         for part in blocks(len(params)):
             w, g = params[part], gradient[part]
             change = scratch[0, : len(w)]
-            if self.weight_decay or self.momentum:
-                g = self._direction(w, g, state, part, scratch[:, : len(w)], share, first_step)
+            if self.weight_decay:
+                np.multiply(w, w.dtype.type(self.weight_decay), out=change)
+                g = np.add(change, g, out=change)
+            if momentum is not None:
+                if share != 1:
+                    g = np.multiply(g, w.dtype.type(share), out=change)
+                v = state.slots["momentum"][part]
+                g = self._move(v, g, v.dtype.type(momentum), scratch[1, : len(w)], first_step)
             np.multiply(g, rate, out=change)
             np.subtract(w, change, out=w)
 
-    def _direction(
-        self,
-        w: FlatArray,
-        g: FlatArray,
-        state: OptimizerState,
-        part: slice,
-        scratch: FlatArray,
-        share: float,
-        first_step: bool,
+    def _move(
+        self, v: FlatArray, g: FlatArray, momentum: np.floating[Any], scratch: FlatArray, first_step: bool
     ) -> FlatArray:
-        """What to step along, which may lie in a row of `scratch`; the velocity is updated."""
-        if self.weight_decay:
-            np.multiply(w, w.dtype.type(self.weight_decay), out=scratch[0])
-            g = np.add(scratch[0], g, out=scratch[0])
-        if not self.momentum:
-            return g
-        if share != 1:
-            g = np.multiply(g, w.dtype.type(share), out=scratch[0])
-        return self._move(state.slots["momentum"][part], g, scratch[1], first_step)
-
-    def _move(self, v: FlatArray, g: FlatArray, scratch: FlatArray, first_step: bool) -> FlatArray:
         """Update the velocity `v` by `g`; what to step along, which may be `scratch`."""
-        momentum = v.dtype.type(self.momentum)
         if first_step:
             v[:] = g
         else:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError
 from flockstep.nodes import Server
-from flockstep.optimizers.base import Optimizer
+from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
-
-
-@dataclass
-class Velocity:
-    """v, and whether anything has moved yet."""
-
-    v: FlatArray
-    moved: bool = False
 
 
 class HeavyBall(Rule):
@@ -35,29 +25,20 @@ class HeavyBall(Rule):
     def explicit(self, workers: int, optimizer: SGD) -> float:
         """mu, given the number of workers and the job's optimiser."""
 
-    def start(self, me: Server) -> Velocity:
+    def start(self, me: Server) -> OptimizerState:
         """At rest.
 
         Raises:
             CompositionError: the job does not train with sgd in its heavy-ball form.
         """
         heavy_ball(me.optimizer)
-        return Velocity(np.zeros_like(me.params))
+        return OptimizerState(slots={"momentum": np.zeros_like(me.params)})
 
-    def apply(self, me: Server, state: Velocity, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """One step."""
-        sgd, scalar = heavy_ball(me.optimizer), me.params.dtype.type
-        gradient = mean_of([push.gradient for push in group])
-        if sgd.weight_decay:
-            gradient = me.params * scalar(sgd.weight_decay) + gradient
-        if share != 1:
-            gradient = gradient * scalar(share)
-        if state.moved:
-            state.v *= scalar(self.explicit(me.cluster.workers, sgd))
-            state.v += gradient
-        else:
-            state.v[:], state.moved = gradient, True
-        me.params -= state.v * scalar(group[0].lr)
+        sgd = heavy_ball(me.optimizer)
+        momentum, gradient = self.explicit(me.cluster.workers, sgd), mean_of([push.gradient for push in group])
+        sgd.step_with(momentum, me.params, gradient, state, group[0].lr, share)
         me.version += 1
         return equal_weights(group, share)
 
