@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,19 +112,31 @@ def base_lr(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimizer:
-    lr, where, groups = base_lr(optimizer), dict[int, int](), []
-    for number, group in enumerate(optimizer.param_groups):
-        where |= {id(parameter): number for parameter in group["params"]}
+    lr, groups = base_lr(optimizer), []
+    for group in optimizer.param_groups:
         settings = {name: _plain(value) for name, value in group.items() if name not in _HOW | _SCHEDULE}
         settings["lr"] = float(f"{settings['lr'] / lr:.12g}") if lr else 1.0  # a schedule for all groups keeps ratios
         groups.append(settings)
+    members = tuple(tuple(map(id, group["params"])) for group in optimizer.param_groups)
+    if flat not in _spans or _spans[flat][0] != members:
+        _spans[flat] = members, _spans_of(members, flat)
+    return TorchOptimizer(type(optimizer).__name__, json.dumps(groups), _spans[flat][1], lr)
+
+
+_spans: weakref.WeakKeyDictionary[FlatModule, tuple[tuple[tuple[int, ...], ...], str]] = weakref.WeakKeyDictionary()
+"""For each module, its parameters by group when it was last looked at, and the spans that follow from them."""
+
+
+def _spans_of(members: tuple[tuple[int, ...], ...], flat: FlatModule) -> str:
+    """Which elements of the flat array belong to which group, as `TorchOptimizer` has it."""
+    where = {parameter: number for number, own in enumerate(members) for parameter in own}
     spans: list[list[int]] = []
     for parameter, entry in zip(flat.parameters, flat.schema.entries, strict=True):
         if spans and spans[-1][2] == where[id(parameter)]:
             spans[-1][1] = entry.offset + entry.size
         else:
             spans.append([entry.offset, entry.offset + entry.size, where[id(parameter)]])
-    return TorchOptimizer(type(optimizer).__name__, json.dumps(groups), json.dumps(spans), lr)
+    return json.dumps(spans)
 
 
 def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
