@@ -46,17 +46,46 @@ def test_one_worker_knows_the_norm_at_once(strategy: str, of_parameters: bool) -
     assert 0 < moved <= 0.01 * 0.01 * 1.001, "it was clipped"
 
 
-@pytest.mark.parametrize("by_module", [False, True])
-def test_a_step_that_is_skipped_forgets_its_clip_and_is_told_of_once(by_module: bool) -> None:
+@pytest.mark.parametrize(
+    "look",
+    [float, torch.Tensor.item, torch.isfinite, lambda n: n > 1, str, "{:.3f}".format, lambda n: torch.stack([n]), bool],
+)
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("all_reduce", r"was read before step.*; read it after step.."), ("bsp", "stays NaN on workers, for the server")],
+)
+def test_a_norm_that_is_read_before_it_is_known_is_told_of_once(strategy: str, how: str, look: Any) -> None:
     """Beside other workers the norm is NaN until step(): a script that skips what is not finite skips every step."""
     model = nn.Linear(2, 1, bias=False)
+    clipping = Clipping(FlatModule(model), Strategy.parse(strategy), alone=False)
+    norm, second = (clipping.ask([model.weight], limit, 2.0, False) for limit in (0.1, 0.2))
+    assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, "cpu")
+    with pytest.warns(UserWarning, match=rf"{how}.*, and skip no step by it") as told:
+        _ = look(norm), look(norm), look(second)
+    assert len(told) == 1
+    assert math.isnan(norm)
+
+
+def test_a_norm_that_is_read_when_it_is_known_is_a_plain_number() -> None:
+    model = nn.Linear(2, 1, bias=False)
     clipping = Clipping(FlatModule(model), Strategy.parse("all_reduce"), alone=False)
-    assert math.isnan(clipping.ask([model.weight], 0.1, 2.0, False))
-    with pytest.warns(UserWarning, match=r"NaN until step.. .*a gradient that is not finite ends the run"):
-        clipping.ask([model.weight], 0.1, 2.0, False) if by_module else clipping.skip()
+    norm = clipping.ask([model.weight], 0.1, 2.0, False)
+    clipping.begin()
+    model.weight.grad = torch.tensor([[3.0, 4.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clipping.apply()
+        assert (float(norm), f"{norm:.1f}", type(norm * 2), norm.clone().item()) == (5.0, "5.0", torch.Tensor, 5.0)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_step_that_is_skipped_forgets_its_clip(by_module: bool) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    clipping = Clipping(FlatModule(model), Strategy.parse("all_reduce"), alone=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clipping.ask([model.weight], 0.1, 2.0, False)
+        clipping.ask([model.weight], 0.1, 2.0, False) if by_module else clipping.skip()
         clipping.skip()
         clipping.begin()
         model.weight.grad = torch.tensor([[3.0, 4.0]])

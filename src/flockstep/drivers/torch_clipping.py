@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils import clip_grad_norm_ as clip_now
@@ -22,6 +22,39 @@ WATCHED = 10
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
+class Norm(torch.Tensor):
+    """A norm that is NaN until it is known; a look at it before then is told to `read_early`."""
+
+    read_early: Callable[[], None] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, which looks at the value unless it is `shape` or the like, on plain tensors."""
+        looks = func is not torch.Tensor.copy_ and func.__name__ != "__get__"
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*(_plain(each, looks) for each in args), **(kwargs or {}))
+
+    def know(self, value: torch.Tensor) -> None:
+        """It is known now."""
+        self.copy_(value)
+        self.read_early = None
+
+
+def _plain(value: Any, looks: bool) -> Any:
+    """A norm, or those in a list, as plain tensors; whether they are looked at."""
+    if isinstance(value, list | tuple) and any(isinstance(each, Norm) for each in value):
+        return [_plain(each, looks) for each in value]
+    if not isinstance(value, Norm):
+        return value
+    if looks and value.read_early is not None:
+        value.read_early()
+    return value.as_subclass(torch.Tensor)
+
+
+def _unknown() -> Norm:
+    return torch.tensor(float("nan")).as_subclass(Norm)
+
+
 @dataclass(frozen=True, eq=False)
 class Clip:
     """One call of `clip_grad_norm_`: it holds for one step."""
@@ -30,18 +63,18 @@ class Clip:
     max_norm: float
     norm_type: float
     strict: bool
-    norm: torch.Tensor = field(default_factory=lambda: torch.tensor(float("nan")))
+    norm: Norm = field(default_factory=_unknown)
     """The combined gradient's norm, which is known once the optimizer steps along it."""
 
     def apply(self) -> None:
         """Clip the parameters' gradients as they are now."""
-        self.norm.copy_(clip_now(self.parameters, self.max_norm, self.norm_type))
+        self.norm.know(clip_now(self.parameters, self.max_norm, self.norm_type))
 
     def measure(self) -> None:
         """Take the norm of the parameters' gradients as they are now, and write to none of them."""
         slopes = [p.grad for p in self.parameters if p.grad is not None]
         norms = [torch.linalg.vector_norm(slope.detach(), self.norm_type) for slope in slopes]
-        self.norm.copy_(torch.linalg.vector_norm(torch.stack(norms), self.norm_type) if norms else torch.tensor(0.0))
+        self.norm.know(torch.linalg.vector_norm(torch.stack(norms), self.norm_type) if norms else torch.tensor(0.0))
 
     @property
     def refused(self) -> bool:
@@ -100,21 +133,30 @@ class Clipping:
         if self._alone:
             clip.measure()
             clip.check()
+        elif not self._told:
+            clip.norm.read_early = self._tell
         self._asked.append(clip)
         return clip.norm
 
     def skip(self) -> None:
         """The script takes no step along the gradients that it wanted to be clipped."""
-        if self._asked and not self._alone and not self._told:
-            self._told = True
-            warnings.warn(
-                "clip_grad_norm_ was called and no step() followed: the norm that it returns is NaN until step() has "
-                f"combined the gradients of {self.strategy}, so that a script which skips steps by it skips every one; "
-                "leave the test out, for a gradient that is not finite ends the run, or look at the norm after step()",
-                UserWarning,
-                stacklevel=3,
-            )
         self._asked = []
+
+    def _tell(self) -> None:
+        """Warn once that the script has looked at a norm that is not known."""
+        if self._told:
+            return
+        self._told = True
+        if self.strategy.traits.server_optimizer:
+            how = f"stays NaN on workers, for the server of {self.strategy} clips; leave out what reads it"
+        else:
+            how = f"was read before step(), where {self.strategy} combines all workers' gradients; read it after step()"
+        warnings.warn(
+            f"the norm that clip_grad_norm_ returned {how}, and skip no step by it: a gradient that is not finite ends "
+            "the run",
+            UserWarning,
+            stacklevel=5,
+        )
 
     def end(self) -> None:
         """The run is over."""
