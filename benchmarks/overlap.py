@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flockstep
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import ticket_from_environment
 
 BUCKETS = "cap=1, first=0.25"  # megabytes; DDP gets the same
 WAYS = {

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flockstep
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import ticket_from_environment
 from flockstep.launchers.script import launch
 from flockstep.records.config import RunConfig
 from flockstep.workloads.digits import Digits

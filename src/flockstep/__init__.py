@@ -47,8 +47,7 @@ def distribute(
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
-    from flockstep.drivers.loop import refuse
-    from flockstep.drivers.ticket import place_of_script, require_own_process, ticket_from_environment
+    from flockstep.drivers.ticket import place_of_script, refuse, require_own_process, ticket_from_environment
     from flockstep.errors import FlockstepError
     from flockstep.frameworks.job import import_components
     from flockstep.strategies.base import Strategy

@@ -44,6 +44,8 @@ class Node:
         self.random = random
         self.state: Any = None
         self.step = 0
+        self.before = 0
+        """Steps of the run before its programs last began anew, with a model that a script has loaded."""
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
@@ -58,6 +60,11 @@ class Node:
         self.tasks: list[Task] = []
         self._channel = ""
         self._started = 0
+
+    @property
+    def run_step(self) -> int:
+        """Steps since the start of the run; `step` counts those since the programs last began."""
+        return self.before + self.step
 
     def background(self, channel: str, program: Coroutine[Effect, Any, Any]) -> Task:
         """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
@@ -107,12 +114,11 @@ class Node:
 
     def reply(self, message: Message, array: Array | None = None, note: Note | None = None) -> None:
         """Answer a request."""
-        copy = None if array is None else self.freeze(array)
-        self._post(message.source, message.tag, copy, note, reply_to=message.number)
+        self.reply_all([message], array, note)
 
-    def reply_all(self, requests: Iterable[Message], array: Array, note: Note | None = None) -> None:
+    def reply_all(self, requests: Iterable[Message], array: Array | None, note: Note | None = None) -> None:
         """Answer several requests with the same array, which is copied once."""
-        copy = self.freeze(array)
+        copy = None if array is None else self.freeze(array)
         for message in requests:
             self._post(message.source, message.tag, copy, note, reply_to=message.number)
 
@@ -203,10 +209,7 @@ class Node:
     def _advance(self, task: Task, value: Message | PeerLost | None) -> None:
         outer, self._channel = self._channel, task.channel
         try:
-            if isinstance(value, PeerLost):
-                task.fail(value)
-            else:
-                task.resume(value)
+            task.fail(value) if isinstance(value, PeerLost) else task.resume(value)
         finally:
             self._channel = outer
 
@@ -233,9 +236,8 @@ class Node:
         """The error for a wait that can never end."""
         assert wanted.source is not None
         how = "was lost" if wanted.source in self.lost else "has left"
-        return PeerLost(
-            f"{node_name(wanted.source)} {how} while {node_name(self.address)} waited for {wanted} at step {self.step}"
-        )
+        here = f"{node_name(self.address)} waited for {wanted} at step {self.run_step}"
+        return PeerLost(f"{node_name(wanted.source)} {how} while {here}")
 
 
 class Worker(Node):

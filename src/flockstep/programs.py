@@ -178,6 +178,19 @@ class Port(Protocol):
         """Note a figure of the strategy's own."""
 
 
+class Watch(Protocol):
+    """Looks whether somebody else writes to the parameters, and whether they are finite."""
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if the model is not what it was at the last `note`."""
+
+    def note(self) -> None:
+        """Take the model as it is now for right."""
+
+    def not_finite(self) -> str | None:
+        """Name of the first tensor that was not finite at the last `note`."""
+
+
 class Stepper(Protocol):
     """A worker's own optimiser, whoever wrote it."""
 

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from flockstep.records.folder import RunFolder
 from support.processes import PATIENCE, Ended, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    while RealRun.started:
-        RealRun.started.pop().close()
 
 
 TORCH = """

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ def until(name):
     while not (HERE / name).exists():
         time.sleep(0.005)
 """
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    while RealRun.started:
-        RealRun.started.pop().close()
 
 
 def started(tmp_path: Path, body: str, *options: str) -> RealRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,6 @@ WARNING = (
     r"flockstep: workers {ranks} computed the same gradient at step 1, so they draw the same batches; seed the drawing "
     r"of batches by flockstep\.rank\(\), or give each worker its part with flockstep\.shard\n"
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    while RealRun.started:
-        RealRun.started.pop().close()
 
 
 def launched(body: str, folder: Path, workers: int = 2, *options: str) -> Ended:

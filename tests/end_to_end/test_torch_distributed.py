@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,6 @@ from flockstep.testing.strategies import equal_bits, run_strategy
 from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    while RealRun.started:
-        RealRun.started.pop().close()
 
 
 START = """

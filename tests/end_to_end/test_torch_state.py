@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,16 @@ from support.processes import Ended, RealRun
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    while RealRun.started:
-        RealRun.started.pop().close()
-
-
 SCRIPT = """
-import copy
+import copy, sys, types
 from pathlib import Path
 import torch
+sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
+torch._dynamo.disable = lambda function, *_, **__: function
+torch._dynamo.graph_break = lambda: None
 from torch import nn
 import flockstep
-from flockstep.drivers.loop import ticket_from_environment
+from flockstep.drivers.ticket import ticket_from_environment
 
 HERE = Path(__file__).parent
 rank = ticket_from_environment().address
@@ -209,7 +204,8 @@ import sys
 import numpy as np
 from pathlib import Path
 from flockstep.arrays.schema import Schema
-from flockstep.drivers.loop import Loop, ticket_from_environment
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.ticket import ticket_from_environment
 from flockstep.drivers.plan import LocalOptimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -246,6 +242,8 @@ assert (params < 0).all(), params
         ("hierarchical(1, asynchronous, asynchronous)", 2),
         ("gossip(1)", 3),
         ("ps(essp(2), shards=2)", 0),
+        ("ps(k_async(2))", 0),
+        ("ps(backup(0))", 0),
         ("slice_servers", 2),
         ("overlap_local_sgd(2)", 0),
         ("broadcast", 1),
@@ -293,3 +291,68 @@ def test_a_run_with_servers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     first, end = saved(tmp_path, "first"), saved(tmp_path, "end")
     assert all(torch.equal(a, b) for r in (0, 1) for a, b in zip(first[r], end[r], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first[0], first[1], strict=True))
+
+
+LOADED_BY_RANK_0 = """
+import flockstep.errors
+inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+optimizer = flockstep.distribute(model, inner, "all_reduce")
+for step in range(3):
+    gradient(step)
+    optimizer.step()
+if rank == 0:
+    other = copy.deepcopy(inner.state_dict())
+    other["param_groups"][0]["lr"] = 0.02
+    for own in other["state"].values():
+        own["exp_avg"].fill_(1.0)
+    optimizer.load_state_dict(other)
+    gradient(3)
+    try:
+        optimizer.step()
+    except flockstep.errors.ConfigurationError as error:
+        assert "call optimizer.sync() on every rank" in str(error), error
+    else:
+        raise AssertionError("the change was not noticed")
+optimizer.sync()
+save("synced", copy.deepcopy(inner.state_dict()))
+for step in range(4, 7):
+    gradient(step)
+    optimizer.step()
+save("model", list(model.parameters()))
+optimizer.finish()
+"""
+
+
+def test_a_state_that_rank_0_alone_has_loaded_is_everyones(tmp_path: Path) -> None:
+    """Replicas that step themselves along one gradient parted in silence: their optimizers remembered other things."""
+    fine(outcome(PLAIN + LOADED_BY_RANK_0, tmp_path))
+    for state in saved(tmp_path, "synced"):
+        assert state["param_groups"][0]["lr"] == 0.02
+        assert all((own["exp_avg"] == 1).all() for own in state["state"].values())
+    assert all(map(torch.equal, *saved(tmp_path, "model")))
+
+
+LAST = (
+    RENEWED[: RENEWED.index("steps(9")].replace("SGD(lr=0.02)", "SGD(lr=0.001, momentum=0.9)")
+    + """
+loop.gradients[:] = 1
+while rank == 1 and not (Path(__file__).parent / "done").exists():
+    pass
+for step in range(1 + 40 * rank):
+    loop.gradients[:] = 1
+    loop.step()
+(Path(__file__).parent / "done").touch()
+state = loop.finish(remember=rank == 0)
+if rank == 0:
+    velocity = sum(0.9**k for k in range(42))
+    np.testing.assert_allclose(state.slots["momentum"], velocity, rtol=1e-4)
+"""
+)
+
+
+def test_what_servers_remember_is_kept_as_it_is_in_the_end(tmp_path: Path) -> None:
+    """Rank 0 ends after one step, before the other begins: a momentum of all 42 gradients goes with their result."""
+    script = tmp_path / "script.py"
+    script.write_text(LAST.replace("STRATEGY", "asgd"))
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    assert (ended.code, ended.out) == (0, ""), ended.err

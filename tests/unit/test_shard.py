@@ -333,7 +333,7 @@ def test_without_torch_the_way_to_install_it_is_named(
     """The supervisor of a launched script hears of it too."""
     as_rank(1)
     told: list[Any] = []
-    monkeypatch.setattr("flockstep.drivers.loop.knock", lambda ticket, words: told.append(words))
+    monkeypatch.setattr("flockstep.drivers.ticket.knock", lambda ticket, words: told.append(words))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(MissingDependency, match=rf"flockstep\.{name} needs PyTorch.*flockstep\[torch\]") as raised:
         call()

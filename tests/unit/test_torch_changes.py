@@ -4,45 +4,24 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import flockstep
+from flockstep.codecs.dgc import Dgc
 from flockstep.drivers.torch_buffers import Buffers
 from flockstep.drivers.torch_guard import Guard
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, Diverged
+from flockstep.feedback.nothing import NoFeedback
 from flockstep.frameworks.torch_flat import FlatModule
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
-def start(strategy="all_reduce", model=None, lr=0.1, momentum=0.0):
-    model = net() if model is None else model
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, flockstep.distribute(model, sgd, strategy)
-
-
-def step(model, optimizer, number=0):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    optimizer.zero_grad()
-    (model(x) - x[:, :2]).square().mean().backward()
-    optimizer.step()
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def load(model, other):
-    model.load_state_dict(other.state_dict())
+from flockstep.nodes import Cluster, Node
+from flockstep.strategies.encoding import codec_for
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.strategies.periods.post_local import PostLocal
+from flockstep.strategies.periods.scheduled import Scheduled
+from support.torch_loops import equal, load, net, start, step, values
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -139,3 +118,45 @@ def test_a_buffer_whose_elements_share_memory_stays_as_it_is():
 def test_a_rank_without_buffers_is_not_taken_for_equal(policy, bytes_of_0):
     with pytest.raises(ConfigurationError, match=r"got 4 bytes on rank 0 where this one has 0"):
         Buffers(net(), policy).take({0: torch.zeros(bytes_of_0, dtype=torch.uint8).numpy()})
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(2)"])
+def test_steps_go_on_after_a_change(strategy):
+    """Also those that sentences name and schedules of strategies go by, where programs begin anew."""
+    model, optimizer = start(strategy)
+    for number in range(3):
+        step(model, optimizer, number)
+    load(model, net(1))
+    optimizer.sync()
+    optimizer.sync()
+    step(model, optimizer)
+    model[0].weight.grad.fill_(math.nan)
+    with pytest.raises(Diverged, match=r"worker 0 must be finite, got nan in '0.weight' at step 4"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "period", [Scheduled((1, 4), (0, 3)), PostLocal(start_at=3, period=4), PostLocal(period=4)], ids=str
+)
+def test_a_schedule_of_periods_goes_on_after_a_change(period, monkeypatch):
+    """Replicas meet after each of three steps, and from then on, at a smaller learning rate, after every fourth."""
+    model, optimizer = start(LocalSGD(period))
+    rounds = []
+    monkeypatch.setattr(optimizer.loop._seat, "updates", lambda source, count, *_: rounds.append(count))
+    for number in range(8):
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = 0.05
+        if number == 4:
+            load(model, net(1))
+            optimizer.sync()
+        step(model, optimizer, number)
+    assert rounds == [1, 1, 1, 4]
+
+
+def test_the_schedule_of_a_codec_goes_on_after_a_change():
+    """Both ends of a message count the steps of the run, and its number is that since the change."""
+    me = Node(0, Cluster(1), np.zeros(1000, np.float32), None, np.random.default_rng(0))
+    codec = Dgc(ratio=0.01, warmup=8)
+    me.before, me.step = 6, 3
+    assert codec_for(me, codec, NoFeedback()) == codec_for(me, codec, NoFeedback(), step=3) == codec.at(8)
+    assert codec.at(8) != codec.at(2)

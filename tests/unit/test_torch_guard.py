@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import flockstep
+from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_guard import BLOCK, WINDOW, Guard
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.strategies.base import Strategy
+from support.torch_loops import equal, load, net, start, step, values
 
 STRATEGIES = [
     "all_reduce", "bucketed", "bsp", "asgd", "ps(essp(2), shards=3)", "downpour", "hierarchical(1)", "easgd(2)",
@@ -21,36 +26,6 @@ STRATEGIES = [
     "adpsgd", "sgp", "gossip(1)", "broadcast", "partial", "scatter_reduce", "slice_servers", "tree_server", "hogwild",
     "powersgd", "demo", "majority_vote", "two_way", "mpca",
 ]  # fmt: skip
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-
-
-def start(strategy="all_reduce", model=None, lr=0.1, momentum=0.0):
-    model = net() if model is None else model
-    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    return model, flockstep.distribute(model, sgd, strategy)
-
-
-def step(model, optimizer, number=0):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    optimizer.zero_grad()
-    (model(x) - x[:, :2]).square().mean().backward()
-    optimizer.step()
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def load(model, other):
-    model.load_state_dict(other.state_dict())
 
 
 def through_data(model, other):
@@ -235,96 +210,16 @@ def test_sync_between_backward_and_step_of_bucketed_is_refused():
         optimizer.sync()
 
 
-def plain(kind, steps, model=None, optimizer=None, first=0):
-    """The same steps with torch's own optimizer."""
-    model = net() if model is None else model
-    optimizer = kind(model.parameters()) if optimizer is None else optimizer
-    for number in range(first, first + steps):
-        step(model, optimizer, number)
-    return model, optimizer
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
-def adagrad(parameters):
-    return torch.optim.Adagrad(parameters, lr=0.05)
-
-
-KINDS = [momentum, adam, adagrad]
-
-
-def close(one, other):
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["asgd", "ps(bsp, shards=3)", "hierarchical(1)", "downpour"])
-def test_servers_hand_out_what_they_remember(strategy, kind):
-    """As torch's own state after the same steps, before and after the end."""
-    if strategy == "downpour" and kind is adam:
-        pytest.skip("one case of that strategy is enough")
-    model = net()
-    optimizer = flockstep.distribute(model, kind(model.parameters()), strategy)
-    _, own = plain(kind, 5)
-    for number in range(5):
-        step(model, optimizer, number)
-    for _ in range(2):
-        got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
-        assert got.keys() == right.keys()
-        for index, slots in right.items():
-            assert got[index].keys() == slots.keys()
-            assert all(torch.allclose(got[index][name], slots[name], atol=1e-6) for name in slots)
-        optimizer.finish()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_saved_run_goes_on_as_it_would_have(kind, when):
-    first, optimizer = plain(kind, 5)
-    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
-    right, _ = plain(kind, 5, first, optimizer, first=5)
-    model = net(3)
-    if when == "before":
-        inner = kind(model.parameters())
-        model.load_state_dict(saved[0])
-        inner.load_state_dict(saved[1])
-        again = flockstep.distribute(model, inner, "ps(bsp, shards=2)")
-    else:
-        again = flockstep.distribute(model, kind(model.parameters()), "ps(bsp, shards=2)")
-        again.load_state_dict(saved[1])
-        with pytest.raises(ConfigurationError, match=r"call optimizer.sync\(\)"):
-            step(model, again)
-        model.load_state_dict(saved[0])
-        again.sync()
-    for number in range(5, 10):
-        step(model, again, number)
-    again.finish()
-    assert close(values(model), values(right))
-
-
-def test_a_loaded_model_alone_leaves_the_servers_momentum():
-    """As in PyTorch, where the optimizer is not touched when a model is loaded."""
-    model, optimizer = start("ps(bsp, shards=2)", momentum=0.9)
-    for number in range(3):
-        step(model, optimizer, number)
-    before = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
-    load(model, net(1))
-    optimizer.sync()
-    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], before)
-
-
-def test_states_that_cannot_be_had_are_refused():
-    _, optimizer = start("scatter_reduce", momentum=0.9)
-    with pytest.raises(ConfigurationError, match=r"workers hold slices of what SGD remembers, .* use ps\(bsp\)"):
-        optimizer.state_dict()
-    model = net()
-    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[2].parameters()], "lr": 0.01}]
-    optimizer = flockstep.distribute(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9), "asgd")
-    with pytest.raises(ConfigurationError, match=r"SGD with its groups .* use one group"):
-        optimizer.state_dict()
+@pytest.mark.parametrize(
+    ("rule", "holds_up"),
+    [
+        ("k_async(1)", False), ("k_async(2)", True), ("k_async(4)", False), ("k_batch_async(3)", False),
+        ("k_sync(1)", False), ("k_sync(3)", True), ("k_sync(4)", False), ("k_batch_sync(3)", False),
+        ("backup(0)", False), ("backup(1)", True), ("backup(3)", False), ("bsp", False), ("ssp(1)", False),
+    ],
+)  # fmt: skip
+def test_an_exchange_of_all_ranks_is_refused_only_where_a_step_waits_for_some(rule, holds_up):
+    """With four workers: where a step takes one gradient, or all of them, nobody is left waiting."""
+    loop = SimpleNamespace(strategy=Strategy.parse(f"ps({rule})"), workers=4, _worker=SimpleNamespace(step=7))
+    with pytest.raises(CompositionError, match="would hold them up") if holds_up else contextlib.nullcontext():
+        Loop._require_rest(loop, "sync")

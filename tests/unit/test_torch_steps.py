@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,35 @@ def test_micro_batches_in_no_sync_are_those_of_plain_torch(strategy: str) -> Non
     optimizer.finish()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("strategy", [*SELVES, *SERVERS])
+def test_a_schedule_made_before_distribute_sees_the_steps(strategy: str) -> None:
+    """torch warned that the schedule stepped before the optimizer, where a server steps in its place."""
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1)
+    optimizer: Any = flockstep.distribute(model, plain, strategy)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("inputs", [49, 50])
+def test_bucketed_needs_no_sync_once_a_model_exceeds_the_first_bucket(inputs: int) -> None:
+    """Of 50 elements: one bucket leaves in step(), two leave in backward."""
+    model = nn.Linear(inputs, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = flockstep.distribute(model, inner, "bucketed(cap=0.0002, first=0.0002)")
+    model(torch.ones(1, inputs)).sum().backward()
+    if inputs == 50:
+        with pytest.raises(ConfigurationError, match="for the second time before step"):
+            model(torch.ones(1, inputs)).sum().backward()
+        return
+    before = model.weight.detach().clone()
+    model(torch.ones(1, inputs)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.2)

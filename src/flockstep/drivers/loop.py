@@ -9,25 +9,25 @@ import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import fingerprint
-from flockstep.drivers.member import Member, Ticket, die_with, failure_of, knock
+from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.mover_place import Place, place_here, take_place
 from flockstep.drivers.real import Runner, Seat
 from flockstep.drivers.renewal import common, end_tasks, forget, meet, remembered, renewed
 from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.solo import SoloSeat
-from flockstep.drivers.ticket import claim_ticket, ticket_from_environment
+from flockstep.drivers.ticket import claim_ticket
 from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
-from flockstep.programs import Effect, Stepper
+from flockstep.programs import Effect, Stepper, Watch
 from flockstep.records.events import Diverged
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
@@ -45,33 +45,6 @@ def _check(strategy: Strategy, workers: int) -> None:
         raise CompositionError(
             f"{strategy} needs gradients that a script's own loop cannot give; declare a job() and use flockstep train"
         )
-
-
-def refuse(error: FlockstepError) -> None:
-    """Tell the supervisor of an error before this process takes part; it prints the sentence, so Python need not."""
-    ticket, hook = ticket_from_environment(), sys.excepthook
-    if ticket is None or ticket.claimed:
-        return
-    knock(ticket, failure_of(error, ticket, None))
-
-    def quiet(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        if raised is not error:
-            hook(kind, raised, trace)
-
-    sys.excepthook = quiet
-
-
-class Watch(Protocol):
-    """Looks whether somebody else writes to the parameters, and whether they are finite."""
-
-    def check(self) -> None:
-        """Raise `ConfigurationError` if the model is not what it was at the last `note`."""
-
-    def note(self) -> None:
-        """Take the model as it is now for right."""
-
-    def not_finite(self) -> str | None:
-        """Name of the first tensor that was not finite at the last `note`."""
 
 
 class Loop:
@@ -191,7 +164,7 @@ class Loop:
     def _require_rest(self, name: str) -> None:
         """Ranks that wait in an exchange make no steps: nobody else's step may need theirs."""
         assert self._worker is not None
-        if self.strategy.traits.gathers and self.workers > 1 and self._worker.step:
+        if self.strategy.traits.held_up(self.workers) and self._worker.step:
             raise CompositionError(
                 f"{self.strategy} has steps wait for some others, whoever comes first, got an exchange of all "
                 f"ranks ({name}) that would hold them up; use it before the first step(), or a strategy such as ps(bsp)"
@@ -252,12 +225,15 @@ class Loop:
         worker = self._worker
         with self._telling():
             new = self._params.copy()
-            self._run("servers", lambda me: meet(me, "here"))  # until then background tasks serve those that step
+            most = self._run(
+                "servers", lambda me: meet(me, "here")
+            )  # background tasks serve those that step until then
             self._runner.close()
             end_tasks(worker)
             self._params[:] = new
-            self._run("servers", lambda me: renewed(me, self.held, optimizer))
-            forget(worker)
+            before = worker.before + most
+            before = self._run("servers", lambda me: renewed(me, self.held, optimizer, before))
+            forget(worker, before)
             worker.state = self.strategy.worker_state(worker)
             self._runner = Runner(self.strategy.worker(worker), self._seat)
             self._runner.advance(None)
@@ -296,22 +272,38 @@ class Loop:
         if self._finished:
             raise ConfigurationError(f"the run has been finished; {way_out}")
 
-    def finish(self) -> None:
-        """End the run: hand over what is held back, and put the resulting model into the parameters."""
+    def finish(self, remember: bool = False) -> OptimizerState | None:
+        """End the run: hand over what is held back, and put the resulting model into the parameters.
+
+        Returns what the servers' optimizers remember at their end, if this worker is to `remember` it.
+        """
         if self._failure is not None:
             raise self._failure
         if self._finished:
-            return
+            return None
         self._finished = True
         if self._member is not None and (place := place_here()) is not None:
             place.leave()
         self._runner.close()
         with self._telling():
-            self._finish()
+            last = self._leave(remember)
+            self._take_result()
+        return last
 
-    def _finish(self) -> None:
+    def _leave(self, remember: bool) -> OptimizerState | None:
         assert self._worker is not None
-        Runner(self.strategy.finish(self._worker), self._seat).advance(None)
+        worker, last = self._worker, list[OptimizerState]()
+
+        async def to_the_end() -> None:
+            task = worker.background("script.servers", remembered(worker, self.held, last=True)) if remember else None
+            await self.strategy.finish(worker)
+            if task is not None:
+                last.append(await worker.finished(task))
+
+        Runner(to_the_end(), self._seat).advance(None)
+        return last[0] if last else None
+
+    def _take_result(self) -> None:
         if isinstance(self._seat, SoloSeat):
             if self.strategy.servers_for(1) and self.strategy.traits.results[0] == "server":
                 self._params[:] = self._seat.served()
@@ -382,7 +374,7 @@ class Loop:
             return
         self._failure = error
         if self._member is not None and not self._member.closed:
-            step = self._worker.step if self._worker is not None else None
+            step = self._worker.run_step if self._worker is not None else None
             if self._worker is not None and isinstance(self._seat, Seat):
                 self._seat.salvage()
             self._member.fail(failure_of(error, self._member.ticket, step))

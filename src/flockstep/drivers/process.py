@@ -106,6 +106,7 @@ def _serve(rule: Strategy, node: Server, seat: Seat, reception: Reception) -> No
             runner.close()
             reception.renew()
         else:
+            reception.end()
             return
 
 

@@ -170,7 +170,7 @@ class Seat:
         now = self._moved = self.now
         if now - self._reported >= PROGRESS_PERIOD:
             self._reported = now
-            note = {"step": self.node.step, "t": now}
+            note = {"step": self.node.run_step, "t": now}
             self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
         self.snapshots.newest(self.node, lambda: self.now, self.account.sent_bytes)
 
@@ -178,7 +178,7 @@ class Seat:
         """Tell the supervisor, now and then, what this worker has waited for since its last step."""
         if self.node.address >= 0 and self.now - self._moved >= WAIT_PERIOD:
             self._moved = self.now
-            self._member.tell("progress", None, {"step": self.node.step, "for": str(self._wanted)})
+            self._member.tell("progress", None, {"step": self.node.run_step, "for": str(self._wanted)})
 
     def tick(self) -> None:
         """A worker is about to compute: hand in its parameters if an evaluation is due."""
@@ -243,11 +243,11 @@ class Seat:
     def _look_for_leavers(self) -> None:
         """Where all go in step, nobody can go on once one has left after fewer steps."""
         for address, step in self._left.items():
-            if not self._survives and self.node.step > step:
+            if not self._survives and self.node.run_step > step:
                 raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")
 
     def _doing(self) -> str:
-        who = f"{node_name(self.node.address)} at step {self.node.step}"
+        who = f"{node_name(self.node.address)} at step {self.node.run_step}"
         return f"{who} waited for {self._wanted}" if self._wanted else f"{who} could not go on"
 
     def _ended(self, work: Work) -> bool:

@@ -9,6 +9,7 @@ parameters from rank 0, workers too, and no program begins before all nodes have
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Address, Message, server
+from flockstep.messages import BYE, Address, Message, Note, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
@@ -42,6 +43,7 @@ class Reception:
         self._stopped: dict[Address, Message] = {}
         self._slots: dict[str, FlatArray] = {}
         self._asked: deque[Message] = deque()
+        self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
         """Whether a message is not for the program."""
@@ -51,7 +53,7 @@ class Reception:
         if message.tag == STOPPED:
             self._stopped[message.source] = message
         elif message.tag == READ:
-            self._asked.append(message)
+            (self._asked_for_the_end if message.note.get("last") else self._asked).append(message)
         else:
             self._slots[message.tag.removesuffix(CHANNEL)] = message.payload
         return True
@@ -75,16 +77,20 @@ class Reception:
         if others <= self._stopped.keys():
             raise Renewed
 
+    def end(self) -> None:
+        """The program has ended: answer what was asked for this moment."""
+        for message in self._asked_for_the_end:
+            self._answer(message)
+
     def renew(self) -> None:
         """Take the new parameters, and what the optimizer is to remember if that came along; forget all else."""
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
         if "steps" in new.note:
-            node.optimizer_state.steps = float(new.note["steps"])
-            for name, slot in self._slots.items():
-                node.optimizer_state.slots[name][:] = slot
-        forget(node)
+            given = _read(new, self._slots)
+            node.optimizer.recall(node.params, node.optimizer_state, given)
+        forget(node, int(new.note["before"]))
         node.version = 0
         node.state = self._strategy.master_state(node)
         self.stopped, self._stopped, self._slots = False, {}, {}
@@ -92,11 +98,12 @@ class Reception:
 
     def _answer(self, message: Message) -> None:
         """Send the parameters, or the arrays that the optimizer remembers, one message each."""
-        node, state = self._node, self._node.optimizer_state
+        node = self._node
         if message.note["what"] == "params":
             node.reply(message, node.params)
             return
-        node.reply(message, None, {"steps": state.steps, "slots": ",".join(state.slots)})
+        state = node.optimizer.remembered(node.optimizer_state)
+        node.reply(message, None, {**_note(state), "slots": ",".join(state.slots)})
         for name, slot in state.slots.items():
             node.send(message.source, name + CHANNEL, slot)
 
@@ -107,11 +114,22 @@ def end_tasks(node: Node) -> None:
         node.tasks.pop().close()
 
 
-def forget(node: Node) -> None:
-    """Drop what waits for the node's program, but for the leaving of others, and end its background tasks."""
+def _note(state: OptimizerState) -> Note:
+    return {"steps": state.steps, "numbers": json.dumps(state.numbers)}
+
+
+def _read(message: Message, slots: dict[str, FlatArray]) -> OptimizerState:
+    return OptimizerState(float(message.note["steps"]), slots, numbers=json.loads(str(message.note["numbers"])))
+
+
+def forget(node: Node, before: int) -> None:
+    """Drop what waits for the node's program, but for the leaving of others, and end its background tasks.
+
+    The run has made `before` steps.
+    """
     end_tasks(node)
     node.mailbox.clear(but=CHANNEL)
-    node.step = 0
+    node.step, node.before = 0, before
     for address in sorted(node.departed):
         node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
 
@@ -124,16 +142,21 @@ async def told(me: Worker, steps: float) -> float:
     return float((await me.receive("steps", 0)).note["steps"])
 
 
-async def meet(me: Worker, word: str) -> None:
-    """Wait until every other worker that lives has said `word` too."""
+async def meet(me: Worker, word: str) -> int:
+    """Wait until every other worker that lives has said `word` too; the most steps that one of them has made."""
     me.send_all(me.peers, word)
+    most = me.step
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
-            await me.receive(word, peer)
+            most = max(most, (await me.receive(word, peer)).step)
+    return most
 
 
-async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None) -> None:
-    """Stop all nodes and give all of them rank 0's parameters, its servers `optimizer` too; forget what is old."""
+async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> int:
+    """Stop all nodes and give all of them rank 0's parameters, its servers `optimizer` too; forget what is old.
+
+    Returns rank 0's `before`, the steps that the run has made.
+    """
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
         if me.rank != root:
@@ -142,18 +165,20 @@ async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState |
         if optimizer is not None:
             for name, slot in optimizer.slots.items():
                 me.send(server(index), name, slot[part])
-        note = {} if optimizer is None else {"steps": optimizer.steps}
-        me.send(server(index), "stopped", me.params[part], note)
-    me.send_all(me.peers, "stopped", me.params if me.rank == root else None)
+        note = {} if optimizer is None else _note(optimizer)
+        me.send(server(index), "stopped", me.params[part], {**note, "before": before})
+    me.send_all(me.peers, "stopped", me.params if me.rank == root else None, {"before": before})
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
             message = await me.receive("stopped", peer)
             if peer == root:
                 me.params[:] = message.payload
+                before = int(message.note["before"])
     for index in range(len(held)):
         await me.receive("begun", server(index))
     me.mailbox.clear(but=CHANNEL)
     await meet(me, "cleared")
+    return before
 
 
 async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
@@ -184,12 +209,14 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
     return whole
 
 
-async def remembered(me: Worker, held: Sequence[slice]) -> OptimizerState:
-    """What the servers' optimizers remember, in one piece."""
-    whole = OptimizerState()
-    for index in deciding(held):
-        reply = await me.ask(server(index), "read", None, {"what": "optimizer"})
-        whole.steps = float(reply.note["steps"])
+async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
+    """What the servers' optimizers remember, in one piece; `last`: at their end, when all workers have left."""
+    whole, indices = OptimizerState(), deciding(held)
+    note: Note = {"what": "optimizer", "last": int(last)}
+    asked = [(server(index), None, note) for index in indices]
+    for index, reply in zip(indices, await me.ask_all("read", asked), strict=True):
+        found = _read(reply, {})
+        whole.steps, whole.numbers = found.steps, whole.numbers | found.numbers
         for name in filter(None, str(reply.note["slots"]).split(",")):
             slot = (await me.receive(name, server(index))).payload
             whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot

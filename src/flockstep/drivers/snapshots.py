@@ -49,7 +49,7 @@ class Snapshots:
                 raise
             self._member.tell("warning", None, {"text": str(error)})
             return
-        note: Note = {"tick": tick, "t": t, "step": node.step, "sent": sent, "place": place}
+        note: Note = {"tick": tick, "t": t, "step": node.run_step, "sent": sent, "place": place}
         size: Note = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
         self._member.tell("done" if tick == FINAL else "snapshot", None, {**note, **size})
 

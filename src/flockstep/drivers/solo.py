@@ -143,6 +143,7 @@ class _Local:
         try:
             effect = self._program.send(value)
         except StopIteration:
+            self._reception.end()
             return
         assert isinstance(effect, Wanted), f"{node_name(self.node.address)} asked for a gradient"
         self._wanted = effect

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from types import TracebackType
 
 import msgspec
 
-from flockstep.drivers.member import Ticket
-from flockstep.errors import ConfigurationError
+from flockstep.drivers.member import Ticket, failure_of, knock
+from flockstep.errors import ConfigurationError, FlockstepError
 
 TICKET = "FLOCKSTEP_TICKET"
 """The environment variable by which a launcher lets a script's process into a run."""
@@ -93,3 +95,17 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
                 f"on everything; start the script with flockstep launch -n {size} SCRIPT, or unset {name} where "
                 "training alone is meant"
             )
+
+
+def refuse(error: FlockstepError) -> None:
+    """Tell the supervisor of an error before this process takes part; it prints the sentence, so Python need not."""
+    ticket, hook = ticket_from_environment(), sys.excepthook
+    if ticket is None or ticket.claimed:
+        return
+    knock(ticket, failure_of(error, ticket, None))
+
+    def quiet(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            hook(kind, raised, trace)
+
+    sys.excepthook = quiet

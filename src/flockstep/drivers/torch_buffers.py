@@ -11,6 +11,7 @@ import torch
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.frameworks.torch_state import bytes_of, tensor_of
 from flockstep.nodes import Worker
 
 Policy = Literal["mean", "rank0", "local"]
@@ -37,7 +38,7 @@ class Buffers:
 
     def packed(self) -> FlatArray:
         """The bytes of all buffers (uint8), one after the other in order of `named_buffers`; none under `local`."""
-        parts = [_bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
+        parts = [bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def take(self, packed: Mapping[int, FlatArray]) -> None:
@@ -58,7 +59,7 @@ class Buffers:
         start, arrays = 0, [packed[rank] for rank in sorted(packed)]
         for name, tensor in self._named():
             stop = start + tensor.numel() * tensor.element_size()
-            values = [_tensor_of(array[start:stop], tensor) for array in arrays]
+            values = [tensor_of(array[start:stop], tensor.dtype, tensor.shape) for array in arrays]
             averaged = self.policy == "mean" and tensor.is_floating_point() and len(values) > 1
             _set(name, tensor, torch.stack([v.double() for v in values]).mean(0) if averaged else values[0])
             start = stop
@@ -105,21 +106,13 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
     return None
 
 
-def _bytes_of(tensor: torch.Tensor) -> FlatArray:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
 def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy into a buffer; one whose elements share memory (`expand`) cannot be written, and may hold the value."""
     shared = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if not shared:
         tensor.copy_(value)
-    elif not np.array_equal(_bytes_of(tensor), _bytes_of(value.to(tensor.dtype))):
+    elif not np.array_equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype))):
         raise ConfigurationError(
             f"the elements of buffer {name} must have memory of their own where ranks' values differ, got an expanded "
             "tensor; register it with .expand(...).clone(), or with persistent=False"
         )
-
-
-def _tensor_of(data: FlatArray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(data.copy()).view(like.dtype).reshape(like.shape)

@@ -34,7 +34,7 @@ class Guard:
         self._sums: list[int] = []
         self._turn = 0
         self.unsent = False
-        """The script has loaded a state of the optimizer that the servers do not have yet."""
+        """The script has loaded a state of the optimizer that servers or other ranks may not have."""
         self._finite = True
         self.note()
 
@@ -48,8 +48,8 @@ class Guard:
         self.check_structure()
         if self.unsent:
             raise ConfigurationError(
-                "optimizer.load_state_dict() has loaded what servers are to remember; call optimizer.sync() on every "
-                "rank before the next step"
+                "optimizer.load_state_dict() has loaded what servers or other ranks do not have; call optimizer.sync() "
+                "on every rank before the next step: all go on from what rank 0 has loaded"
             )
         for entry, parameter, place in zip(self._flat.schema.entries, self._flat.parameters, self._places, strict=True):
             if parameter.data_ptr() != place:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.exchange import broadcast_on_tree
@@ -16,7 +15,8 @@ from flockstep.errors import CompositionError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Worker
 
-StateTensors = Callable[[], list[torch.Tensor]]
+Remember = Callable[[int], None]
+"""Lets every rank's optimizer remember what that of a rank does."""
 
 
 class Consent:
@@ -47,7 +47,7 @@ class Consent:
         return overflows > 0
 
     @contextmanager
-    def join(self, step: Callable[[], None], state: StateTensors, by_active: bool) -> Iterator[None]:
+    def join(self, step: Callable[[], None], remember: Remember | None, by_active: bool) -> Iterator[None]:
         """Ranks that reach the end of the context first take part in the steps of the others until all are there."""
         if self._joining:
             raise CompositionError("join() is open already; leave it before it is entered again")
@@ -55,12 +55,12 @@ class Consent:
         try:
             yield
             if self._needed:
-                self._shadow(step, state)
+                self._shadow(step, remember)
         finally:
             self._joining = self.shadowing = False
             self.share = 1.0
 
-    def _shadow(self, step: Callable[[], None], state: StateTensors) -> None:
+    def _shadow(self, step: Callable[[], None], remember: Remember | None) -> None:
         steps = 0
         self.shadowing = True
         while True:
@@ -72,8 +72,8 @@ class Consent:
                 self._flat.zero_grad()
                 step()
                 steps += 1
-        if self._combined and self._on_workers:
-            self._copy_from_the_last(steps, state)
+        if self._combined and remember is not None:
+            self._copy_from_the_last(steps, remember)
 
     def _weigh(self, active: int) -> None:
         """Divide by the ranks that have batches, where all ranks' number was divided by."""
@@ -93,21 +93,15 @@ class Consent:
 
         return self._loop.exchange(name, program)
 
-    def _copy_from_the_last(self, shadowed: int, state: StateTensors) -> None:
+    def _copy_from_the_last(self, shadowed: int, remember: Remember) -> None:
         """As DDP does: parameters, and what the optimizer remembers, from the lowest rank that shadowed no step."""
         ranks = np.zeros(self._loop.workers, np.float32)
         ranks[self._loop.rank] = shadowed == 0
         whole = self._sum("last", ranks) > 0
         if whole.all():
             return
-        for tensor in (torch.from_numpy(self._flat.params), *state()):
-            self._copy(tensor, int(np.argmax(whole)))
-
-    def _copy(self, tensor: torch.Tensor, source: int) -> None:
-        array = tensor.detach().reshape(-1).numpy().copy()
-
-        async def program(me: Worker) -> None:
-            await broadcast_on_tree(me, array, source)
-
-        self._loop.exchange("final", program)
-        tensor.copy_(torch.from_numpy(array).reshape(tensor.shape))
+        source = int(np.argmax(whole))
+        self._loop.exchange("final", lambda me: broadcast_on_tree(me, self._flat.params, source))
+        if self._loop.watch is not None:
+            self._loop.watch.note()
+        remember(source)

@@ -16,7 +16,7 @@ from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_p
 from flockstep.drivers.torch_clipping import Clipping, Watch
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent
-from flockstep.drivers.torch_memory import ServerMemory
+from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
@@ -83,8 +83,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watch = Watch(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
-        self._memory = ServerMemory(self.flat, optimizer, self.loop, self._spec if server_side else None)
+        self._memory = (
+            ServerMemory(self.flat, optimizer, self.loop, self._spec)
+            if server_side
+            else WorkerMemory(optimizer, self.loop)
+        )
         self._memory.begin()
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:
         """Hooks, and whatever else the wrapper has not, are the original's."""
@@ -158,7 +163,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Until all ranks are at the end, it adds zero gradients to the steps of the others. The sum is divided by the
         number of all ranks, with `divide_by_initial_world_size=False` by that of ranks that still have batches.
         """
-        return self._consent.join(self._advance, self._state_tensors, not divide_by_initial_world_size)
+        remember = self._memory.take_from if isinstance(self._memory, WorkerMemory) else None
+        return self._consent.join(self._advance, remember, not divide_by_initial_world_size)
 
     def _advance(self) -> None:
         """One step of the strategy, along the flat gradient."""
@@ -169,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 before(self.inner, (), {})
             self._tell_servers()
             self.loop.step()
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # as schedulers see that a step came first
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
         self._backward.begin()
@@ -208,11 +215,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if scale is not None:
             torch.from_numpy(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
-    def _state_tensors(self) -> list[torch.Tensor]:
-        """What the original remembers of past steps, in the order of its parameters."""
-        states = [self.inner.state[p] for group in self.param_groups for p in group["params"] if p in self.inner.state]
-        return [state[name] for state in states for name in sorted(state) if isinstance(state[name], torch.Tensor)]
-
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients in the flat array where they live; `set_to_none` lets the parameters have none instead.
 
@@ -235,8 +237,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._guard.check()
         self._backward.end()
         self.clipping.end()
-        self._memory.keep()
-        self.loop.finish()
+        self._memory.finish()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()
 
@@ -244,7 +245,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Go on from a model that the script has changed or loaded; call it on every rank, between two steps.
 
         All ranks and servers take rank 0's parameters and buffers, and the strategy begins anew, as at the start.
-        Optimizers go on with what they remember, those of servers with what rank 0 has loaded, if it has.
+        Optimizers go on with what they remember; with what rank 0 has loaded, if it has, those of servers, of ranks
+        that have loaded nothing, and of all ranks where these step along one gradient.
 
         Raises:
             ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
@@ -252,7 +254,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._guard.check_structure()
         self._backward.require_whole()
         self._guard.adopt()
-        self.loop.renew(self._memory.loaded())
+        self._memory.renew()
         self._guard.unsent = False
         self._backward.begin()
         self._take_first_buffers()
@@ -298,9 +300,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the original; where servers step, `sync()` on every rank has to follow."""
+        """Into the original; `sync()` on every rank has to follow where servers step, or all along one gradient."""
         self.inner.load_state_dict(state_dict)
-        self._guard.unsent = self._memory.check_loaded()
+
+    def _note_loaded(self, _: torch.optim.Optimizer) -> None:
+        self._guard.unsent = self._memory.loaded()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, strategy={str(self.loop.strategy)!r})"

@@ -1,42 +1,130 @@
-"""What servers' optimizers remember, in and out of a script's torch optimizer."""
+"""What a script's torch optimizer remembers of past steps, kept equal to what servers and other ranks remember."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
 
 import torch
 
+from flockstep.drivers.account import fingerprint
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.renewal import told
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.torch_flat import FlatModule
-from flockstep.frameworks.torch_state import flat_state, set_state
+from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
+from flockstep.messages import Note
+from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 
 
-class ServerMemory:
-    """Keeps the state of a torch optimizer and that of the servers which step in its place together.
+class WorkerMemory:
+    """For strategies whose workers step themselves: each rank's torch optimizer remembers its own steps.
 
-    Without `spec`, the optimizer that servers step with, each rank's own optimizer steps: nothing is to be done.
+    Where all ranks step along one gradient they have to remember the same; elsewhere replicas remember what they will,
+    and a rank that has loaded nothing takes what rank 0 has loaded.
     """
 
-    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer | None):
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
+        self._optimizer = optimizer
+        self._loop = loop
+        self._alike = loop.strategy.traits.clips == "combined"
+        self._loaded = bool(optimizer.state)
+        self._taking = False
+
+    def begin(self) -> None:
+        """At `distribute`: go on from what rank 0's optimizer has been loaded with."""
+        if self._loop.workers > 1:
+            self._loop.exchange("memory", self.agree)
+        self._loaded = False
+
+    def renew(self) -> None:
+        """Begin the strategy anew on every rank, from rank 0's parameters and what its optimizer remembers."""
+        self._loop.renew(None)
+        self.begin()
+
+    def loaded(self) -> bool:
+        """The script has loaded a state; whether ranks have to agree on it before they step."""
+        if self._taking:
+            return False
+        self._loaded = True
+        return self._alike and self._loop.workers > 1 and not self._loop.finished
+
+    def fetch(self) -> None:
+        """The torch optimizer has it all."""
+
+    def finish(self) -> None:
+        """End the run."""
+        self._loop.finish()
+
+    def take_from(self, source: int) -> None:
+        """On every rank: all optimizers remember what that of rank `source` does."""
+        self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
+
+    async def agree(self, me: Worker) -> None:
+        """Tell all ranks what is remembered here; take rank 0's where that has to be the same and is not."""
+        root = min([me.rank, *me.peers])
+        own: Note = {
+            "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
+            "loaded": int(self._loaded),
+        }
+        me.send_all(me.peers, "memory", None, own)
+        notes = {me.rank: own}
+        for peer in me.peers:
+            with contextlib.suppress(PeerLost):
+                notes[peer] = (await me.receive("memory", peer)).note
+        given = notes[root]
+        takers = {r for r, note in notes.items() if self._alike and note["digest"] != given["digest"]}
+        takers |= {r for r, note in notes.items() if given["loaded"] and not note["loaded"]}
+        await self._copied(me, root, takers)
+
+    async def _copied(self, me: Worker, source: int, takers: set[int]) -> None:
+        """Send the state of `source` to `takers`, which load it."""
+        if me.rank == source:
+            me.send_all(sorted(takers), "state", packed(self._optimizer.state_dict()) if takers else None)
+        elif me.rank in takers:
+            array = (await me.receive("state", source)).payload
+            self._taking = True
+            self._optimizer.load_state_dict(unpacked(array))
+            self._taking = False
+
+
+class ServerMemory:
+    """For strategies whose servers step in place of the torch optimizer, with `spec`."""
+
+    def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
         self._flat = flat
         self._optimizer = optimizer
         self._loop = loop
-        fresh = OptimizerState() if spec is None else spec.init(flat.params[:1])
+        fresh = spec.init(flat.params[:1])
         self._foreign = fresh.foreign is not None
         self._remembers = bool(fresh.slots) or self._foreign
         self._kept = False
+        self._unsent = False
 
     def begin(self) -> None:
         """Let the servers begin with what rank 0's optimizer remembers from before `distribute`, if anything."""
         if not self._remembers:
             return
-        state = flat_state(self._flat, self._optimizer)
+        state = self._own()
         if self._loop.exchange("memory", lambda me: told(me, 0 if state is None else state.steps)):
             self._require_servers()
             self._loop.renew(state)
+
+    def renew(self) -> None:
+        """Begin anew; servers' optimizers go on with what they remember, or with what rank 0 has loaded."""
+        self._loop.renew(self._own() if self._unsent else None)
+        self._unsent = False
+
+    def loaded(self) -> bool:
+        """The script has loaded a state; whether that is still to be sent to servers.
+
+        Raises:
+            ConfigurationError: workers hold slices of it.
+        """
+        self._unsent = self._remembers and not self._loop.finished
+        if self._unsent:
+            self._require_servers()
+        return self._unsent
 
     def fetch(self) -> None:
         """Put what the servers remember into the torch optimizer."""
@@ -49,39 +137,18 @@ class ServerMemory:
         self._require_servers()
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
-    def keep(self) -> None:
-        """Before servers end: rank 0 keeps what they remember."""
-        if (
-            self._remembers
-            and not self._foreign
-            and self._loop.held
-            and self._loop.rank == 0
-            and not self._loop.finished
-        ):
-            self.fetch()
+    def finish(self) -> None:
+        """End the run; rank 0 keeps what the servers remember in the end, after the last gradient of the last rank."""
+        keeps = self._remembers and self._loop.rank == 0 and bool(self._loop.held) and not self._loop.finished
+        last = self._loop.finish(remember=keeps)
+        if last is not None:
+            set_state(self._flat, self._optimizer, last)
             self._kept = True
 
-    def check_loaded(self) -> bool:
-        """Whether what was loaded into the torch optimizer is still to be sent to servers.
-
-        Raises:
-            ConfigurationError: workers hold slices of it, or torch's own optimizers step on the servers.
-        """
-        if self._remembers:
-            self._require_servers()
-        return self._remembers
-
-    def loaded(self) -> OptimizerState | None:
-        """What the torch optimizer has been loaded with, for the servers; None where they go on with their own."""
-        guard: Any = self._loop.watch
-        return flat_state(self._flat, self._optimizer) if self._remembers and guard.unsent else None
+    def _own(self) -> OptimizerState | None:
+        return flat_state(self._flat, self._optimizer, self._foreign)
 
     def _require_servers(self) -> None:
-        if self._foreign:
-            raise ConfigurationError(
-                f"what {type(self._optimizer).__name__} with its groups remembers on servers cannot be saved; "
-                "use one group of SGD, Adam, AdamW or Adagrad, or all_reduce, whose workers hold all of it"
-            )
         if not self._loop.held:
             raise ConfigurationError(
                 f"with {self._loop.strategy} workers hold slices of what {type(self._optimizer).__name__} remembers, "

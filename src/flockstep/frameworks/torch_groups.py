@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
@@ -29,6 +32,8 @@ FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
 """What running means keep of themselves in a step, besides `betas`."""
 SUMS = {"momentum_buffer", "sum"}
 """What torch remembers of past steps without taking a mean."""
+NUMBERS = ("mu_product", "eta", "mu")
+"""What torch remembers of all elements of a parameter as one number, besides the number of steps."""
 
 
 @dataclass(eq=False)
@@ -74,12 +79,7 @@ class TorchOptimizer(Optimizer):
         held: Pieces = state.foreign
         settings = json.loads(self.groups)
         if held.optimizer is None:
-            held.ranges = self._ranges(state.start, len(params))
-            chosen = [
-                {"params": [torch.nn.Parameter(torch.from_numpy(params[a:b]))], **settings[g], "lr": 1.0}
-                for a, b, g in held.ranges
-            ]
-            held.optimizer = getattr(torch.optim, self.kind)(chosen)
+            held.optimizer = self._begun(held, params, state.start)
         if self.kind in LINEAR:
             gradient = gradient if share == 1 else gradient * gradient.dtype.type(share)
         else:
@@ -97,6 +97,52 @@ class TorchOptimizer(Optimizer):
         held.optimizer.step()
         self._scale(held.optimizer, share)
         state.steps += share
+
+    def remembered(self, state: OptimizerState) -> OptimizerState:
+        """Arrays under torch's names, zero where a group has none; numbers of each group."""
+        found = OptimizerState(state.steps)
+        size = state.foreign.ranges[-1][1] if state.foreign.ranges else 0
+        for part, group, own in self._own(state.foreign):
+            for name, value in own.items():
+                if name in NUMBERS:
+                    found.numbers[f"{name}:{group}"] = float(value)
+                elif name != "step" and value is not None:
+                    array = value.numpy()
+                    found.slots.setdefault(name, np.zeros(size, array.dtype))[part] = array
+        return found
+
+    def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
+        """The same arrays and numbers, in a new optimizer of torch."""
+        import torch
+
+        state.steps, state.foreign = given.steps, Pieces()
+        state.foreign.optimizer = self._begun(state.foreign, params, state.start)
+        for part, group, own in self._own(state.foreign):
+            own.update({name: torch.from_numpy(slot[part].copy()) for name, slot in given.slots.items()})
+            for key, value in given.numbers.items():
+                name, _, of = key.partition(":")
+                if int(of) == group:
+                    own[name] = torch.tensor(value)
+            if self.kind != "SGD":
+                own["step"] = torch.tensor(float(given.steps))
+
+    def _begun(self, held: Pieces, params: FlatArray, start: int) -> torch.optim.Optimizer:
+        """An optimizer of torch for a slice of the parameters that begins with element `start`."""
+        import torch
+
+        settings, held.ranges = json.loads(self.groups), self._ranges(start, len(params))
+        chosen = [
+            {"params": [torch.nn.Parameter(torch.from_numpy(params[a:b]))], **settings[g], "lr": 1.0}
+            for a, b, g in held.ranges
+        ]
+        made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(chosen)
+        return made
+
+    def _own(self, held: Pieces) -> Iterator[tuple[slice, int, dict[str, Any]]]:
+        """For each piece where it lies, its group, and what torch remembers of it."""
+        if held.optimizer is not None:
+            for (start, stop, group), each in zip(held.ranges, held.optimizer.param_groups, strict=True):
+                yield slice(start, stop), group, held.optimizer.state[each["params"][0]]
 
     def _settings(self, whole: dict[str, Any], share: float) -> dict[str, Any]:
         """A group's settings for a share of a step: running means keep the share-th power of their factors."""

@@ -1,45 +1,125 @@
-"""What torch's optimizers remember of past steps, as the flat state of ours, and back."""
+"""What torch's optimizers remember of past steps: as the flat state of ours and back, and as bytes for other ranks."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from flockstep.arrays.schema import FlatArray
+from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
+from flockstep.frameworks.torch_groups import NUMBERS
 from flockstep.optimizers.base import OptimizerState
 
-_NAMES: dict[type, dict[str, str]] = {
-    torch.optim.SGD: {"momentum": "momentum_buffer"},
-    torch.optim.Adam: {"mean": "exp_avg", "square": "exp_avg_sq"},
-    torch.optim.AdamW: {"mean": "exp_avg", "square": "exp_avg_sq"},
-    torch.optim.Adagrad: {"square_sum": "sum"},
-}
-"""Name of each slot in ours → in torch's."""
+_NAMES = {"momentum": "momentum_buffer", "mean": "exp_avg", "square": "exp_avg_sq", "square_sum": "sum"}
+"""Name of each slot of our own optimizers → in torch's; slots of torch's on servers have the same names."""
 
 
-def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer) -> OptimizerState | None:
-    """What `optimizer` remembers, in the layout of the flat array; None before its first step."""
-    found = OptimizerState()
+def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool) -> OptimizerState | None:
+    """What `optimizer` remembers, in the layout of the flat array; None before its first step.
+
+    `foreign`: for servers that step with torch's own class, under torch's names.
+    """
+    ours = {theirs: name for name, theirs in _NAMES.items()}
+    found, groups = OptimizerState(), _groups(optimizer)
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
         state = optimizer.state.get(parameter, {})
         found.steps = max(found.steps, float(state.get("step", 0)))
-        for ours, theirs in _NAMES.get(type(optimizer), {}).items():
-            if (value := state.get(theirs)) is not None:
-                slot = found.slots.setdefault(ours, np.zeros_like(flat.params))
+        for name, value in state.items():
+            if name in NUMBERS:
+                found.numbers[f"{name}:{groups[id(parameter)]}"] = float(value)
+            elif name != "step" and value is not None and (foreign or name in ours):
+                slot = found.slots.setdefault(name if foreign else ours[name], np.zeros_like(flat.params))
                 slot[entry.offset : entry.offset + entry.size] = value.detach().reshape(-1).numpy()
                 found.steps = max(found.steps, int("step" not in state))  # SGD does not count
     return found if found.steps else None
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Let `optimizer` remember what `state` holds."""
+    """Let `optimizer` remember what `state` holds, in views of its slots."""
     if not (state.steps and state.slots):
         return
-    names = _NAMES[type(optimizer)]
+    groups = _groups(optimizer)
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
         own = optimizer.state[parameter]
         if not isinstance(optimizer, torch.optim.SGD):
             own["step"] = torch.tensor(float(state.steps))
-        for ours, slot in state.slots.items():
+        for name, slot in state.slots.items():
             part = slot[entry.offset : entry.offset + entry.size]
-            own[names[ours]] = torch.from_numpy(part.copy()).reshape(entry.shape)
+            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape)
+        for key, value in state.numbers.items():
+            name, _, group = key.partition(":")
+            if int(group) == groups[id(parameter)]:
+                own[name] = torch.tensor(value)
+
+
+def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
+    """An optimizer's `state_dict` as bytes (uint8): a line of JSON, then the tensors one after the other.
+
+    Raises:
+        ConfigurationError: it holds what has no such form, and is wanted as a `whole`.
+    """
+    tensors: list[torch.Tensor] = []
+    line = json.dumps(_plain(state, tensors, whole)).encode() + b"\n"
+    return np.concatenate([np.frombuffer(line, np.uint8), *map(bytes_of, tensors)])
+
+
+def unpacked(array: FlatArray) -> dict[str, Any]:
+    """The `state_dict` that `packed` made these bytes of."""
+    end = int(np.argmax(array == ord("\n"))) + 1
+    state: dict[str, Any] = _restored(json.loads(array[:end].tobytes()), array[end:], [0])
+    return state
+
+
+def bytes_of(tensor: torch.Tensor) -> FlatArray:
+    """A tensor's elements as bytes (uint8)."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of which `bytes_of` made these bytes."""
+    return torch.from_numpy(data.copy()).view(dtype).reshape(tuple(shape))
+
+
+def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape]}
+    if isinstance(value, dict):
+        return {"dict": [[key, _plain(own, tensors, whole)] for key, own in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(own, tensors, whole) for own in value]}
+    if isinstance(value, list):
+        return [_plain(own, tensors, whole) for own in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if not whole:
+        return type(value).__name__
+    raise ConfigurationError(
+        f"what an optimizer remembers must be tensors, numbers and strings, got a {type(value).__name__}; load it on "
+        "every rank before flockstep.distribute"
+    )
+
+
+def _restored(value: Any, data: FlatArray, read: list[int]) -> Any:
+    if isinstance(value, list):
+        return [_restored(own, data, read) for own in value]
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {key: _restored(own, data, read) for key, own in value["dict"]}
+    if "tuple" in value:
+        return tuple(_restored(own, data, read) for own in value["tuple"])
+    kind, *shape = value["tensor"]
+    dtype = getattr(torch, kind)
+    start, read[0] = read[0], read[0] + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    return tensor_of(data[start : read[0]], dtype, shape)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Id of a parameter → number of its group."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}

@@ -28,6 +28,8 @@ class OptimizerState:
     """The learning rate of the last step, where an optimiser has to know it."""
     start: int = 0
     """Where in the model's flat array the parameters begin."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What another library's optimiser remembers besides arrays, where it is handed out: "name:group" → value."""
     foreign: Any = None
     """What another library's optimiser remembers; it can only step all of the parameters at once."""
 
@@ -53,6 +55,16 @@ class Optimizer(Component):
         state = self.init(params[part])
         state.start = part.start
         return state
+
+    def remembered(self, state: OptimizerState) -> OptimizerState:
+        """What a checkpoint has to hold of `state`: steps, slots and numbers."""
+        return state
+
+    def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
+        """Let `state`, that of `params`, remember what `given` holds, as `remembered` hands it out."""
+        state.steps = given.steps
+        for name, slot in given.slots.items():
+            state.slots[name][:] = slot
 
     @abstractmethod
     def step(

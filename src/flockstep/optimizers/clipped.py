@@ -37,6 +37,14 @@ class Clipped(Optimizer):
         """A fresh state of `optimizer`."""
         return self.optimizer.init(params)
 
+    def remembered(self, state: OptimizerState) -> OptimizerState:
+        """What `optimizer` remembers."""
+        return self.optimizer.remembered(state)
+
+    def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
+        """Let `optimizer` remember it."""
+        self.optimizer.recall(params, state, given)
+
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:

@@ -43,8 +43,9 @@ class Traits:
     """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
     needs_job: bool = False
     """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
-    gathers: bool = False
-    """A step waits for gradients of some others, whoever comes first: those who make no steps hold it up."""
+    gathers: int = 0
+    """Gradients of different workers, whichever come first, that a step waits for; 0: of all of them or of none, -b: of
+    all but b."""
     least: int = 1
     """Workers that must be left for the others to go on."""
     samples: Samples = "own"
@@ -58,6 +59,10 @@ class Traits:
         """Number of deaths among so many workers after which the others still go on."""
         most = workers - self.least
         return max(0, most if self.survives is True else min(int(self.survives), most))
+
+    def held_up(self, workers: int) -> bool:
+        """Whether a step may wait for some other workers, so that those who make no steps hold it up."""
+        return 1 < (self.gathers if self.gathers > 0 else workers + self.gathers) < workers
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = N
 
     `step` is a node's count of gradients, the newest one included; codecs count the steps of a run from 0.
     """
-    count = me.step if step is None else step
+    count = me.before + (me.step if step is None else step)
     return fitted(codec, feedback, me.shapes(part), max(0, count - 1))
 
 

@@ -32,8 +32,8 @@ def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, sto
     if where >= 0:
         raise Diverged(
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
-            f"{_tensor(node.schema, start + where)} at step {node.step}; lower the learning rate, clip the gradient, "
-            "or mend the samples or the loss that it came from"
+            f"{_tensor(node.schema, start + where)} at step {node.run_step}; lower the learning rate, clip the "
+            "gradient, or mend the samples or the loss that it came from"
         )
 
 
@@ -49,8 +49,8 @@ def require_finite_update(node: Node, message: Message, update: FlatArray) -> No
     if where >= 0:
         raise Diverged(
             f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "
-            f"{float(update[where])} at element {where} of its {message.tag!r} at step {message.step}; lower the "
-            "learning rate or clip the gradient"
+            f"{float(update[where])} at element {where} of its {message.tag!r} at step {node.before + message.step}; "
+            "lower the learning rate or clip the gradient"
         )
 
 

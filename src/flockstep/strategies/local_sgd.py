@@ -78,11 +78,11 @@ class LocalSGD(Strategy):
         return Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings:
-        """Nobody has met; an outer optimiser begins at the common start."""
+        """Nobody has met; an outer optimizer begins at the common start. A period outlasts a new model."""
+        period = me.state.period if isinstance(me.state, Meetings) else self.rhythm.start(me)
         if not self.outer.moves:
-            return Meetings(self.rhythm.start(me))
-        outer = self.outer.start(me.params, me.workers)
-        return Meetings(self.rhythm.start(me), model=me.params.copy(), outer=outer)
+            return Meetings(period)
+        return Meetings(period, model=me.params.copy(), outer=self.outer.start(me.params, me.workers))
 
     async def worker(self, me: Worker) -> None:
         """Step; meet when it is due."""

@@ -73,8 +73,8 @@ class Consistency(Component):
     """Workers compute on a copy of their own, and do not ask for parameters with every push."""
     gives_up: ClassVar[bool] = False
     """Workers give up a gradient of an older version as soon as there is a newer one."""
-    gathers: bool = False
-    """Who has pushed may wait for gradients of some others, whoever comes first."""
+    gathers: int = 0
+    """Gradients of different workers that a step waits for, as in `Traits`."""
     bounds_values: ClassVar[bool] = False
     """It looks at `View.drift`, for which old versions are kept."""
 

@@ -18,7 +18,6 @@ class FirstOf(Consistency):
     """
 
     gives_up: ClassVar[bool] = True
-    gathers = True
 
     @property
     def completeness(self) -> Literal[1, 2, 3, 4]:
@@ -84,6 +83,11 @@ class BackupWorkers(FirstOf):
             raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for everyone")
 
     @property
+    def gathers(self) -> int:  # type: ignore[override]
+        """All but b."""
+        return -self.b
+
+    @property
     def survives(self) -> int:
         """As many deaths as there are backup workers."""
         return self.b
@@ -107,6 +111,11 @@ class KSync(FirstOf):
     k: int = field(default=1, metadata=SHOWN)
 
     @property
+    def gathers(self) -> int:  # type: ignore[override]
+        """k."""
+        return self.k
+
+    @property
     def least(self) -> int:
         """A step takes the gradients of k workers."""
         return self.k
@@ -127,7 +136,7 @@ class KBatchSync(KSync):
     A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
     """
 
-    gathers = False
+    gathers: ClassVar[int] = 0  # type: ignore[misc]
 
     @property
     def least(self) -> int:

@@ -31,9 +31,9 @@ class KAsync(Consistency):
         return 3
 
     @property
-    def gathers(self) -> bool:  # type: ignore[override]
-        """For k - 1 others."""
-        return self.k > 1
+    def gathers(self) -> int:  # type: ignore[override]
+        """k."""
+        return self.k
 
     @property
     def survives(self) -> bool:
@@ -67,7 +67,7 @@ class KAsync(Consistency):
 class KBatchAsync(KAsync):
     """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whoever they are from."""
 
-    gathers: ClassVar[bool] = False  # type: ignore[misc]
+    gathers: ClassVar[int] = 0  # type: ignore[misc]
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""

@@ -48,6 +48,6 @@ class PostLocal(Period):
 
     def due(self, me: Worker, state: Phase, since: int) -> bool:
         """After each step of the first phase, and after H of the second."""
-        state.local |= me.lr < state.peak if self.start_at is None else me.step > self.start_at
+        state.local |= me.lr < state.peak if self.start_at is None else me.run_step > self.start_at
         state.peak = max(state.peak, me.lr)
         return since >= (self.period if state.local else 1)

@@ -38,5 +38,5 @@ class Scheduled(Period):
 
     def due(self, me: Worker, state: Any, since: int) -> bool:
         """After as many steps as the table says."""
-        begun = sum(me.step > start for start in self.starts)
+        begun = sum(me.run_step > start for start in self.starts)
         return since >= self.periods[begun - 1]

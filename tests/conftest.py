@@ -1,4 +1,4 @@
-"""Every fault test runs real processes; whatever happens in it, none survives it."""
+"""Whatever happens in a test, none of the processes that it has started survives it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,222 @@
+"""What servers' optimizers remember, saved and loaded through the optimizer of a script; one worker in this process."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flockstep
+from flockstep.drivers.torch_memory import WorkerMemory
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.torch_groups import ELEMENTWISE
+from flockstep.strategies.base import Strategy
+from support.collectives import arrays, does
+from support.torch_loops import equal, load, net, start, step, values
+
+
+def plain(kind, steps, model=None, optimizer=None, first=0):
+    """The same steps with torch's own optimizer."""
+    model = net() if model is None else model
+    optimizer = kind(model.parameters()) if optimizer is None else optimizer
+    for number in range(first, first + steps):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, lr=0.05)
+
+
+KINDS = [momentum, adam, adagrad]
+
+
+def close(one, other):
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["asgd", "ps(bsp, shards=3)", "hierarchical(1)", "downpour"])
+def test_servers_hand_out_what_they_remember(strategy, kind):
+    """As torch's own state after the same steps, before and after the end."""
+    if strategy == "downpour" and kind is adam:
+        pytest.skip("one case of that strategy is enough")
+    model = net()
+    optimizer = flockstep.distribute(model, kind(model.parameters()), strategy)
+    _, own = plain(kind, 5)
+    for number in range(5):
+        step(model, optimizer, number)
+    for _ in range(2):
+        got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
+        assert got.keys() == right.keys()
+        for index, slots in right.items():
+            assert got[index].keys() == slots.keys()
+            assert all(torch.allclose(got[index][name], slots[name], atol=1e-6) for name in slots)
+        optimizer.finish()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_saved_run_goes_on_as_it_would_have(kind, when):
+    first, optimizer = plain(kind, 5)
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    right, _ = plain(kind, 5, first, optimizer, first=5)
+    model = net(3)
+    if when == "before":
+        inner = kind(model.parameters())
+        model.load_state_dict(saved[0])
+        inner.load_state_dict(saved[1])
+        again = flockstep.distribute(model, inner, "ps(bsp, shards=2)")
+    else:
+        again = flockstep.distribute(model, kind(model.parameters()), "ps(bsp, shards=2)")
+        again.load_state_dict(saved[1])
+        with pytest.raises(ConfigurationError, match=r"call optimizer.sync\(\)"):
+            step(model, again)
+        model.load_state_dict(saved[0])
+        again.sync()
+    for number in range(5, 10):
+        step(model, again, number)
+    again.finish()
+    assert close(values(model), values(right))
+
+
+def test_a_loaded_model_alone_leaves_the_servers_momentum():
+    """As in PyTorch, where the optimizer is not touched when a model is loaded."""
+    model, optimizer = start("ps(bsp, shards=2)", momentum=0.9)
+    for number in range(3):
+        step(model, optimizer, number)
+    before = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    load(model, net(1))
+    optimizer.sync()
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], before)
+
+
+def test_states_that_cannot_be_had_are_refused():
+    _, optimizer = start("scatter_reduce", momentum=0.9)
+    with pytest.raises(ConfigurationError, match=r"workers hold slices of what SGD remembers, .* use ps\(bsp\)"):
+        optimizer.state_dict()
+
+
+def grouped(kind):
+    """Two groups whose elements lie between each other, stepped on servers by torch's own class."""
+
+    def make(parameters):
+        parameters = list(parameters)
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.01}]
+        more = {"RMSprop": {"momentum": 0.9, "centered": True}, "SGD": {"momentum": 0.9}, "AdamW": {"amsgrad": True}}
+        return getattr(torch.optim, kind)(groups, lr=0.02, **more.get(kind, {}))
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_servers_hand_out_what_torchs_own_classes_remember(kind):
+    """Names, shapes and values of plain torch after the same steps, before and after the end."""
+    model = net()
+    optimizer = flockstep.distribute(model, grouped(kind)(model.parameters()), "ps(bsp, shards=3)")
+    _, own = plain(grouped(kind), 5)
+    for number in range(5):
+        step(model, optimizer, number)
+    for _ in range(2):
+        got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
+        assert got.keys() == right.keys()
+        for index, slots in right.items():
+            assert got[index].keys() == slots.keys()
+            for name, value in slots.items():
+                assert got[index][name].shape == value.shape
+                torch.testing.assert_close(got[index][name], value, atol=1e-6, rtol=1e-5)
+        optimizer.finish()
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_checkpoint_of_torchs_own_classes_is_the_same_run_in_every_bit(kind, when, tmp_path):
+    """Ten steps, or five, a file, another run, and five: loaded before `distribute`, or after it."""
+    whole = net()
+    optimizer = flockstep.distribute(whole, grouped(kind)(whole.parameters()), "ps(bsp, shards=2)")
+    for number in range(10):
+        if number == 5:
+            torch.save((whole.state_dict(), optimizer.state_dict()), tmp_path / "checkpoint")
+        step(whole, optimizer, number)
+    optimizer.finish()
+    parameters, state = torch.load(tmp_path / "checkpoint")
+    model = net(3)
+    inner = grouped(kind)(model.parameters())
+    if when == "before":
+        model.load_state_dict(parameters)
+        inner.load_state_dict(state)
+    again = flockstep.distribute(model, inner, "ps(bsp, shards=2)")
+    if when == "after":
+        model.load_state_dict(parameters)
+        again.load_state_dict(state)
+        again.sync()
+    for number in range(5, 10):
+        step(model, again, number)
+    again.finish()
+    assert equal(values(model), values(whole))
+
+
+def agreed(strategy, *optimizers):
+    """The states of all ranks' optimizers after they have agreed."""
+    loop = SimpleNamespace(strategy=Strategy.parse(strategy), workers=len(optimizers), finished=False)
+    memories = [WorkerMemory(optimizer, loop) for optimizer in optimizers]
+    does(lambda me, _: memories[me.rank].agree(me), arrays(len(optimizers), 1))
+    return [optimizer.state_dict() for optimizer in optimizers]
+
+
+def same(one, other):
+    return repr(one) == repr(other)
+
+
+@pytest.mark.parametrize("kind", [momentum, adam, lambda parameters: grouped("NAdam")(parameters)])
+def test_ranks_that_step_along_one_gradient_remember_what_rank_0_does(kind):
+    """Also where others remember something else, or nothing; settings of groups come along."""
+    first, second, third = (plain(kind, steps, net(steps))[1] for steps in (3, 5, 0))
+    first.param_groups[0]["lr"] = 0.03
+    right = copy.deepcopy(first.state_dict())
+    states = agreed("all_reduce", first, second, third)
+    assert all(same(state, right) for state in states)
+
+
+def test_a_replica_of_its_own_takes_what_rank_0_has_loaded_only_where_it_has_loaded_nothing():
+    first, second, third = (plain(momentum, steps, net(steps))[1] for steps in (3, 5, 0))
+    right = [copy.deepcopy(one.state_dict()) for one in (first, second)]
+    states = agreed("gossip(0.5)", first, second, third)
+    assert same(states[0], right[0])
+    assert same(states[1], right[1])
+    assert same(states[2], right[0])
+
+
+def test_what_has_no_form_for_other_ranks_is_refused_only_where_it_would_have_to_travel():
+    def own(setting):
+        optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+        optimizer.param_groups[0]["mine"] = setting
+        return optimizer
+
+    agreed("all_reduce", own({1}), own({1}))
+    with pytest.raises(ConfigurationError, match="must be tensors, numbers and strings, got a set; load it on every"):
+        agreed("all_reduce", own({1}), own(1))
+
+
+def test_a_loaded_state_is_not_stepped_with_before_all_ranks_agree(monkeypatch):
+    """Whoever loads it, through the optimizer that the script made or the one that it was given."""
+    for load_through in ("inner", None):
+        model, optimizer = start(momentum=0.9)
+        step(model, optimizer)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        step(model, optimizer)  # alone
+        monkeypatch.setattr(optimizer.loop, "workers", 2)
+        (optimizer.inner if load_through else optimizer).load_state_dict(state)
+        with pytest.raises(ConfigurationError, match=r"other ranks do not have; call optimizer.sync\(\) on every rank"):
+            optimizer.step()
