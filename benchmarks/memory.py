@@ -1,7 +1,8 @@
 """Peak memory of every process of a training run, in multiples of the model: an MLP in float32, SGD with momentum.
 
-Each process's largest resident size (VmHWM) is read while a run with the model goes on, and while a run with a tiny
-model does; the difference belongs to the model, the rest to what is imported.
+Each process's largest resident size (VmHWM) is read in a run with the model and in one with a model of a quarter of its
+size: by how much it grows belongs to the model, the rest to what is imported. Of memory that workers share, in which
+gradients are added up, each worker counts its part.
 
     python benchmarks/memory.py [--parameters 20e6] [--workers 2] [--strategy all_reduce] [--json]
 """
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = 4
-TINY = 10_000
+STEPS = 6
+SMALLER = 4
+"""How many times smaller the model is that is compared with."""
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
 JOB = """
 import torch
@@ -51,13 +54,11 @@ def job():
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest resident size of one process in MB, and that of the same process with a tiny model."""
+    """The largest size of one process in MB, and by how many MB it grows for each MB of the model."""
 
     process: str
     megabytes: float
-    imports: float
     models: float
-    """By how many times the model it grew."""
 
 
 def main() -> None:
@@ -72,46 +73,46 @@ def main() -> None:
         print(json.dumps([vars(one) for one in found]))
         return
     print(f"model: {4e-6 * args.parameters:.0f} MB, {args.workers} workers, {args.strategy}")
-    print(f"{'process':<12}{'peak MB':>10}{'tiny model MB':>16}{'models':>9}")
+    print(f"{'process':<12}{'peak MB':>10}{'models':>9}")
     for one in found:
-        print(f"{one.process:<12}{one.megabytes:>10.0f}{one.imports:>16.0f}{one.models:>9.1f}")
+        print(f"{one.process:<12}{one.megabytes:>10.0f}{one.models:>9.2f}")
 
 
 def measure(parameters: float, workers: int = 2, strategy: str = "all_reduce") -> list[Peak]:
     """What each process of a run needs for a model of so many float32 parameters."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny = peaks(Path(folder), TINY, workers, strategy)
-        large = peaks(Path(folder), parameters, workers, strategy)
-    size = 4e-6 * parameters
-    base = {name: tiny.get(name, tiny["worker-0"]) for name in large}  # an evaluation may be too short to be seen
-    return [Peak(name, large[name], base[name], (large[name] - base[name]) / size) for name in sorted(large)]
+        small, large = (peaks(Path(folder), size, workers, strategy) for size in (parameters / SMALLER, parameters))
+    more = 4e-6 * parameters * (1 - 1 / SMALLER)
+    return [Peak(name, large[name], (large[name] - small[name]) / more) for name in sorted(large.keys() & small.keys())]
 
 
 def peaks(folder: Path, parameters: float, workers: int, strategy: str) -> dict[str, float]:
-    """Process → its VmHWM in MB in one run of a few steps."""
+    """Process → its largest size in MB in one run."""
     width = round((parameters / LAYERS) ** 0.5)
     job, out = folder / f"job{width}.py", folder / f"run{width}"
     job.write_text(JOB.format(width=width, layers=LAYERS))
-    options = ["-n", str(workers), "-s", strategy, "--steps", "6", "--evaluate-every", "2", "--out", str(out)]
+    options = ["-n", str(workers), "-s", strategy, "--steps", str(STEPS), "--out", str(out)]
+    options += ["--evaluate-every", str(STEPS // 3)]
     mark = f"FLOCKSTEP_MEASURED={folder}/{width}"
     environment = {**os.environ, **dict([mark.split("=")])}
     run = subprocess.Popen([*COMMAND, "train", str(job), *options], env=environment, stdout=subprocess.DEVNULL)
-    found: dict[int, float] = {}
+    found: dict[int, tuple[float, float]] = {}
     roles: dict[int, str] = {run.pid: "supervisor"}
     with run:
         try:
             while run.poll() is None:
                 for pid in pids(mark.encode()):
-                    found[pid] = max(found.get(pid, 0.0), peak(pid))
+                    found[pid] = tuple(map(max, found.get(pid, (0.0, 0.0)), resident(pid)))
                     name = role(pid, out)
                     if name and pid != run.pid:
                         roles[pid] = name
-                time.sleep(0.05)
+                time.sleep(0.02)
         finally:
             run.kill()
     if run.returncode:
         raise SystemExit(f"the run ended with exit code {run.returncode}")
-    return {name: found[pid] for pid, name in roles.items()}
+    others = 1 - 1 / workers
+    return {name: found[pid][0] - others * found[pid][1] * ("worker" in name) for pid, name in roles.items()}
 
 
 def pids(mark: bytes) -> list[int]:
@@ -124,12 +125,13 @@ def pids(mark: bytes) -> list[int]:
     return found
 
 
-def peak(pid: int) -> float:
-    """The largest resident size of a process so far, in MB."""
+def resident(pid: int) -> tuple[float, float]:
+    """The largest resident size of a process so far, and how much of memory that processes share it has now, in MB."""
     with contextlib.suppress(OSError):
-        if match := re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()):
-            return int(match[1]) / 1000
-    return 0.0
+        text = Path(f"/proc/{pid}/status").read_text()
+        found = {name: int(size) / 1000 for name, size in re.findall(r"(\w+):\s+(\d+) kB", text)}
+        return found.get("VmHWM", 0.0), found.get("RssShmem", 0.0)
+    return 0.0, 0.0
 
 
 def role(pid: int, record: Path) -> str:

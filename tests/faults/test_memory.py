@@ -1,0 +1,31 @@
+"""Peak memory of the processes of a run, in multiples of the model."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+PARAMETERS = 20e6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # two runs with torch in every process
+def test_no_process_holds_more_than_a_few_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By how much each grows from a model of 20 MB to one of 80: what is imported drops out."""
+    spec = importlib.util.spec_from_file_location("benchmark_memory", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    memory = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, memory)  # its dataclass looks itself up
+    spec.loader.exec_module(memory)
+    found = {one.process: one.models for one in memory.measure(PARAMETERS)}
+    assert {"supervisor", "worker-0", "worker-1"} <= set(found)
+    workers = [found["worker-0"], found["worker-1"]]
+    assert all(2 < size <= 4 for size in workers), found  # more than parameters and momentum: they were seen at work
+    assert 1 < found["supervisor"] <= 2, found
