@@ -160,3 +160,17 @@ def test_the_schedule_of_a_codec_goes_on_after_a_change():
     me.before, me.step = 6, 3
     assert codec_for(me, codec, NoFeedback()) == codec_for(me, codec, NoFeedback(), step=3) == codec.at(8)
     assert codec.at(8) != codec.at(2)
+
+
+def test_what_is_drawn_by_the_step_of_the_run_goes_on_after_a_change():
+    """Were steps counted anew, the same few elements would be drawn after every change, and the others never train."""
+    model = nn.Linear(1000, 1, bias=False)
+    before = model.weight.detach().clone()
+    model, optimizer = start("ps(codec=random_k(0.01), feedback=none)", model)
+    for _ in range(6):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+        optimizer.sync()
+    assert int((model.weight != before).sum()) > 100  # 120 are drawn in 12 steps

@@ -62,7 +62,7 @@ class Codistillation(Strategy):
                 me.send_all(me.peers, "copy", me.params)
             for message in me.arrived("copy"):
                 state.params[message.source] = message.payload
-            if state.params and self.weight and me.step >= self.burn_in:
+            if state.params and self.weight and me.run_step >= self.burn_in:
                 teachers = [params for _, params in sorted(state.params.items())]
                 gradient = await me.gradient_towards(teachers, self.weight)
             else:

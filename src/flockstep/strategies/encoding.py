@@ -26,7 +26,7 @@ def encoded(
 ) -> tuple[Bytes, Any]:
     """The bytes for `array`, which is that part of a gradient, and what to keep of it for the next one."""
     chosen = codec_for(me, codec, feedback, part)
-    random = random_of(chosen, me.random, me.step)
+    random = random_of(chosen, me.random, me.run_step)
     return encode(chosen, feedback.among(me.cluster.workers), array, memory, random)
 
 

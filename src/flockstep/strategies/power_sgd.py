@@ -89,7 +89,7 @@ class PowerSgd(Strategy):
         if self.feedback != NoFeedback():
             flat += state.error
         matrices = [flat[m.part].reshape(m.rows, m.columns) for m in layout.matrices]
-        start = state.right if self.warm_start else self._random(flat, layout, me.step)
+        start = state.right if self.warm_start else self._random(flat, layout, me.run_step)
         starts = self._columns(start, layout.rights)
         lefts = [m @ q for m, q in zip(matrices, starts, strict=True)]
         first = np.concatenate([*map(np.ravel, lefts), *(flat[part] for part in layout.dense)])

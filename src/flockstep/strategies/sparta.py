@@ -57,7 +57,7 @@ class Sparta(Strategy):
         while me.training:
             me.optimizer_step(await me.gradient())
             if me.workers > 1:
-                chosen = self.selector.pick(len(me.params), self.p, self.seed, me.step - 1)
+                chosen = self.selector.pick(len(me.params), self.p, self.seed, me.run_step - 1)
                 values = me.params[chosen]
                 await self.collective.average(me, values)
                 me.params[chosen] = values
