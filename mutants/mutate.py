@@ -143,30 +143,37 @@ class Overlay:
         self.path = Path(tempfile.mkdtemp(prefix="mutants-"))
         shutil.copytree(ROOT / "src", self.path / "src")
 
-    def passes(self, tests: Sequence[str]) -> bool | None:
-        """Whether the tests pass on the tree as it is; None: not within the time."""
+    def failing(self, tests: Sequence[str]) -> str | None:
+        """The first test that fails on the tree as it is; "" if none does; None: not within the time."""
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
         environment = {**os.environ, "PYTHONPATH": str(self.path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             ended = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, timeout=TIMEOUT, check=False
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
             )
         except subprocess.TimeoutExpired:
             return None
-        return ended.returncode == 0
+        if ended.returncode == 0:
+            return ""
+        named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
+        return named[1] if named else tests[0]
 
     def tried(self, mutant: Mutant) -> Outcome:
-        """Mutate, test, restore."""
+        """Mutate, test, restore; what failed has to pass again then."""
         path, tests = self.path / "src" / "flockstep" / mutant.module, tests_for(mutant.module)
         if not tests:
             return Outcome(mutant, "untested", tests)
         original = path.read_text("utf-8")
         path.write_text(mutate_code(original, get_operator(mutant.operator)(), mutant.occurrence), "utf-8")
         try:
-            passed = self.passes((*tests, *LAST))
-            return Outcome(mutant, "timeout" if passed is None else "survived" if passed else "killed", tests)
+            failed = self.failing((*tests, *LAST))
         finally:
             path.write_text(original, "utf-8")
+        if failed and self.failing((failed,)) != "":
+            raise SystemExit(f"{failed} fails without a mutation too; mend it first")
+        if failed is None:
+            return Outcome(mutant, "timeout", tests)
+        return Outcome(mutant, "killed", (failed,)) if failed else Outcome(mutant, "survived", tests)
 
     def close(self) -> None:
         """Remove the copy."""

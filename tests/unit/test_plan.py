@@ -311,8 +311,10 @@ def test_words_of_a_plan(outlook: Outlook) -> None:
     assert as_much(3.21) == "3.2 times as many"
     assert exposed(1.35) == "over 100 %"
     assert exposed(0.16) == "16 %"
-    one = Curve("ps", (1, 2, 4, 8), (10.0, 10.5, 11.0, 11.5), (0.9, 1.05, 1.1, 1.15), 1, 2)
+    one = Curve("ps", (1, 2, 4, 8), (10.0, 10.5, 11.0, 11.5), (0.9, 1.05, 1.1, 1.15), 1, 2, 8)
     assert scaling_sentence(one) == "ps is worth more than one worker from 2 workers on; doubling them does not pay"
+    few = dataclasses.replace(one, beats_one_to=4)
+    assert scaling_sentence(few).startswith("ps is worth more than one worker from 2 workers up to 4; doubling")
     far = dataclasses.replace(one, pays_to=8)
     assert scaling_sentence(far).endswith("doubling them pays as far as 8")
     assert scaling([one], [("ps", "x")]) == (f"{scaling_sentence(one)} (ruled out)",)

@@ -118,6 +118,8 @@ class Curve:
     """The most workers that are worth at least a tenth more than half as many; 1 if none."""
     beats_one_from: int | None
     """The fewest workers that are worth more than one worker alone; None if none are."""
+    beats_one_to: int | None
+    """The most that are; None if none are."""
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -149,7 +151,7 @@ def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORK
     pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]
     beats = [workers for workers, worth in worths.items() if workers > 1 and worth > 1]
     figures = tuple(rates), tuple(rates.values()), tuple(worths.values())
-    return Curve(one.name, *figures, max(pays, default=1), min(beats, default=None))
+    return Curve(one.name, *figures, max(pays, default=1), min(beats, default=None), max(beats, default=None))
 
 
 def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower: float = 1.0) -> tuple[Crossover, ...]:

@@ -126,7 +126,8 @@ def scaling_sentence(one: Curve) -> str:
     name = short(one.name)
     if one.beats_one_from is None:
         return f"{name} is never worth more than one worker alone"
-    begins = f"{name} is worth more than one worker from {many(one.beats_one_from, 'worker')} on"
+    last = "on" if one.beats_one_to == one.workers[-1] else f"up to {one.beats_one_to:,}"
+    begins = f"{name} is worth more than one worker from {many(one.beats_one_from, 'worker')} {last}"
     if one.pays_to <= 1:
         return f"{begins}; doubling them does not pay"
     far = f"as far as {one.pays_to:,}" if one.pays_to == one.workers[-1] else f"up to {many(one.pays_to, 'worker')}"
