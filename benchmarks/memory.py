@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS = 4
-STEPS = 6
+STEPS = 30
+"""Enough for every process to be seen at work."""
 SMALLER = 4
 """How many times smaller the model is that is compared with."""
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
