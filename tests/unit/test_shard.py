@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def each_nth(batches: Batches) -> list[Batches]:
     return [[batches[WORKERS * turn + rank] for turn in range(turns)] for rank in range(WORKERS)]
 
 
+@pytest.mark.filterwarnings("ignore:flockstep.shard leaves out")
 @pytest.mark.parametrize("loading", [0, 2])
 def test_a_stream_is_split_by_batches(loading: int, as_rank: Become) -> None:
     def loader() -> DataLoader[int]:
@@ -109,6 +111,7 @@ def test_a_stream_is_split_by_batches(loading: int, as_rank: Become) -> None:
     assert parts(loader, as_rank) == each_nth(listed(loader()))
 
 
+@pytest.mark.filterwarnings("ignore:flockstep.shard leaves out")
 @pytest.mark.parametrize("loading", [0, 2])
 def test_a_shuffled_stream_is_split_without_overlap_and_anew_each_epoch(loading: int, as_rank: Become) -> None:
     loaders = [DataLoader(Stream(18, shuffled=True), batch_size=2, num_workers=loading) for _ in range(WORKERS)]
@@ -125,6 +128,7 @@ def test_a_shuffled_stream_is_split_without_overlap_and_anew_each_epoch(loading:
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.filterwarnings("ignore:flockstep.shard leaves out")
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_batch_sampler_is_split_by_batches_and_others_samples_are_not_loaded(shuffled: bool, as_rank: Become) -> None:
     data = [Numbers() for _ in range(WORKERS)]
@@ -217,6 +221,21 @@ def test_a_loader_of_ones_own_stays_of_its_class(as_rank: Become) -> None:
         mine = flockstep.shard(Doubling(Numbers(6), batch_size=2))
         assert isinstance(mine, Doubling)
         assert listed(mine) == [[2 * rank, 2 * rank + 6]]
+
+
+def test_batches_that_are_left_out_are_told_of_once(as_rank: Become) -> None:
+    told = []
+    for rank, batches in [(0, 4), (1, 4), (0, 6)]:
+        as_rank(rank)
+        mine = flockstep.shard(range(batches))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [len(list(mine)) for _ in range(2)] == [batches // WORKERS] * 2
+        told.append([str(one.message) for one in caught])
+    assert [len(one) for one in told] == [1, 0, 0]
+    assert told[0][0].startswith(
+        "flockstep.shard leaves out 1 of the last batches of an epoch, which are fewer than the 3"
+    )
 
 
 def test_lengths(as_rank: Become) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -20,12 +21,22 @@ class Shard(Generic[B]):
         self._rank = rank
         self._workers = workers
         self._epoch = 0
+        self._told = False
 
     def __iter__(self) -> Iterator[B]:
         batches = _drawn_alike(self._batches, self._epoch)
         self._epoch += 1
         while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
             yield turn[self._rank]
+        if turn and not self._told and self._rank == 0:
+            self._told = True
+            warnings.warn(
+                f"flockstep.shard leaves out {len(turn)} of the last batches of an epoch, which are fewer than the "
+                f"{self._workers} workers, so that all take as many steps; yield a multiple of {self._workers} of "
+                "them, or split them by flockstep.rank() and train under optimizer.join()",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         return len(self._batches) // self._workers  # type: ignore[arg-type]
@@ -64,8 +75,9 @@ def shard(loader: Iterable[B]) -> Iterable[B]:
     A `DataLoader` over a data set that can be indexed is split by samples, reshuffled each epoch if it shuffles, and
     stays as it is otherwise. Where it has a `batch_sampler`, worker i of n takes every n-th of its batches, as it does
     from an `IterableDataset` and from anything else, whose order has to be the same on every worker; what is left over
-    at the end is dropped, so that every worker takes as many steps. What torch's own generator draws for that order is
-    the same on every worker and in every run, however a script has seeded it: it is drawn by the number of the epoch.
+    at the end is dropped, with a warning, so that every worker takes as many steps; of a data set that can be indexed
+    a few samples come twice instead, unless its loader has `drop_last`. What torch's own generator draws for that order
+    is the same on every worker and in every run, however a script has seeded it: it follows the number of the epoch.
 
     Raises:
         ConfigurationError: the loader has a sampler of its own, which says already who gets what, or the script of a
