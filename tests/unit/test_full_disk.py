@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import Schema
+from flockstep.records import full_disk
 from flockstep.records.events import Lost
 from flockstep.records.folder import EventWriter, RunFolder, read_event_file
 from support.disks import small_disk
@@ -107,3 +108,56 @@ def test_a_full_standard_output_is_named_and_the_record_is_whole(unbuffered: str
         "another place\n"
     )
     assert RunFolder(tmp_path / "run").read_summary().status == "finished"
+
+
+def test_each_record_has_a_folder_of_its_own_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one process whose folders have one name; nobody else can make, guess or write to such a folder."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    whole = full_disk.write_whole
+
+    def full(path: Path, data: bytes) -> None:
+        if elsewhere not in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(path, data)
+
+    monkeypatch.setattr(full_disk, "write_whole", full)
+    for trial in ("a", "b"):
+        (tmp_path / trial / "run").mkdir(parents=True)
+        for name in ("summary.json", "result.npy"):
+            full_disk.replace(tmp_path / trial / "run" / name, trial.encode())
+    kept = list(elsewhere.iterdir())
+    assert len(kept) == 2
+    assert [folder.stat().st_mode & 0o777 for folder in kept] == [0o700, 0o700]
+    for trial in ("a", "b"):
+        assert (tmp_path / trial / "run" / "result.npy").read_text() == trial
+        assert (tmp_path / trial / "run" / "summary.json").read_text() == trial
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_healthy_standard_output_gets_no_line_of_ours(unbuffered: str) -> None:
+    code = "from flockstep.cli.app import _say; import errno; _say(OSError(errno.ENOSPC, 'full'), 1, False)"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("flockstep: cannot use: full; ")
+
+
+def test_only_a_full_disk_is_to_be_freed() -> None:
+    """A reader that is gone has no disk."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        code = "from flockstep.cli.app import _say; print(); _say(BrokenPipeError(32, 'Broken pipe'), 1, False)"
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    assert ended.stderr == (
+        "flockstep: cannot write to standard output: Broken pipe; send the output to another place\n"
+    )

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import ConfigurationError, RunError
+from flockstep.launchers.script import conclude
+from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarise
-from flockstep.records.events import Event, Step
+from flockstep.records.events import Event, Lost, Step
 from flockstep.records.summary import Status
+from flockstep.transports.zeromq import Ipc
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="bsp", workers=4, seed=1)
 EVENTS: list[Event] = [Step(0.5, 0, 1, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)]
@@ -100,3 +103,54 @@ def test_a_record_that_lost_a_file_or_its_folder_is_told(tmp_path: Path) -> None
         folder.write_config(CONFIG)  # a folder in its place is another one
         with pytest.raises(RunError, match="was removed or replaced while its run was going on"):
             folder.check_whole()
+
+
+@pytest.mark.parametrize("name", ["summary.json", "result.npy"])
+def test_a_run_whose_kept_file_is_gone_is_replaced_on_request_only(name: str, tmp_path: Path) -> None:
+    """Its disk was full; the temporary folder that a link leads to has been emptied since, or a device is there."""
+    folder = RunFolder(tmp_path / "run")
+    made(folder)
+    for target in (tmp_path / "gone", Path("/dev/null")):
+        (folder.path / name).symlink_to(target)
+        with pytest.raises(ConfigurationError, match="or replace it with --overwrite"):
+            made(folder)
+        with pytest.raises(ConfigurationError, match="is gone: it was in" if name == "result.npy" else "no result"):
+            folder.read_result()
+        assert folder.read_summary().status == "interrupted"
+        assert folder.unfinished == (name == "result.npy")  # else a comparison would replace it
+        (folder.path / name).unlink()
+
+
+def test_what_a_lost_rank_had_written_belongs_to_the_record(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.created(CONFIG):
+        outcome = Outcome(2, lost={0: Lost(1.0, 0, "killed")}, nodes={0})
+        with pytest.raises(RunError, match=r"worker-0\.jsonl was removed while its run was going on"):
+            conclude(folder, CONFIG, outcome)
+
+
+class Dead:
+    """A process that has ended."""
+
+    pid = 0
+
+    def exit_code(self) -> int | None:
+        return -9
+
+    def kill(self) -> None:
+        pass
+
+
+def test_a_lost_rank_without_a_step_or_a_file_had_nothing_to_lose(tmp_path: Path) -> None:
+    """Ranks of the mover write at their end; the supervisor has heard of the step of 1 and sees the file of 2."""
+    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path / "run", lambda ticket: Dead(), lambda *given: Dead())
+    EventWriter(RunFolder(tmp_path / "run").node_events_file(2)).close()
+    supervisor._went = 0.0
+    supervisor.standings[1].step = 1
+    for rank in range(3):
+        supervisor.children[rank] = Dead()
+        supervisor.outcome.nodes.add(rank)
+        supervisor._lose(rank, "killed")
+    assert supervisor.outcome.nodes == {1, 2}
+    supervisor._control.close()
+    supervisor._context.term()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
 
-from flockstep.launchers.scratch import scratch
+from flockstep.launchers.scratch import MARK, fork_servers_folder, scratch
 from flockstep.records.owner import OWNER
 
 
@@ -19,6 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left_behind(folder: Path, owner: str) -> Path:
     folder.mkdir()
     (folder / OWNER).write_text(owner)
+    (folder / MARK).touch()
     (folder / "pymp-1").mkdir()
     return folder
 
@@ -44,3 +47,30 @@ def test_no_other_folder_is_removed(place: Path) -> None:
         (place / "flockstep-kept-run-1").mkdir()
         with scratch():
             assert {*kept, living, place / "flockstep-kept-run-1"} <= set(place.iterdir())
+
+
+def test_what_a_user_keeps_under_our_prefix_is_not_removed(place: Path) -> None:
+    """The record of a killed run has an owner's file too; so may one in a folder that was made for sockets."""
+    record, both = place / "flockstep-run", left_behind(place / "flockstep-both", "1234\n")
+    record.mkdir()
+    (record / OWNER).write_text("1234\n")
+    for folder in (record, both):
+        (folder / "config.toml").touch()
+    (place / "elsewhere").mkdir()
+    link = place / "flockstep-link"
+    link.symlink_to(left_behind(place / "elsewhere" / "dead", "1234\n"))
+    with scratch():
+        assert {record, both, link} <= set(place.iterdir())
+        assert (link / "pymp-1").exists()
+
+
+def test_only_a_folder_that_scratch_made_goes_with_the_supervisor(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder of the user's may be called as ours are."""
+    monkeypatch.setattr(multiprocessing, "parent_process", multiprocessing.current_process)
+    theirs = place / "flockstep-tmp"
+    theirs.mkdir()
+    monkeypatch.setattr(util, "get_temp_dir", lambda: str(theirs / "pymp-1"))
+    assert fork_servers_folder() == []
+    with scratch() as ours:
+        monkeypatch.setattr(util, "get_temp_dir", lambda: str(ours / "pymp-1"))
+        assert fork_servers_folder() == [str(ours)]

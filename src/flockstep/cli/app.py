@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -88,7 +89,8 @@ def _say(error: Exception, code: int, debug: bool) -> int:
         traceback.print_exc()
     text = error.format_message() if isinstance(error, TyperException) else str(error)
     if isinstance(error, OSError) and error.filename is None and _output_is_stuck():
-        text = f"cannot write to standard output: {error.strerror}; free its disk, or send the output to another place"
+        free = "free its disk, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        text = f"cannot write to standard output: {error.strerror}; {free}send the output to another place"
     elif isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f" {error.filename}"
         text = f"cannot use{where}: {error.strerror}; free it, or choose another place with --out"
@@ -100,7 +102,8 @@ def _say(error: Exception, code: int, debug: bool) -> int:
 def _output_is_stuck() -> bool:
     """Whether standard output does not take what was printed; then that is dropped, for nobody can be given it."""
     try:
-        print(flush=True)
+        print(end="", flush=True)
+        sys.stdout.buffer.write(b"")  # under PYTHONUNBUFFERED nothing was left for the line above
     except OSError:
         with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:  # not again when Python exits
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -76,6 +76,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         member = guard.member = Member(ticket, schema)
         rule = Strategy.parse(strategy)
         spec = Optimizer.parse(optimizer)
+        spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
         held = rule.held(cluster.workers, len(params))[index]
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:

@@ -66,6 +66,10 @@ class TorchOptimizer(Optimizer):
                 f"element"
             )
 
+    def load(self) -> None:
+        """Import torch, which takes seconds."""
+        import torch  # noqa: F401
+
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state, which torch fills at the first step."""
         return OptimizerState(foreign=Pieces())

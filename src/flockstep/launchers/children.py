@@ -31,6 +31,12 @@ LAST_WORDS = 4000
 """Bytes of standard error that are kept of a script whose output is not shown."""
 UNGUARDED = 83
 """Exit code of a process that starts a run while it imports the program that started the process."""
+NODE = "flockstep-node"
+"""What a process that is forked for a run is called: it hears that before it imports the program."""
+_GUARD = (
+    "every process of a run, or of a pool, imports the program that starts it, and this program starts a run while it "
+    'is imported; put the call under if __name__ == "__main__":'
+)
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -161,7 +167,7 @@ def forkserver() -> ForkServerContext:
 
 def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
     """Start `target(*arguments)` in a process of its own, deaf to Ctrl-C; arguments are plain values."""
-    process = forkserver().Process(target=target, args=tuple(arguments))
+    process = forkserver().Process(target=target, args=tuple(arguments), name=NODE)
     resource_tracker.ensure_running()  # before the next line, since starting it lets Ctrl-C through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, by the fork server too
     try:
@@ -175,18 +181,22 @@ def end_if_unguarded() -> None:
     """End this process at once if it was forked for a run and is still importing the program that started the run.
 
     The import has come to an unguarded call that would start another run. The supervisor knows the exit code.
+
+    Raises:
+        ConfigurationError: something else has started this process, such as a pool of the program's own.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself finds out
+    process = multiprocessing.current_process()
+    if not getattr(process, "_inheriting", False):  # as multiprocessing itself finds out
+        return
+    if process.name == NODE:
         os._exit(UNGUARDED)
+    raise ConfigurationError(_GUARD)
 
 
 def refuse_unguarded(child: Child) -> None:
     """Raise `ConfigurationError` if a forked process has ended because the program's call is unguarded."""
     if isinstance(child, Forked) and child.exit_code() == UNGUARDED:
-        raise ConfigurationError(
-            "every process of a run imports the program that starts it, and this program starts a run while it is "
-            'imported; put the call under if __name__ == "__main__":'
-        )
+        raise ConfigurationError(_GUARD)
 
 
 def how_it_ended(code: int) -> str:

@@ -19,7 +19,7 @@ from flockstep.records.folder import RunFolder
 def worker_main(ticket: Ticket, threads: int) -> None:
     """A worker process: rebuilds the job from the run's configuration."""
     die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
-    limit_threads(threads)
+    limit_process(threads)
 
     def make():  # type: ignore[no-untyped-def]
         engine, plan, _ = prepare(RunFolder(ticket.record).read_config())
@@ -33,14 +33,22 @@ def server_main(
 ) -> None:
     """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
     die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
-    limit_threads(1)
+    limit_process(1)
     import_components(imports)
     sys.exit(run_server(ticket, index, strategy, optimizer, schema, every))
 
 
+def limit_process(threads: int) -> None:
+    """Let numerical libraries use that many threads in this process of a run, those that are imported later too."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    limit_threads(threads)
+
+
 def limit_threads(threads: int) -> None:
-    """Let numerical libraries use that many threads in this process: more only fight over the cores."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for those that are imported later
+    """Let the numerical libraries that are imported by now use that many threads: more only fight over the cores.
+
+    A user's own process calls it again after something may have imported more; its environment is the user's.
+    """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)

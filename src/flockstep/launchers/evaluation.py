@@ -30,7 +30,7 @@ from flockstep.drivers.member import in_short
 from flockstep.drivers.setup import prepare
 from flockstep.errors import FlockstepError, RunError, of_kind
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.entry import limit_process
 from flockstep.messages import Address
 from flockstep.records.events import Result
 from flockstep.records.folder import EventWriter, RunFolder
@@ -146,7 +146,7 @@ class Evaluator(Evaluation):
 
 def evaluate(folder: str, threads: int, feed: socket.socket) -> None:
     """What the process does: evaluate what it is told of, until the supervisor has said the end or is gone."""
-    limit_threads(threads)
+    limit_process(threads)
     told = Told()
     try:
         _evaluate(RunFolder(folder), feed)

@@ -16,6 +16,8 @@ from flockstep.errors import ConfigurationError
 from flockstep.records.owner import OWNER, owned
 
 PREFIX = "flockstep-"
+MARK = ".sockets"
+"""Name of an empty file that only a folder of `scratch` holds: a record has an owner too, and names are the user's."""
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
 LONGEST = 50
@@ -28,6 +30,7 @@ def scratch() -> Iterator[Path]:
     sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
+        (folder / MARK).touch()
         with owned(folder):
             yield folder
     finally:
@@ -35,12 +38,25 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep(place: Path) -> None:
-    """Remove this user's folders in `place` whose owner has died; a folder without an owner's name is not touched."""
+    """Remove this user's folders of `scratch` in `place` whose owner has died, and no other."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
-            if folder.lstat().st_uid == os.getuid() and (folder / OWNER).stat().st_size:
+            if _is_ours(folder) and (folder / OWNER).stat().st_size:
                 with owned(folder):
                     shutil.rmtree(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether this user's `scratch` has made the folder, and no run has its record there."""
+    mark = folder / MARK
+    return (
+        folder.is_dir()
+        and not folder.is_symlink()
+        and mark.is_file()
+        and not mark.is_symlink()
+        and folder.stat().st_uid == os.getuid()
+        and not (folder / "config.toml").exists()
+    )
 
 
 @functools.cache
@@ -66,4 +82,4 @@ def fork_servers_folder() -> list[str]:
     if multiprocessing.parent_process() is None:
         return []
     folder = Path(util.get_temp_dir()).parent
-    return [str(folder)] if folder.name.startswith(PREFIX) else []
+    return [str(folder)] if _is_ours(folder) else []

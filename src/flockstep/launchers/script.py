@@ -123,7 +123,7 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
         notes += outcome.warnings
         if outcome.error is not None:
             raise outcome.error
-        record.check_whole(outcome.nodes - outcome.lost.keys())
+        record.check_whole(outcome.nodes)
 
 
 def start_script(

@@ -35,6 +35,7 @@ def simulate(
     """
     limit_threads(config.threads or 1)
     engine, plan, config = prepare(config)
+    limit_threads(config.threads or 1)  # of what the job has imported too
     network, compute = Network.parse(str(config.network)), ComputeModel.parse(str(config.compute))
     faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})

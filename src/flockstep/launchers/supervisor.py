@@ -58,7 +58,7 @@ class Outcome:
     lost: dict[Address, Lost] = field(default_factory=dict)
     error: FlockstepError | None = None
     nodes: set[Address] = field(default_factory=set)
-    """Nodes that write a file of events."""
+    """Nodes that write a file of events, without those that were lost before they had begun one."""
 
 
 class Supervisor:
@@ -288,7 +288,8 @@ class Supervisor:
             case "mover":
                 self._movers.hear(self._links[address], self._links, note, self._context, self._directory)
             case "warning":
-                self._warn(str(note["text"]))
+                if (text := str(note["text"])) not in self.outcome.warnings:
+                    self.outcome.warnings.append(text)
             case "progress":
                 self.standings[address].progress(note)
                 self._waits.hear(address, note)
@@ -312,10 +313,6 @@ class Supervisor:
             self.standings[address].step = int(note["step"])
             self._tell_others("left", address, {"step": int(note["step"])})
 
-    def _warn(self, text: str) -> None:
-        if text not in self.outcome.warnings:
-            self.outcome.warnings.append(text)
-
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
         self.standings[address].state = "failed"
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
@@ -335,6 +332,9 @@ class Supervisor:
         self.children[address].kill()  # a stopped one may wake up again; what it would say then belongs to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
+        written = RunFolder(self._record).node_events_file(address).exists()
+        if not (self.standings[address].step or address in self._done or written):
+            self.outcome.nodes.discard(address)
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
         if self._went is None:

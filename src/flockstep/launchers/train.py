@@ -99,7 +99,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
             )
         if error is not None:
             raise error
-        record.check_whole(outcome.nodes - outcome.lost.keys())
+        record.check_whole(outcome.nodes)
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:

@@ -50,6 +50,9 @@ class Optimizer(Component):
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state for `params`."""
 
+    def load(self) -> None:
+        """Import what steps need, so that nobody waits for that at the first step."""
+
     def init_slice(self, params: FlatArray, part: slice) -> OptimizerState:
         """A fresh state for a part of the model's parameters."""
         state = self.init(params[part])

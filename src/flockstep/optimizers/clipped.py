@@ -33,6 +33,10 @@ class Clipped(Optimizer):
         """That of `optimizer`."""
         return self.optimizer.lr
 
+    def load(self) -> None:
+        """Import what `optimizer` needs."""
+        self.optimizer.load()
+
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state of `optimizer`."""
         return self.optimizer.init(params)

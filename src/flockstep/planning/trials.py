@@ -107,6 +107,7 @@ class Bench:
         if seed not in self._engines:
             limit_threads(1)
             engine = make_engine(job, seed)
+            limit_threads(1)  # of what the job has imported too
             if len(engine.buffers(0)):
                 return engine
             self._engines[seed] = engine

@@ -171,7 +171,7 @@ class RunFolder:
     @property
     def unfinished(self) -> bool:
         """Whether there is no run that came to its end, so that there is reason to repeat it."""
-        return self._status() not in ENDED
+        return self._status() not in ENDED and not _gone(self.summary_file)
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
         """Check that nobody has removed what this process and the nodes of its run have written so far.
@@ -189,7 +189,7 @@ class RunFolder:
 
     def holds_finished(self, config: RunConfig) -> bool:
         """Whether this run is already here, finished: then there is nothing to do."""
-        return self.config_file.exists() and self._status() in ENDED and same_run(self.read_config(), config)
+        return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.toml."""
@@ -201,7 +201,7 @@ class RunFolder:
         Raises:
             ConfigurationError: there is none, or it does not describe a run.
         """
-        if not self.config_file.exists():
+        if not self.config_file.is_file():
             raise ConfigurationError(f"{self.path} holds no run: config.toml is missing; name the folder of a run")
         return RunConfig.from_toml(
             self.config_file.read_text(encoding="utf-8", errors="replace"), str(self.config_file)
@@ -214,7 +214,7 @@ class RunFolder:
 
     def read_events(self) -> list[Event]:
         """All events that are on disk by now, sorted by time; none where there is no file yet."""
-        if self.events_file.exists():
+        if self.events_file.is_file():
             files: Iterable[Path] = [self.events_file]
         else:
             files = sorted((self.path / "events").glob("*.jsonl"))
@@ -243,9 +243,9 @@ class RunFolder:
 
     def read_summary(self) -> Summary:
         """Read summary.json; where there is none, the summary of the events so far, as an interrupted run's."""
-        if not self.summary_file.exists():
+        if not self.summary_file.is_file():
             why = "the run ended without a summary"
-            if self.summary_file.is_symlink():  # of a run whose disk was full
+            if _gone(self.summary_file):  # of a run whose disk was full
                 why = f"the summary of the run is gone: it was in {self.summary_file.readlink()}"
             return summarise(self.read_config(), self.read_events(), "interrupted", why)
         try:
@@ -276,8 +276,11 @@ class RunFolder:
             ConfigurationError: the run left no result, or a file of it is damaged.
             SchemaMismatch: the two files do not belong together.
         """
-        if not (self.path / "result.npy").exists() or not (self.path / "schema.json").exists():
-            raise ConfigurationError(f"{self.path} holds no result; the run did not end, repeat it")
+        for file in (self.result_file, self.path / "schema.json"):
+            if _gone(file):
+                raise ConfigurationError(f"{file} is gone: it was in {file.readlink()}; repeat the run")
+            if not file.is_file():
+                raise ConfigurationError(f"{self.path} holds no result; the run did not end, repeat it")
         schema = _undamaged(self.path / "schema.json", lambda file: msgspec.json.decode(file.read_bytes(), type=Schema))
         params = _undamaged(self.result_file, lambda file: np.load(file, allow_pickle=False))
         _require(params, schema, str(self.path / "result.npy"))
@@ -291,12 +294,18 @@ class RunFolder:
             summary = self.read_summary()
         except ConfigurationError:
             return "a damaged"
-        if not summary.steps and not self.result_file.exists():
+        if (
+            not summary.steps
+            and not self.result_file.exists()
+            and not any(map(_gone, (self.summary_file, self.result_file)))
+        ):
             return None
         return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
 
     def _status(self) -> str | None:
         """The status in summary.json; None where there is no readable one."""
+        if not self.summary_file.is_file():
+            return None
         try:
             return str(msgspec.json.decode(self.summary_file.read_bytes())["status"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -316,6 +325,11 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
         return read(path)
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise ConfigurationError(f"{path} is damaged: {error}; repeat the run to have it written anew") from None
+
+
+def _gone(file: Path) -> bool:
+    """Whether this is a link to a file that a full disk did not take, and that file is not there any more."""
+    return file.is_symlink() and not file.is_file()
 
 
 def _may_go(file: Path) -> bool:

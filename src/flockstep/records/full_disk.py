@@ -14,6 +14,8 @@ from typing import IO
 HALF = ".half"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk that takes no more: the run goes on without what the disk did not take."""
+_kept: dict[tuple[Path, Path], Path] = {}
+"""Where this process keeps files of a folder: by that folder, and by the place in which the folder of the kept is."""
 
 
 def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
@@ -43,17 +45,32 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
         if error.errno not in FULL:
             raise
         for other in (Path(tempfile.gettempdir()), Path.home()):
-            kept = other / f"flockstep-kept-{path.parent.name}-{os.getpid()}" / path.name
             try:
-                write_whole(kept, data)
+                kept = _keep(other, path, data)
             except OSError:
                 continue
             with contextlib.suppress(OSError):
                 link = path.with_name(path.name + HALF)
-                link.symlink_to(kept.absolute())
+                link.symlink_to(kept)
                 link.replace(path)
             return say_full(path, error, f"it was written to {kept} instead")
         raise
+
+
+def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) -> Path:
+    """Write a file into a folder in `place` that nobody else can write to, one for each record; return where it is."""
+    who = Path(os.path.abspath(path.parent)), place  # noqa: PTH100 - a link in it stays a link
+    if who not in _kept or not _kept[who].is_dir():
+        _kept[who] = Path(tempfile.mkdtemp(prefix=f"flockstep-kept-{who[0].name}-", dir=place))
+    kept = _kept[who] / path.name
+    try:
+        write_whole(kept, data)
+    except OSError:
+        with contextlib.suppress(OSError):  # earlier files are in it
+            _kept[who].rmdir()
+            del _kept[who]
+        raise
+    return kept.absolute()
 
 
 def say_full(path: Path, error: OSError, how: str) -> None:

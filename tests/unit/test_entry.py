@@ -1,0 +1,91 @@
+"""What processes of a run do before they take part, and what the user's own process keeps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flockstep.arrays.schema import Schema
+from flockstep.drivers import process as process_module
+from flockstep.drivers.member import Ticket
+from flockstep.errors import ConfigurationError, Interrupted
+from flockstep.frameworks.torch_groups import TorchOptimizer
+from flockstep.launchers import children, entry, simulate
+from flockstep.planning import trials
+from flockstep.records.config import RunConfig
+from flockstep.workloads.quadratic import Quadratic
+
+
+def test_the_users_environment_stays_and_a_torch_that_the_job_imports_is_limited(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of simulations and of trials; a process of a run tells libraries that are imported later, too."""
+    limited: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+    def late(call):  # type: ignore[no-untyped-def]
+        def prepare(*given):  # type: ignore[no-untyped-def]
+            made = call(*given)
+            monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=limited.append))
+            return made
+
+        return prepare
+
+    monkeypatch.setattr(simulate, "prepare", late(simulate.prepare))
+    config = RunConfig(kind="simulate", job="quadratic", strategy="all_reduce", workers=2, steps=1, threads=2)
+    simulate.simulate(config, tmp_path / "run")
+    assert limited == [2]
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(trials, "make_engine", late(trials.make_engine))
+    trials.Bench(None).engine(Quadratic().job(0), 0)  # type: ignore[arg-type]
+    assert limited == [2, 1]
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    entry.limit_process(3)
+    assert (limited, os.environ["OMP_NUM_THREADS"]) == ([2, 1, 3], "3")
+
+
+def test_a_pool_of_the_users_own_is_told_that_the_call_is_unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a process that was forked for a run ends without a word: its supervisor knows why."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    here = SimpleNamespace(_inheriting=True, name="SpawnPoolWorker-1")
+    monkeypatch.setattr(multiprocessing, "current_process", lambda: here)
+    with pytest.raises(ConfigurationError, match=r"put the call under if __name__ == \"__main__\":"):
+        children.end_if_unguarded()
+    assert ended == []
+    here.name = children.NODE
+    with pytest.raises(ConfigurationError):  # os._exit returns in this test
+        children.end_if_unguarded()
+    assert ended == [children.UNGUARDED]
+
+
+@pytest.mark.parametrize("optimizer", ["torch(RMSprop)", "clipped(torch(RMSprop))"])
+def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Workers would wait for that at their first step."""
+    done: list[str] = []
+
+    class Joining:
+        def __init__(self, *given: object):
+            pass
+
+        def join(self, *given: object) -> None:
+            done.append("join")
+            raise Interrupted("enough")
+
+        def fail(self, *given: object) -> None:
+            pass
+
+        def close(self, *given: object) -> None:
+            pass
+
+    monkeypatch.setattr(process_module, "Member", Joining)
+    monkeypatch.setattr(TorchOptimizer, "load", lambda self: done.append("load"), raising=False)
+    ticket = Ticket("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
+    process_module.run_server(ticket, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)
+    assert done == ["load", "join"]
