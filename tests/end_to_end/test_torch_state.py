@@ -243,7 +243,9 @@ assert (params < 0).all(), params
         ("gossip(1)", 3),
         ("ps(essp(2), shards=2)", 0),
         ("ps(k_async(2))", 0),
+        ("ps(k_sync(1))", 0),
         ("ps(backup(0))", 0),
+        ("ps(backup(1))", 0),
         ("slice_servers", 2),
         ("overlap_local_sgd(2)", 0),
         ("broadcast", 1),
@@ -336,23 +338,55 @@ LAST = (
     RENEWED[: RENEWED.index("steps(9")].replace("SGD(lr=0.02)", "SGD(lr=0.001, momentum=0.9)")
     + """
 loop.gradients[:] = 1
-while rank == 1 and not (Path(__file__).parent / "done").exists():
+while UNEVEN and rank == 1 and not (Path(__file__).parent / "done").exists():
     pass
-for step in range(1 + 40 * rank):
+for step in range(1 + UNEVEN * rank):
     loop.gradients[:] = 1
     loop.step()
 (Path(__file__).parent / "done").touch()
 state = loop.finish(remember=rank == 0)
 if rank == 0:
-    velocity = sum(0.9**k for k in range(42))
+    velocity = sum(0.9**k for k in range(GRADIENTS))
     np.testing.assert_allclose(state.slots["momentum"], velocity, rtol=1e-4)
 """
 )
 
 
-def test_what_servers_remember_is_kept_as_it_is_in_the_end(tmp_path: Path) -> None:
-    """Rank 0 ends after one step, before the other begins: a momentum of all 42 gradients goes with their result."""
+@pytest.mark.parametrize(("strategy", "uneven", "gradients"), [("asgd", 40, 42), ("ps(bsp, shards=4)", 0, 1)])
+def test_what_servers_remember_is_kept_as_it_is_in_the_end(
+    strategy: str, uneven: int, gradients: int, tmp_path: Path
+) -> None:
+    """Rank 0 ends after one step, before the other begins: a momentum of all gradients goes with their result.
+
+    Of four servers, those that have answered leave while rank 0 waits for the others.
+    """
     script = tmp_path / "script.py"
-    script.write_text(LAST.replace("STRATEGY", "asgd"))
+    body = LAST.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)).replace("GRADIENTS", str(gradients))
+    script.write_text(body)
     ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
     assert (ended.code, ended.out) == (0, ""), ended.err
+
+
+RATES = (
+    RENEWED[: RENEWED.index("def steps")].replace("loop = ", "stepper = arguments[2]\nloop = ")
+    + """
+for step in range(8):
+    if step == 4:
+        loop.renew(None)
+        stepper.lr = [0.125, 0.25][rank]
+    loop.gradients[:] = 1 + rank
+    loop.step()
+loop.finish()
+"""
+)
+
+
+@pytest.mark.parametrize(("strategy", "told"), [("all_reduce", True), ("dpsgd(ring)", False)])
+def test_a_schedule_that_rank_0_alone_has_loaded_is_told_of(strategy: str, told: bool, tmp_path: Path) -> None:
+    """Optimizers are given what rank 0 has loaded, schedulers are not: replicas that are to be equal parted."""
+    script = tmp_path / "script.py"
+    script.write_text(RATES.replace("STRATEGY", strategy))
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    assert ended.code == 0, ended.err
+    sentence = "learning rates at step 5, 0.125 on worker 0 and 0.25 on worker 1, so that their parameters part"
+    assert (sentence in ended.err) == told, ended.err

@@ -110,8 +110,19 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
     monkeypatch.setattr(sys, "stderr", Full() if broken else None)
     draws = Draws(2)
     for rank in range(2):
-        draws.hear(rank, {"step": 1, "gradient": "abc"})
+        draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
     assert draws.told
+
+
+def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rate of 0 counts for nothing: that worker had no gradient, or replicas may differ."""
+    draws = Draws(3)
+    for step, rates in enumerate([(0.1, 0.0, 0.1), (0.1, 0.2, 0.1), (0.1, 0.1, 0.3)], 1):
+        for rank, lr in enumerate(rates):
+            draws.hear(rank, {"step": step, "gradient": str(rank), "lr": lr})
+    told = capsys.readouterr().err
+    assert told.count("different learning rates") == 1
+    assert "at step 2, 0.1 on worker 0 and 0.2 on worker 1, so that their parameters part; load the state of" in told
 
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10", "--heartbeat", "3600"]

@@ -65,8 +65,7 @@ def test_momentum_rules_need_the_heavy_ball(rule, optimizer):
     server = FakeServer(np.zeros(3), 0, Optimizer.parse(optimizer))
     with pytest.raises(CompositionError, match="needs sgd without nesterov"):
         Rule.parse(rule).start(server)
-    server.optimizer = Optimizer.parse(MOMENTUM)
-    Rule.parse(rule).start(server)
+    Rule.parse(rule).start(FakeServer(np.zeros(3), 0, Optimizer.parse(MOMENTUM)))
 
 
 def test_asynchrony_begets_momentum():

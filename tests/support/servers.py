@@ -39,6 +39,7 @@ class FakeServer:
 
     def __init__(self, params, version, optimizer=None):
         self.params, self.version, self.optimizer = params, version, optimizer
+        self.state, self.optimizer_state = None, optimizer and optimizer.init(params)
 
     def update(self, gradient, lr, share=1.0):
         self.params -= lr * share * gradient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import warnings
 from typing import Any
@@ -48,7 +50,23 @@ def test_one_worker_knows_the_norm_at_once(strategy: str, of_parameters: bool) -
 
 @pytest.mark.parametrize(
     "look",
-    [float, torch.Tensor.item, torch.isfinite, lambda n: n > 1, str, "{:.3f}".format, lambda n: torch.stack([n]), bool],
+    [
+        float,
+        torch.Tensor.item,
+        torch.isfinite,
+        lambda n: n > 1,
+        lambda n: 1 - n,
+        str,
+        repr,
+        "{:.3f}".format,
+        "{}".format,
+        lambda n: torch.stack([n]),
+        lambda n: torch.isnan(input=n),
+        lambda n: n.data,
+        bool,
+        copy.deepcopy,
+        lambda n: torch.save(n, io.BytesIO()),
+    ],
 )
 @pytest.mark.parametrize(
     ("strategy", "how"),
@@ -62,7 +80,7 @@ def test_a_norm_that_is_read_before_it_is_known_is_told_of_once(strategy: str, h
     assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, "cpu")
     with pytest.warns(UserWarning, match=rf"{how}.*, and skip no step by it") as told:
         _ = look(norm), look(norm), look(second)
-    assert len(told) == 1
+    assert [each.filename for each in told] == [__file__], "the line that looks is the script's"
     assert math.isnan(norm)
 
 

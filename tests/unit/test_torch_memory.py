@@ -12,7 +12,9 @@ import flockstep
 from flockstep.drivers.torch_memory import WorkerMemory
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_groups import ELEMENTWISE
+from flockstep.registry import names
 from flockstep.strategies.base import Strategy
+from flockstep.testing.strategies import equal_bits, run_strategy
 from support.collectives import arrays, does
 from support.torch_loops import equal, load, net, start, step, values
 
@@ -220,3 +222,76 @@ def test_a_loaded_state_is_not_stepped_with_before_all_ranks_agree(monkeypatch):
         (optimizer.inner if load_through else optimizer).load_state_dict(state)
         with pytest.raises(ConfigurationError, match=r"other ranks do not have; call optimizer.sync\(\) on every rank"):
             optimizer.step()
+
+
+ALIKE = [s for s in map(Strategy.parse, names("strategy")) if s.traits.alike and not s.traits.needs_job]
+
+
+@pytest.mark.parametrize("strategy", ALIKE, ids=str)
+def test_replicas_that_step_alike_stay_equal_and_take_what_rank_0_has_loaded(strategy):
+    """Whatever may be clipped: those that step by signs parted in silence."""
+    run = run_strategy(strategy, 3, 4)
+    assert all(equal_bits(run.params[0], run.params[rank]) for rank in (1, 2))
+    first, second, third = (plain(momentum, steps, net(steps))[1] for steps in (3, 5, 0))
+    right = copy.deepcopy(first.state_dict())
+    assert all(same(state, right) for state in agreed(str(strategy), first, second, third))
+
+
+def test_all_that_combine_gradients_for_workers_are_alike():
+    assert {"all_reduce", "demo", "majority_vote"} <= {str(strategy).split("(")[0] for strategy in ALIKE}
+
+
+@pytest.mark.parametrize("own", [0.0, 0.9])
+@pytest.mark.parametrize("rule", ["negative_momentum(-0.5)", "momentum_corrected(0.9)"])
+def test_a_rules_velocity_is_saved_loaded_and_kept(rule, own):
+    """The same steps in every bit with a sync() in between, and from a checkpoint; the state was empty."""
+    strategy, ends = f"ps(bsp, shards=2, rule={rule})", []
+    for at in (None, "sync", "load"):
+        model, optimizer = start(strategy, momentum=own)
+        for number in range(6):
+            if number == 3 and at == "load":
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                assert saved[1]["state"][0]["momentum_buffer"].abs().sum() > 0
+                model, optimizer = start(strategy, net(3), momentum=own)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            if number == 3 and at is not None:
+                optimizer.sync()
+            step(model, optimizer, number)
+        ends.append(values(model))
+    assert equal(ends[0], ends[1])
+    assert equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize("strategy", ["ps(bsp, shards=2, rule={})", "downpour(1, 1, overlap=false, rule={})"])
+def test_a_rules_own_optimizer_is_kept_over_sync_and_neither_saved_nor_loaded(strategy):
+    ends = []
+    for at in (None, 3):
+        model, optimizer = start(strategy.format("with_optimizer(adagrad(0.1))"), momentum=0.9)
+        for number in range(6):
+            if number == at:
+                optimizer.sync()
+            step(model, optimizer, number)
+        optimizer.finish()
+        ends.append(values(model))
+    assert equal(*ends)
+    model, optimizer = start(strategy.format("with_optimizer(adagrad(0.1))"), momentum=0.9)
+    with pytest.raises(
+        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a rule"
+    ):
+        optimizer.state_dict()
+    with pytest.raises(
+        ConfigurationError, match=r"an optimizer of their own, .* cannot be saved or loaded; use a rule"
+    ):
+        optimizer.load_state_dict(plain(momentum, 2)[1].state_dict())
+
+
+def test_only_a_script_that_saves_states_holds_the_last_one():
+    """It is twice the parameters for Adam; whoever asks too late is told."""
+    model = net()
+    optimizer = flockstep.distribute(model, adam(model.parameters()), "asgd")
+    step(model, optimizer)
+    optimizer.finish()
+    assert not optimizer.inner.state
+    with pytest.raises(ConfigurationError, match=r"after finish\(\) .* call state_dict\(\) before finish"):
+        optimizer.state_dict()

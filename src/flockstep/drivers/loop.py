@@ -25,6 +25,7 @@ from flockstep.drivers.ticket import claim_ticket
 from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
+from flockstep.messages import Note
 from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper, Watch
@@ -36,7 +37,7 @@ from flockstep.transports.copies import Copies
 T = TypeVar("T")
 
 FIRST = 3
-"""How many of its first gradients a worker shows, to be compared with those of the others."""
+"""How many of its first gradients, and of those after `sync`, a worker shows, to be compared with the others'."""
 
 
 def _check(strategy: Strategy, workers: int) -> None:
@@ -130,15 +131,20 @@ class Loop:
     def _show_gradient(self) -> None:
         """Let the supervisor compare the first gradients of all workers: the same batch gives the same gradient.
 
+        It compares learning rates too, where replicas are to stay equal.
+
         What is shown is what a strategy is about to use first at its step, since it may change what it has used.
         """
         assert self._worker is not None
-        if self._member is None or self.workers == 1 or not self._shown <= self._worker.step < FIRST:
+        worker = self._worker
+        if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
             return
-        self._shown = self._worker.step + 1
+        self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
         telling = np.any(part) and np.isfinite(part).all()  # no gradient at all says nothing of the batch
-        self._member.tell("gradient", None, {"step": self._shown, "gradient": fingerprint(part) if telling else ""})
+        lr = worker.lr if telling and self.strategy.traits.alike else 0.0  # others may step as they like
+        shown: Note = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
+        self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
         """Let messages that have arrived, and what waits for them, go on."""

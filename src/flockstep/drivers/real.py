@@ -241,9 +241,9 @@ class Seat:
             self.node.deliver(Message(address, BYE, note={"lost": 1}))
 
     def _look_for_leavers(self) -> None:
-        """Where all go in step, nobody can go on once one has left after fewer steps."""
+        """Where all workers go in step, none can go on once one has left after fewer steps; servers leave last."""
         for address, step in self._left.items():
-            if not self._survives and self.node.run_step > step:
+            if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")
 
     def _doing(self) -> str:

@@ -27,10 +27,14 @@ def taken_over(node: Node, message: Message) -> bool:
     if message.tag != OPTIMIZER or not isinstance(node, Server):
         return False
     optimizer = Optimizer.parse(str(message.note["optimizer"]))
-    if optimizer.init(node.params).slots.keys() != node.optimizer_state.slots.keys():
+    if _remembered(optimizer, node) != _remembered(node.optimizer, node):
         raise ConfigurationError(
             f"settings of the optimizer may change while it trains, but not what it remembers, got {optimizer} after "
             f"{node.optimizer}; set them before flockstep.distribute"
         )
     node.optimizer = optimizer
     return True
+
+
+def _remembered(optimizer: Optimizer, node: Server) -> set[str]:
+    return set(optimizer.init(node.params[:1]).slots)

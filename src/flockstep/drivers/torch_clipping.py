@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +33,11 @@ class Norm(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, which looks at the value unless it is `shape` or the like, on plain tensors."""
-        looks = func is not torch.Tensor.copy_ and func.__name__ != "__get__"
+        of = getattr(func, "__self__", None)  # the descriptor, of an attribute that is read
+        looks = func is not torch.Tensor.copy_ and (func.__name__ != "__get__" or of is torch.Tensor.data)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*(_plain(each, looks) for each in args), **(kwargs or {}))
+            named = {name: _plain(each, looks) for name, each in (kwargs or {}).items()}
+            return func(*(_plain(each, looks) for each in args), **named)
 
     def know(self, value: torch.Tensor) -> None:
         """It is known now."""
@@ -49,6 +54,15 @@ def _plain(value: Any, looks: bool) -> Any:
     if looks and value.read_early is not None:
         value.read_early()
     return value.as_subclass(torch.Tensor)
+
+
+def _script_level() -> int:
+    """The `stacklevel` with which the caller warns of a line of the script."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(copy.__file__))
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _unknown() -> Norm:
@@ -155,7 +169,7 @@ class Clipping:
             f"the norm that clip_grad_norm_ returned {how}, and skip no step by it: a gradient that is not finite ends "
             "the run",
             UserWarning,
-            stacklevel=5,
+            stacklevel=_script_level(),
         )
 
     def end(self) -> None:

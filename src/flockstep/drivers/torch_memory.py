@@ -27,7 +27,7 @@ class WorkerMemory:
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
         self._optimizer = optimizer
         self._loop = loop
-        self._alike = loop.strategy.traits.clips == "combined"
+        self._alike = loop.strategy.traits.alike
         self._loaded = bool(optimizer.state)
         self._taking = False
 
@@ -97,7 +97,10 @@ class ServerMemory:
         self._loop = loop
         fresh = spec.init(flat.params[:1])
         self._foreign = fresh.foreign is not None
-        self._remembers = bool(fresh.slots) or self._foreign
+        self._own_memory = loop.strategy.traits.memory == "own"
+        self._remembers = bool(fresh.slots) or self._foreign or loop.strategy.traits.memory != "optimizer"
+        self._asked = False
+        """The script saves or loads states, so that rank 0 is to hold the last one too."""
         self._kept = False
         self._unsent = False
 
@@ -108,6 +111,7 @@ class ServerMemory:
         state = self._own()
         if self._loop.exchange("memory", lambda me: told(me, 0 if state is None else state.steps)):
             self._require_servers()
+            self._asked = True
             self._loop.renew(state)
 
     def renew(self) -> None:
@@ -119,27 +123,29 @@ class ServerMemory:
         """The script has loaded a state; whether that is still to be sent to servers.
 
         Raises:
-            ConfigurationError: workers hold slices of it.
+            ConfigurationError: workers hold slices of it, or servers step with an optimizer of their own.
         """
-        self._unsent = self._remembers and not self._loop.finished
-        if self._unsent:
+        if self._remembers and not self._loop.finished:
             self._require_servers()
+            self._unsent = self._asked = True
         return self._unsent
 
     def fetch(self) -> None:
         """Put what the servers remember into the torch optimizer."""
         if not self._remembers or self._kept:
             return
+        self._require_servers()
         if self._loop.finished:
             raise ConfigurationError(
-                "after finish() rank 0 alone holds what the servers remembered; call state_dict() there, or before it"
+                "after finish() what the servers remembered is held by rank 0 alone, and only if that rank had called "
+                "state_dict() or loaded a state before; call state_dict() before finish()"
             )
-        self._require_servers()
+        self._asked = True
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
     def finish(self) -> None:
-        """End the run; rank 0 keeps what the servers remember in the end, after the last gradient of the last rank."""
-        keeps = self._remembers and self._loop.rank == 0 and bool(self._loop.held) and not self._loop.finished
+        """End the run; if its script saves states, rank 0 keeps the last, after the last gradient of the last rank."""
+        keeps = self._asked and self._loop.rank == 0 and not self._loop.finished
         last = self._loop.finish(remember=keeps)
         if last is not None:
             set_state(self._flat, self._optimizer, last)
@@ -149,6 +155,11 @@ class ServerMemory:
         return flat_state(self._flat, self._optimizer, self._foreign)
 
     def _require_servers(self) -> None:
+        if self._own_memory:
+            raise ConfigurationError(
+                f"servers of {self._loop.strategy} step with an optimizer of their own, whose state cannot be saved or "
+                "loaded; use a rule that steps with the job's, such as plain"
+            )
         if not self._loop.held:
             raise ConfigurationError(
                 f"with {self._loop.strategy} workers hold slices of what {type(self._optimizer).__name__} remembers, "

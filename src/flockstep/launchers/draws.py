@@ -1,4 +1,7 @@
-"""Notices that workers draw the same batches: their first gradients, from equal parameters, have the same bits."""
+"""Notices that workers draw the same batches: their first gradients, from equal parameters, have the same bits.
+
+And that their learning rates differ, where replicas are to stay equal.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,38 @@ class Draws:
 
     workers: int
     told: bool = False
+    told_of_rates: bool = False
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
+    rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
     def hear(self, address: Address, note: Note) -> None:
         """A worker shows the gradient of a step; once all have shown it, say on standard error who drew the same."""
         step = int(note["step"])
         gradients = self.shown.setdefault(step, {})
         gradients[address] = str(note["gradient"])
-        if len(gradients) < self.workers or self.told:
+        rates = self.rates.setdefault(step, {})
+        rates[address] = float(note["lr"])
+        if len(gradients) < self.workers:
+            return
+        self._compare(rates, step)
+        if self.told:
             return
         alike = alike_among(gradients)
         self.told = bool(alike)
         for ranks in alike:
             on_stderr(warning(ranks, step))
+
+    def _compare(self, rates: dict[Address, float], step: int) -> None:
+        """Say which learning rates differ; 0 is one that counts for nothing."""
+        used = sorted((rank, lr) for rank, lr in rates.items() if lr)
+        other = next((each for each in used if each[1] != used[0][1]), None)
+        if other is not None and not self.told_of_rates:
+            self.told_of_rates = True
+            on_stderr(
+                f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} and "
+                f"{other[1]:g} on worker {other[0]}, so that their parameters part; load the state of a scheduler on "
+                "every rank, before or after distribute"
+            )
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:

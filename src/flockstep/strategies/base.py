@@ -10,12 +10,12 @@ from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.traits import Clips as Clips
+from flockstep.strategies.traits import ResultPolicy as ResultPolicy
+from flockstep.strategies.traits import Traits as Traits
 
-ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
-Samples = Literal["own", "others", "sent"]
 Optimisation = Literal["central", "decentral"]
 Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
-Clips = Literal["own", "combined", "none"]
 Exchange = Literal[
     "none", "scatter-reduce", "reduce", "2:1 reduce", "binomial tree", "all-reduce", "ad hoc",
     "ad hoc with eager scatter",
@@ -24,45 +24,6 @@ Places = Literal[
     "none", "single PS", "distributed PS", "distributed PS (k = n)", "hierarchical PS", "replicated PS",
     "shared memory", "closed ring", "graph", "tree", "p2p mesh", "dedicated master",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What a composed strategy promises."""
-
-    completeness: Literal[1, 2, 3, 4]
-    """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay,
-    3 complete with unbounded delay, 4 partial."""
-    survives: bool | int
-    """Deaths of workers after which the others still go on: a number, False for none, True for any number."""
-    results: tuple[ResultPolicy, ...]
-    """The policies for choosing the resulting model that make sense; the first is the default."""
-    server_optimizer: bool = False
-    """Gradients are applied by the servers (or by slices), whose optimiser is rebuilt from the worker's."""
-    fixed_steps: bool = True
-    """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
-    needs_job: bool = False
-    """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
-    gathers: int = 0
-    """Gradients of different workers, whichever come first, that a step waits for; 0: of all of them or of none, -b: of
-    all but b."""
-    least: int = 1
-    """Workers that must be left for the others to go on."""
-    samples: Samples = "own"
-    """Whose training samples a worker sees: its own alone; those of `others`, on which it computes gradients; or its
-    own, of which messages carry some, as they are (`sent`)."""
-    clips: Clips = "own"
-    """What `flockstep.clip_grad_norm_` clips: each worker's own gradient, or the combined gradient of a step, on the
-    server with `server_optimizer`; none where no node holds the whole combined gradient."""
-
-    def deaths(self, workers: int) -> int:
-        """Number of deaths among so many workers after which the others still go on."""
-        most = workers - self.least
-        return max(0, most if self.survives is True else min(int(self.survives), most))
-
-    def held_up(self, workers: int) -> bool:
-        """Whether a step may wait for some other workers, so that those who make no steps hold it up."""
-        return 1 < (self.gathers if self.gathers > 0 else workers + self.gathers) < workers
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.downpour_replica import Replica, Shard
 from flockstep.strategies.filters.base import Filter
@@ -60,7 +60,8 @@ class Downpour(Strategy):
     @property
     def traits(self) -> Traits:
         """Everything arrives, nobody waits for anybody."""
-        return Traits(3, survives=True, results=("server", "mean", "rank0", "best"), server_optimizer=True)
+        results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
+        return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.rule.memory)
 
     @property
     def cell(self) -> Cell:

@@ -69,11 +69,11 @@ class ParameterServer(Strategy):
     @property
     def traits(self) -> Traits:
         """As the consistency rule promises."""
-        own = self.consistency
+        own, ends = self.consistency, any(each.carries for each in self.filters)  # a last push must be known as such
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        ends = any(chosen.carries for chosen in self.filters)  # a last push must be known as such
         clips: Clips = "own" if own.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
-        return Traits(own.completeness, own.survives, results, True, True, ends, own.gathers, own.least, clips=clips)
+        chosen = own.completeness, own.survives, results, True, True, ends, own.gathers, own.least
+        return Traits(*chosen, "own", clips, self.rule.memory)
 
     @property
     def cell(self) -> Cell:

@@ -10,6 +10,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
+from flockstep.strategies.traits import Memory
 
 
 class Rule(Component):
@@ -21,6 +22,9 @@ class Rule(Component):
 
     clips: ClassVar[Literal["combined", "none"]] = "none"
     """Combined: it steps the job's optimizer along the mean of a group, which the server can clip before."""
+
+    memory: ClassVar[Memory] = "optimizer"
+    """What it remembers of past steps, as in `Traits.memory`."""
 
     def start(self, me: Server) -> Any:
         """What the rule remembers, before the first gradient; it belongs to the server's state."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.errors import CompositionError
 from flockstep.nodes import Server
-from flockstep.optimizers.base import Optimizer, OptimizerState
+from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
@@ -25,20 +25,22 @@ class HeavyBall(Rule):
     def explicit(self, workers: int, optimizer: SGD) -> float:
         """mu, given the number of workers and the job's optimiser."""
 
-    def start(self, me: Server) -> OptimizerState:
-        """At rest.
+    memory = "velocity"
+
+    def start(self, me: Server) -> None:
+        """At rest; where the programs begin anew, with the velocity that the optimizer's state holds.
 
         Raises:
             CompositionError: the job does not train with sgd in its heavy-ball form.
         """
         heavy_ball(me.optimizer)
-        return OptimizerState(slots={"momentum": np.zeros_like(me.params)})
+        me.optimizer_state.slots.setdefault("momentum", np.zeros_like(me.params))
 
-    def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(self, me: Server, state: None, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """One step."""
         sgd = heavy_ball(me.optimizer)
         momentum, gradient = self.explicit(me.cluster.workers, sgd), mean_of([push.gradient for push in group])
-        sgd.step_with(momentum, me.params, gradient, state, group[0].lr, share)
+        sgd.step_with(momentum, me.params, gradient, me.optimizer_state, group[0].lr, share)
         me.version += 1
         return equal_weights(group, share)
 

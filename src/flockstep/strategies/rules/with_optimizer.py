@@ -25,6 +25,8 @@ class WithOptimizer(Rule):
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)
 
+    memory = "own"
+
     def __post_init__(self) -> None:
         if not self.optimizer.elementwise:
             raise CompositionError(
@@ -33,8 +35,9 @@ class WithOptimizer(Rule):
             )
 
     def start(self, me: Server) -> OptimizerState:
-        """A fresh state."""
-        return self.optimizer.init(me.params)
+        """A fresh state; where the programs begin anew, the one so far."""
+        kept: OptimizerState | None = getattr(me.state, "rule", None)
+        return self.optimizer.init(me.params) if kept is None else kept
 
     def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """Average, step."""

@@ -1,0 +1,56 @@
+"""What a node that waits makes of the leaving of others, without processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flockstep.drivers.real import Runner, Seat
+from flockstep.errors import PeerLost
+from flockstep.messages import Message, server
+from flockstep.nodes import Cluster, Worker
+from flockstep.transports.zeromq import LAUNCHER
+
+
+def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:
+    """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
+    coming = deque(arriving)
+    ticket = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
+    member: Any = SimpleNamespace(ticket=ticket, receive=lambda _: coming.popleft(), tell=lambda *_: None)
+    seat = Seat(member, survives=False, every=0, emit=lambda _: None)
+    seat.node = worker = Worker(
+        0,
+        Cluster(2, 2),
+        np.zeros(2),
+        seat,
+        np.random.default_rng(0),
+        SimpleNamespace(),
+        None,  # type: ignore[arg-type]
+    )
+    worker.step, got = 3, list[Message]()
+
+    async def program() -> None:
+        got.append(await worker.receive("state", who))
+
+    Runner(program(), seat).advance(None)
+    return got[0]
+
+
+def left(address: int, step: int) -> Message:
+    return Message(LAUNCHER, "left", note={"address": address, "step": step})
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_server_that_has_answered_and_left_ends_no_wait(tmp_path: Any, gone: int) -> None:
+    """Servers make no steps and leave last; its message may come after the word of its leaving, by another link."""
+    answer = Message(server(0), "state", np.ones(2), number=1)
+    assert waiting(tmp_path, [left(server(gone), 0), answer], server(0)) is answer
+
+
+def test_a_worker_that_has_left_after_fewer_steps_does(tmp_path: Any) -> None:
+    with pytest.raises(PeerLost, match="worker 1 left after step 2; worker 0 at step 3 waited"):
+        waiting(tmp_path, [left(1, 2)], 1)
