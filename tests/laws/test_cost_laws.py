@@ -30,6 +30,11 @@ def test_golden_values_of_order_statistics() -> None:
     assert whole == pytest.approx(ratios[:3], rel=1e-9)
 
 
+def test_without_servers_nothing_goes_to_any() -> None:
+    found = step_cost(Strategy.parse("dpsgd"), free(4))
+    assert (found.server_sent, found.server_received) == (0, 0)
+
+
 def free(workers: int) -> Setting:
     """Messages that take no time."""
     return Setting(workers, 4, ComputeModel.parse("exponential(1)"), 0.0, math.inf)

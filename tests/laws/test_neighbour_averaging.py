@@ -10,6 +10,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.base import Data
+from flockstep.records.events import Update
 from flockstep.strategies.neighbour_averaging import NeighbourAveraging
 from flockstep.strategies.rewiring import Bridges, rewired
 from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
@@ -156,6 +157,13 @@ def test_disagreement_never_exceeds_its_bound(topology):
     first = np.linalg.norm((start := np.random.default_rng(0).normal(size=(8, 8))) - start.mean(0))
     for steps in (1, 3, 10):
         assert spread(8, steps, topology) <= rho**steps * first + 1e-12
+
+
+def test_every_model_counts_once_and_none_is_late():
+    """Neighbours average models of the same step, whatever the time that each takes (Lian et al. 2017, algorithm 1)."""
+    run = run_strategy("dpsgd", 4, 5, compute="speeds(base=constant(0.1), factors=(1, 2, 3, 1))")
+    found = [(one.source, one.count, one.staleness) for one in run.of(Update) if one.node == 0]
+    assert sorted(found) == [(peer, 1, 0) for peer in (1, 3) for _ in range(5)]
 
 
 @pytest.mark.parametrize(("topology", "degrees"), [("ring", [2] * 6), ("complete", [5] * 6), ("star", [5] + [1] * 5)])
