@@ -352,13 +352,17 @@ if rank == 0:
 )
 
 
-@pytest.mark.parametrize(("strategy", "uneven", "gradients"), [("asgd", 40, 42), ("ps(bsp, shards=4)", 0, 1)])
+@pytest.mark.parametrize(
+    ("strategy", "uneven", "gradients"),
+    [("asgd", 40, 42), ("ps(ssp(3, weight=sum))", 40, 42), ("ps(bsp, shards=4)", 0, 1)],
+)
 def test_what_servers_remember_is_kept_as_it_is_in_the_end(
     strategy: str, uneven: int, gradients: int, tmp_path: Path
 ) -> None:
     """Rank 0 ends after one step, before the other begins: a momentum of all gradients goes with their result.
 
-    Of four servers, those that have answered leave while rank 0 waits for the others.
+    Under ssp the other's clock goes on although rank 0 waits for the end. Of four servers, those that have answered
+    leave while rank 0 waits for the others.
     """
     script = tmp_path / "script.py"
     body = LAST.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)).replace("GRADIENTS", str(gradients))

@@ -339,15 +339,18 @@ def _asynchronous():
 )  # fmt: skip
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, weight_decay=0.1)"])
 def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
-    """From rest, a group that stands for 1/4 of a step moves parameters by 1/4 of what a whole step does, at once."""
+    """From rest, a group that stands for 1/4 of a step moves parameters by 1/4 of what a whole step does, at once.
+
+    A whole step is what a group stands for unless it is told otherwise.
+    """
     moved, weights = [], []
-    for share in (1.0, 0.25):
+    for shares in ((), (0.25,)):
         start = np.linspace(1, 2, 5)
         server = FakeServer(start.copy(), 0, Optimizer.parse(optimizer))
         stepping(server)
         chosen = Rule.parse(rule)
         group = [Push(rank, 0, 0, 0.1, np.full(5, float(rank + 1))) for rank in range(2)]
-        weights.append(chosen.apply(server, chosen.start(server), group, share))
+        weights.append(chosen.apply(server, chosen.start(server), group, *shares))
         moved.append(server.params - start)
         assert server.version == 1
     np.testing.assert_allclose(moved[1], moved[0] / 4, rtol=1e-12)

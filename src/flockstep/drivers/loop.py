@@ -304,6 +304,8 @@ class Loop:
             task = worker.background("script.servers", remembered(worker, self.held, last=True)) if remember else None
             await self.strategy.finish(worker)
             if task is not None:
+                if self._member is not None:  # nobody's clock may wait for this worker meanwhile
+                    self._member.tell("left", None, {"step": worker.run_step})
                 last.append(await worker.finished(task))
 
         Runner(to_the_end(), self._seat).advance(None)

@@ -231,9 +231,9 @@ class Seat:
             if not self._survives or address < 0:
                 raise PeerLost(f"{reason}; {self._doing()}")
             self.node.lose(address)
-        if message.tag == "left":
-            self._left[int(message.note["address"])] = int(message.note["step"])
-            self._release(int(message.note["address"]))
+        if message.tag == "left" and (address := int(message.note["address"])) not in self._left:
+            self._left[address] = int(message.note["step"])
+            self._release(address)
 
     def _release(self, address: Address) -> None:
         """Once a worker has left and its last message is here, a server that could do without it has to."""

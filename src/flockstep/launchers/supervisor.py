@@ -295,7 +295,7 @@ class Supervisor:
                 self._waits.hear(address, note)
             case "gradient":
                 self._draws.hear(address, note)
-            case "snapshot" | "done":
+            case "snapshot" | "done" | "left":
                 self._keep(message)
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
@@ -311,6 +311,7 @@ class Supervisor:
             self._done.add(address)
             self.standings[address].state = "done"
             self.standings[address].step = int(note["step"])
+        if message.tag != "snapshot":
             self._tell_others("left", address, {"step": int(note["step"])})
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
