@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from multiprocessing import util
 from pathlib import Path
@@ -74,3 +75,17 @@ def test_only_a_folder_that_scratch_made_goes_with_the_supervisor(place: Path, m
     with scratch() as ours:
         monkeypatch.setattr(util, "get_temp_dir", lambda: str(ours / "pymp-1"))
         assert fork_servers_folder() == [str(ours)]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_leaves_the_folder_to_its_maker() -> None:
+    """Multiprocessing makes a child forget its parent's exit handlers, which ends what only they held."""
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(scratch())
+    child = multiprocessing.get_context("fork").Process(target=stack.close)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert sorted(path.name for path in folder.iterdir()) == [OWNER, MARK]
+    stack.close()
+    assert not folder.exists()

@@ -27,6 +27,7 @@ LONGEST = 50
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """Make a folder that this process owns, and remove the folders of processes that were killed."""
+    pid = os.getpid()
     sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
@@ -34,7 +35,8 @@ def scratch() -> Iterator[Path]:
         with owned(folder):
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.getpid() == pid:  # a forked child that forgets what it has inherited comes here too
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(place: Path) -> None:

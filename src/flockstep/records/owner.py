@@ -22,14 +22,14 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         ConfigurationError: another run owns it.
     """
-    folder = Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
+    pid, folder = os.getpid(), Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
     folder.mkdir(parents=True, exist_ok=True)
     _held[folder] = file = _lock(folder)
     try:
         yield
     finally:
         del _held[folder]
-        if _is_at(folder, file):
+        if os.getpid() == pid and _is_at(folder, file):
             (folder / OWNER).unlink()
         file.close()
 
