@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,17 @@ def close(one, other):
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
 
 
+def remembers_alike(optimizer: Any, own: torch.optim.Optimizer) -> None:
+    """Both state dicts hold the same slots, of the same shapes and values."""
+    got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
+    assert got.keys() == right.keys()
+    for index, slots in right.items():
+        assert got[index].keys() == slots.keys()
+        for name, value in slots.items():
+            assert got[index][name].shape == value.shape
+            torch.testing.assert_close(got[index][name], value, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["asgd", "ps(bsp, shards=3)", "hierarchical(1)", "downpour"])
 def test_servers_hand_out_what_they_remember(strategy, kind):
@@ -59,11 +71,7 @@ def test_servers_hand_out_what_they_remember(strategy, kind):
     for number in range(5):
         step(model, optimizer, number)
     for _ in range(2):
-        got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
-        assert got.keys() == right.keys()
-        for index, slots in right.items():
-            assert got[index].keys() == slots.keys()
-            assert all(torch.allclose(got[index][name], slots[name], atol=1e-6) for name in slots)
+        remembers_alike(optimizer, own)
         optimizer.finish()
 
 
@@ -130,13 +138,7 @@ def test_servers_hand_out_what_torchs_own_classes_remember(kind):
     for number in range(5):
         step(model, optimizer, number)
     for _ in range(2):
-        got, right = optimizer.state_dict()["state"], own.state_dict()["state"]
-        assert got.keys() == right.keys()
-        for index, slots in right.items():
-            assert got[index].keys() == slots.keys()
-            for name, value in slots.items():
-                assert got[index][name].shape == value.shape
-                torch.testing.assert_close(got[index][name], value, atol=1e-6, rtol=1e-5)
+        remembers_alike(optimizer, own)
         optimizer.finish()
 
 
