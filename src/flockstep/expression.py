@@ -35,6 +35,28 @@ SIZED = {"sized": True}
 """Metadata of a field that is in bytes or elements, or bytes a second: on a model that is smaller it means another."""
 ELEMENTS = {"counts": "elements"}
 """Metadata of a whole number that counts elements, whatever the model, and not steps."""
+WORKERS = math.inf
+"""The upper end of a range that ends at the number of workers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Values of a hyper-parameter that a search looks at, both ends included."""
+
+    low: float
+    high: float
+    whole: bool = True
+    log: bool = True
+
+
+def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -> dict[str, Any]:
+    """Metadata of a field that a search may change: its range, its kind of numbers, its scale."""
+    return {"searched": Range(low, high, whole, log)}
+
+
+def ranges(kind: type[Component]) -> dict[str, Range]:
+    """Name → range of every hyper-parameter of `kind` that a search may change."""
+    return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 
 class Component(ABC):
@@ -292,7 +314,7 @@ def _settings(component: Component) -> list[tuple[str, Any]]:
     changed = []
     for field in _hyper_parameters(type(component)):
         value = getattr(component, field.name)
-        if value != _default(field) or field.metadata == SHOWN:
+        if value != _default(field) or "shown" in field.metadata:
             changed.append((field.name, value))
     return changed
 

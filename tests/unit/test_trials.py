@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from flockstep import registry
 from flockstep.cli.app import run as run_command
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.costs.steps import step_cost
 from flockstep.errors import ConfigurationError
-from flockstep.expression import fields_of
+from flockstep.expression import ranges
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import search as searching
@@ -24,7 +25,7 @@ from flockstep.planning.kept import FILE, Kept, settings_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
 from flockstep.planning.search import Found, Search, Step, keenest
-from flockstep.planning.space import RANGES, changed, knobs
+from flockstep.planning.space import changed, knobs
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.planning.trials import Bench, Trial, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
@@ -158,11 +159,11 @@ def test_what_cannot_be_tried_is_refused(site: Site) -> None:
         trial(site, Strategy.parse("ps(consistency=backup(9))"), 4, target=TARGET)
 
 
-@pytest.mark.parametrize("kind", RANGES, ids=lambda kind: kind.__name__)
-def test_ranges_are_of_fields_that_there_are(kind: type) -> None:
-    known = fields_of(kind)
-    for one in RANGES[kind]:
-        assert one.name in known
+@pytest.mark.parametrize("noun", ["strategy", "consistency", "rule", "outer", "period", "codec"])
+def test_declared_ranges_can_be_searched(noun: str) -> None:
+    declared = [one for name in registry.names(noun) for one in ranges(registry.load(noun, name)).values()]
+    assert declared
+    for one in declared:
         assert one.low < one.high
         assert not (one.log and one.low <= 0 and not one.whole)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum, isfinite
 from statistics import NormalDist
 from typing import Literal
@@ -16,6 +16,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.streamed import Indices
 from flockstep.codecs.threshold import Counted
 from flockstep.codecs.top import check_ratio
+from flockstep.expression import searched
 
 SAMPLES = 128
 """How many elements of the sample should exceed the threshold."""
@@ -32,7 +33,7 @@ class AdaptiveThreshold(Counted):
     are left out, since any number of elements may travel. At least the largest element is sent.
     """
 
-    ratio: float = 0.01
+    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
     by: Literal["sample", "gaussian"] = "sample"
     values: Codec = Identity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype, not_finite
 from flockstep.codecs.tiling import Tiling, restored, tilings, transformed
 from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Dct(Codec):
     for which that were no less than its elements travels as it is.
     """
 
-    k: int = 32
+    k: int = field(default=32, metadata=searched(1, 64))
     chunk: int = 64
 
     def __post_init__(self) -> None:

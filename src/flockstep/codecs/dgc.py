@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.codecs.top import TopK, check_ratio
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 
 STAGES = 4
 """Ratios before the last one: 25 %, 6.25 %, 1.5625 %, 0.4 %; the published ones."""
@@ -27,7 +28,7 @@ class Dgc(Sparsifier):
     `momentum`; for tensors of one dimension as they are, `by_size(dgc)`.
     """
 
-    ratio: float = 0.001
+    ratio: float = field(default=0.001, metadata=searched(0.001, 0.25, whole=False))
     warmup: int = 0
     values: Codec = Identity()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
 from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PowerSgd(Codec):
     they are; so does an array of which nothing is known. The strategy of the same name begins with the last Q instead.
     """
 
-    rank: int = 2
+    rank: int = field(default=2, metadata=searched(1, 8))
 
     def __post_init__(self) -> None:
         if self.rank < 1:

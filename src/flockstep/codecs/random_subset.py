@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.codecs.top import check_ratio, wanted
 from flockstep.errors import ProtocolError
+from flockstep.expression import searched
 
 SEED_BYTES = 8
 
@@ -28,7 +29,7 @@ class RandomK(Sparsifier):
     variance d/k - 1, and no contraction. A NaN that is not chosen does not show.
     """
 
-    ratio: float = 0.01
+    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
     scaled: bool = False
     values: Codec = Identity()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.expression import searched
 
 COUNT_BYTES = 4
 
@@ -64,7 +65,7 @@ class Threshold(Counted):
     (2017). The largest element goes beyond both: with it, the codec contracts every array, by 1/d at least.
     """
 
-    t: float = 0.001
+    t: float = field(default=0.001, metadata=searched(1e-05, 0.1, whole=False))
     values: Codec = Identity()
 
     def __post_init__(self) -> None:

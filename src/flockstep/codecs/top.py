@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.codecs.sparse import Sparsifier
 from flockstep.codecs.streamed import Indices
 from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.expression import searched
 
 SAMPLES = 128
 """How many of a sample's elements should be above the threshold, so that it is about 9 % off."""
@@ -33,7 +34,7 @@ class TopK(Sparsifier):
     Without buckets an index takes 32 bits.
     """
 
-    ratio: float = 0.01
+    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
     sampled: bool = False
     bucket: int = 0
     values: Codec = Identity()

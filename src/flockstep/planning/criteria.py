@@ -9,25 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from flockstep.codecs.base import Codec
-from flockstep.codecs.bfloat16 import Bfloat16
-from flockstep.codecs.half import Half
-from flockstep.codecs.top import TopK
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.prospect import Pace, Prospect, codecs_of
 from flockstep.planning.task import Site
 from flockstep.report.words import number
 from flockstep.strategies.base import Cell, Traits
-from flockstep.strategies.demo import Demo
-from flockstep.strategies.majority_vote import MajorityVote
-from flockstep.strategies.power_sgd import PowerSgd
-from flockstep.strategies.sparta import Sparta
 
 NOISE = 3.0
 """r: how many times as many samples plain training takes because its batches are small; B_noise / B."""
@@ -50,10 +43,6 @@ TRIED = 4096
 
 LEAST = 1e-12
 """Seconds of a step that takes no time."""
-APPROXIMATE = (Demo, MajorityVote, PowerSgd, Sparta)
-"""Strategies that send an approximation without having a codec."""
-LOSING = (MajorityVote,)
-"""Those among them that lose something for good: here the sizes of gradients, of which only signs are sent."""
 
 
 @dataclass(frozen=True)
@@ -227,14 +216,14 @@ def horizon(found: Prospect, site: Site) -> float:
 
 def approximates(found: Prospect) -> bool:
     """Whether what is sent says less than what is meant."""
-    return not found.lossless or isinstance(found.strategy, APPROXIMATE)
+    return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
 def drops(found: Prospect) -> bool:
     """Whether a codec leaves out something that comes in no later message: accuracy is lost for good."""
     if found.strategy is None:
         return False
-    if isinstance(found.strategy, LOSING):
+    if found.strategy.traits.approximation == "lost":
         return True
     feedback = getattr(found.strategy, "feedback", None)
     fed = feedback is not None and feedback.needs_contraction
@@ -256,41 +245,15 @@ def compression(found: Prospect, site: Site) -> tuple[float, float]:
             noise += lost(codec)
         else:
             held += 1 / max(1 - lost(codec), 1e-6) - 1
-    if isinstance(found.strategy, APPROXIMATE):
+    if found.strategy is not None and found.strategy.traits.approximation != "none":
         dense = 2 * (1 - 1 / found.workers) * site.task.nbytes
         held += max(0.0, dense / max(found.sent, LEAST) - 1)
     return noise, held
 
 
-@singledispatch
+@lru_cache(maxsize=256)
 def lost(codec: Codec) -> float:
     """Share of the energy of a Laplacian random array that is not in its encoding; 1 where it cannot be tried."""
-    return _tried(codec)
-
-
-@lost.register
-def _(codec: Half) -> float:
-    """About what rounding to 11 binary digits costs."""
-    return 2.0**-22 / 6
-
-
-@lost.register
-def _(codec: Bfloat16) -> float:
-    """About what rounding to 8 binary digits costs."""
-    return 2.0**-16 / 6
-
-
-@lost.register
-def _(codec: TopK) -> float:
-    """p (ln² p - 2 ln p + 2) / 2 of the energy is in the largest share p."""
-    if codec.bucket or not codec.values.lossless:
-        return _tried(codec)
-    fall = -math.log(codec.ratio)
-    return 1 - codec.ratio * (fall * fall + 2 * fall + 2) / 2
-
-
-@lru_cache(maxsize=256)
-def _tried(codec: Codec) -> float:
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
         fit = codec.on(((TRIED,),)).at(0)

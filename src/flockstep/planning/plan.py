@@ -15,7 +15,6 @@ from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import Site, Task
 from flockstep.report import words
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.power_sgd import PowerSgd
 
 COMPOSED = (
     "ps(consistency=ssp(3))",
@@ -200,7 +199,7 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
     shared = strategy.cell is not None and strategy.cell.topology == "shared memory"
     if shared and len(site.cluster.placed(workers)) > 1:
         raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
-    if isinstance(strategy, PowerSgd) and not any(len(shape) > 1 for shape in site.task.tensors):
+    if strategy.traits.matrices and not any(len(shape) > 1 for shape in site.task.tensors):
         raise ConfigurationError("it factors matrices, and of this model only sizes are known; plan it for a job")
 
 

@@ -19,7 +19,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec, Shape
 from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
-from flockstep.expression import ELEMENTS, SIZED, Component
+from flockstep.expression import Component
 from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
 from flockstep.frameworks.numpy import Model, NumpyEngine
 from flockstep.messages import HEADER_BYTES, Address
@@ -195,7 +195,7 @@ def scaled(component: C, factor: float) -> C:
         value = getattr(component, one.name)
         if isinstance(value, Component):
             value = scaled(value, factor)
-        elif one.metadata == SIZED:
+        elif "sized" in one.metadata:
             value = round(value / factor) if isinstance(value, int) else value / factor
         if one.init and value != getattr(component, one.name):
             changed[one.name] = value
@@ -210,7 +210,7 @@ def longest_cycle(component: Component, most: int) -> int:
     found = 1
     for one in dataclasses.fields(component):  # type: ignore[arg-type]
         value = getattr(component, one.name)
-        if one.metadata in (ELEMENTS, SIZED):
+        if one.metadata.keys() & {"counts", "sized"}:
             continue
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, Component) and not isinstance(part, (Codec, Collective)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -28,8 +29,8 @@ class Codistillation(Strategy):
     distance, or with period longer than the run, it is an ensemble.
     """
 
-    period: int = 50
-    weight: float = 1.0
+    period: int = field(default=50, metadata=searched(1, 128))
+    weight: float = field(default=1.0, metadata=searched(0.1, 4.0, whole=False))
     burn_in: int = 0
 
     def __post_init__(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Traits
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
@@ -32,6 +33,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
     is easgd.
     """
 
+    alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))
     factor: float = 1.2
     improvement: float = 0.05
     smallest: float = 0.02

@@ -12,7 +12,7 @@ from flockstep.codecs.dct import Dct
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
-from flockstep.expression import ELEMENTS
+from flockstep.expression import ELEMENTS, searched
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -37,7 +37,7 @@ class Demo(Strategy):
     """
 
     beta: float = 0.999
-    k: int = field(default=32, metadata=ELEMENTS)
+    k: int = field(default=32, metadata=ELEMENTS | searched(1, 64))
     chunk: int = field(default=64, metadata=ELEMENTS)
     collective: Collective = field(default_factory=Ring)
 
@@ -49,7 +49,7 @@ class Demo(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
 
     @property
     def cell(self) -> Cell:

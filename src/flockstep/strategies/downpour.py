@@ -8,7 +8,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, searched
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
@@ -37,8 +37,8 @@ class Downpour(Strategy):
     Staleness counts the updates by others since the first of the accrued gradients was computed.
     """
 
-    n_push: int = field(default=1, metadata=SHOWN)
-    n_fetch: int = field(default=1, metadata=SHOWN)
+    n_push: int = field(default=1, metadata=SHOWN | searched(1, 32))
+    n_fetch: int = field(default=1, metadata=SHOWN | searched(1, 32))
     shards: int = 1
     rule: Rule = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()

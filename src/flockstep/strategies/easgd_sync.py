@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.messages import MASTER, Message
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -21,8 +22,8 @@ class SynchronousElasticAveraging(Strategy):
     steps, a worker steps alone.
     """
 
-    period: int = 1
-    alpha: float | None = None
+    period: int = field(default=1, metadata=searched(1, 128))
+    alpha: float | None = field(default=None, metadata=searched(0.005, 0.5, whole=False))
 
     def __post_init__(self) -> None:
         if self.period < 1:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -25,8 +26,8 @@ class ElasticAveraging(Strategy):
     2, with alpha >= beta): an exchange then conserves beta w_i + alpha centre.
     """
 
-    period: int = 10
-    alpha: float = 0.1
+    period: int = field(default=10, metadata=searched(1, 128))
+    alpha: float = field(default=0.1, metadata=searched(0.005, 0.5, whole=False))
     order: Literal["survey", "paper"] = "survey"
     beta: float | None = field(default=None, kw_only=True)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, searched
 from flockstep.messages import BYE, MASTER, Message
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
@@ -46,8 +46,8 @@ class EpochServer(Strategy):
     with what the others can give.
     """
 
-    share: float = field(default=0.75, metadata=SHOWN)
-    length: int = field(default=10, metadata=SHOWN)
+    share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
+    length: int = field(default=10, metadata=SHOWN | searched(2, 64))
     rule: Rule = field(default_factory=Plain)
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -53,7 +54,7 @@ class Gossip(Strategy):
     until that has come, and is given up then.
     """
 
-    p: float = 0.1
+    p: float = field(default=0.1, metadata=searched(0.01, 1.0, whole=False))
     acknowledged: bool = False
 
     def __post_init__(self) -> None:

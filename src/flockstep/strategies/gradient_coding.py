@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.expression import WORKERS, searched
 from flockstep.messages import BYE, MASTER, Message
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
@@ -38,7 +39,7 @@ class GradientCoding(Strategy):
     blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero (the paper's algorithm 2).
     """
 
-    s: int = 1
+    s: int = field(default=1, metadata=searched(1, WORKERS, log=False))
     scheme: Literal["fractional", "cyclic"] = "fractional"
 
     def __post_init__(self) -> None:
@@ -122,8 +123,7 @@ def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
     """The n × n matrix B: worker i sends Σ_j B[i, j] g_j, over s + 1 blocks j."""
     s = min(s, n - 1)
     if scheme == "fractional":
-        blocks: Code = np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
-        return blocks
+        return np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
     b = np.eye(n)
     if s:
         h = np.random.default_rng(np.random.SeedSequence((n, s))).normal(size=(s, n))

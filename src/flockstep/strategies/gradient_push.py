@@ -8,6 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.topologies.base import Topology
@@ -48,7 +49,7 @@ class GradientPush(Strategy):
     """
 
     topology: Topology = field(default_factory=OnePeerExponentialGraph)
-    tau: int = 0
+    tau: int = field(default=0, metadata=searched(0, 4, log=False))
 
     def __post_init__(self) -> None:
         if self.tau < 0:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.messages import BYE, MASTER, Address, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Clips, ResultPolicy, Strategy, Traits
@@ -40,7 +40,7 @@ class Hierarchical(Strategy):
     computed on.
     """
 
-    group: int = field(default=4, metadata=SHOWN)
+    group: int = field(default=4, metadata=SHOWN | searched(2, WORKERS))
     leaf: Level = "synchronous"
     root: Level = "synchronous"
 

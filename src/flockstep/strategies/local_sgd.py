@@ -9,6 +9,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.outer.average import Average
@@ -43,7 +44,7 @@ class LocalSGD(Strategy):
     where parts differ in size, as `dirichlet` deals them out.
     """
 
-    period: int | Period = 10
+    period: int | Period = field(default=10, metadata=searched(1, 128))
     collective: Collective = field(default_factory=Ring)
     outer: Outer = field(default_factory=Average)
     weighting: Literal["equal", "samples"] = "equal"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
 from flockstep.collectives.base import received
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -32,7 +33,7 @@ class MajorityVote(Strategy):
     n - 1 times: a bit an element each way, packed, slice by slice in whole bytes. Without momentum m is g.
     """
 
-    momentum: float = 0.0
+    momentum: float = field(default=0.0, metadata=searched(0.0, 0.95, whole=False, log=False))
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
@@ -41,7 +42,7 @@ class MajorityVote(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"))
+        return Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
 
     @property
     def cell(self) -> Cell:

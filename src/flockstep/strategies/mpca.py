@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.programs import Task
@@ -43,7 +44,7 @@ class PenalisedAveraging(Strategy):
     rounds.
     """
 
-    rho: float = 0.5
+    rho: float = field(default=0.5, metadata=searched(0.05, 5.0, whole=False))
     gamma: float = 0.5
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -32,8 +33,8 @@ class OverlapLocalSGD(Strategy):
     v ← beta v + (m - z), z ← z + v. alpha = 1 jumps to an anchor one period old, alpha = 0 never meets.
     """
 
-    period: int = 10
-    alpha: float = 0.6
+    period: int = field(default=10, metadata=searched(1, 128))
+    alpha: float = field(default=0.6, metadata=searched(0.1, 1.0, whole=False, log=False))
     beta: float = 0.0
     collective: Collective = field(default_factory=Ring)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flockstep.arrays.ledger import Ledger, on_grid
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.broadcast import BroadcastState, absorb_arrived, drain, own_update
@@ -38,7 +39,7 @@ class PartialBroadcast(Strategy):
     `broadcast` even with share = 1.
     """
 
-    share: float = 0.25
+    share: float = field(default=0.25, metadata=searched(0.05, 1.0, whole=False))
     rest: Literal["drop", "average", "defer"] = "defer"
     scale: float = 1.0
 

@@ -12,6 +12,7 @@ from flockstep.codecs.low_rank import LowRank
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
@@ -43,7 +44,7 @@ class PowerSgd(Strategy):
     forgets what was left out.
     """
 
-    rank: int = 2
+    rank: int = field(default=2, metadata=searched(1, 8))
     warm_start: bool = True
     feedback: Feedback = field(default_factory=Residual)
     collective: Collective = field(default_factory=Ring)
@@ -60,7 +61,14 @@ class PowerSgd(Strategy):
     @property
     def traits(self) -> Traits:
         """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
+        return Traits(
+            completeness=1,
+            survives=False,
+            results=("rank0", "mean"),
+            clips="combined",
+            approximation="sent later",
+            matrices=True,
+        )
 
     @property
     def cell(self) -> Cell:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.local_sgd import LocalSGD, Meetings
@@ -24,7 +25,7 @@ class Sparta(Strategy):
     model is averaged too, now and then: SPARTA inside DiLoCo, which stands longer periods for it.
     """
 
-    p: float = 0.005
+    p: float = field(default=0.005, metadata=searched(0.001, 0.3, whole=False))
     selector: Selector = field(default_factory=RandomSelector)
     full: LocalSGD | None = None
     collective: Collective = field(default_factory=Ring)
@@ -40,8 +41,8 @@ class Sparta(Strategy):
     def traits(self) -> Traits:
         """Part of every update reaches everyone, or with `full` all of it; a dead worker stops everyone."""
         if self.full is not None:
-            return self.full.traits
-        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+            return replace(self.full.traits, approximation="sent later")
+        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"), approximation="sent later")
 
     @property
     def cell(self) -> Cell:

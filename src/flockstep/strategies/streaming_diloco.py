@@ -13,6 +13,7 @@ from flockstep.codecs.identity import Identity
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.expression import searched
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
@@ -49,15 +50,14 @@ class StreamingDiloco(Strategy):
     arrives `overlap` (tau) steps later; then the outer optimiser, which has a state of its own for each fragment, moves
     the fragment's global part theta, and the replica takes `alpha` of its own part and 1 - alpha of theta. Without
     overlap there is nothing of one's own to keep: the part is replaced, and one fragment makes this plain DiLoCo.
-    Fragments are contiguous and of equal size, cut through layers where need be, where the authors take every F-th
-    layers; they saw little difference. What is on its way at the end is still merged. With a lossy `codec` each worker
-    sends its outer gradient, theta less its own part, encoded once, with `feedback`; the authors use 4 bits.
+    Fragments are contiguous and of equal size; the authors take every F-th layer. What is under way at the end is
+    still merged. A lossy `codec` encodes each worker's outer gradient, theta less its own part, with `feedback`.
     """
 
-    period: int = 100
+    period: int = field(default=100, metadata=searched(8, 256))
     fragments: int = 4
     overlap: int = 5
-    alpha: float = 0.5
+    alpha: float = field(default=0.5, metadata=searched(0.1, 1.0, whole=False, log=False))
     outer: Outer = field(default_factory=Nesterov)
     collective: Collective = field(default_factory=Ring)
     codec: Codec = field(default_factory=Identity)

@@ -9,6 +9,7 @@ ResultPolicy = Literal["server", "mean", "rank0", "best", "ensemble"]
 Samples = Literal["own", "others", "sent"]
 Clips = Literal["own", "combined", "none"]
 Memory = Literal["optimizer", "velocity", "own"]
+Approximation = Literal["none", "sent later", "lost"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Traits:
     memory: Memory = "optimizer"
     """What servers remember of past steps: what the worker's optimizer would; a velocity, as that optimizer's
     `momentum`; or the state of an optimizer of their `own`, which a script cannot save or load."""
+    approximation: Approximation = "none"
+    """What becomes of the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
+    there is none; a later step sends that part; the part is lost."""
+    matrices: bool = False
+    """The strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of tensors."""
 
     @property
     def alike(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -22,8 +23,8 @@ class TreeElasticAveraging(Strategy):
     """
 
     branching: int = 4
-    up: int = 10
-    down: int = 10
+    up: int = field(default=10, metadata=searched(1, 64))
+    down: int = field(default=10, metadata=searched(1, 64))
     upper: int = 100
     alpha: float | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 
 
@@ -23,7 +23,7 @@ class BoundedDelay(ClockRule):
     asynchronous.
     """
 
-    tau: int = field(default=4, metadata=SHOWN)
+    tau: int = field(default=4, metadata=SHOWN | searched(0, 16, log=False))
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:

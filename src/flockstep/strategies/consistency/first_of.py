@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -76,7 +76,7 @@ class BackupWorkers(FirstOf):
     still computes gives up. A step takes as long as the N-th fastest. Up to b workers may die.
     """
 
-    b: int = field(default=1, metadata=SHOWN)
+    b: int = field(default=1, metadata=SHOWN | searched(0, WORKERS, log=False))
 
     def __post_init__(self) -> None:
         if self.b < 0:
@@ -108,7 +108,7 @@ class BackupWorkers(FirstOf):
 class KSync(FirstOf):
     """K-sync SGD (Dutta et al. 2018, section 3.1): the first `k` learners of a step; the rest is cancelled."""
 
-    k: int = field(default=1, metadata=SHOWN)
+    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     @property
     def gathers(self) -> int:  # type: ignore[override]

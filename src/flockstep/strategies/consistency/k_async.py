@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -19,7 +19,7 @@ class KAsync(Consistency):
     gradient counts as 1/k of a step, also where fewer than k workers are left.
     """
 
-    k: int = field(default=1, metadata=SHOWN)
+    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def __post_init__(self) -> None:
         if self.k < 1:

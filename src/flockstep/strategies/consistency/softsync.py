@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -21,7 +21,7 @@ class SoftSync(Consistency):
     counts as 1/c of one.
     """
 
-    n: int = field(default=1, metadata=SHOWN)
+    n: int = field(default=1, metadata=SHOWN | searched(1, WORKERS))
 
     def __post_init__(self) -> None:
         if self.n < 1:

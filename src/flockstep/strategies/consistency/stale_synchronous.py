@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 
 
@@ -25,7 +25,7 @@ class StaleSynchronous(ClockRule):
     clock, so the others go on, each with its weight; with s = 0 a step would miss a part, so there they stop.
     """
 
-    s: int = field(default=3, metadata=SHOWN)
+    s: int = field(default=3, metadata=SHOWN | searched(0, 16, log=False))
     weight: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:

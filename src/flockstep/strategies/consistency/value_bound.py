@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flockstep.errors import ConfigurationError
-from flockstep.expression import SHOWN
+from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -22,7 +22,7 @@ class ValueBound(Consistency):
     the t-th version (Dai et al. 2015, theorem 3).
     """
 
-    delta: float = field(default=0.1, metadata=SHOWN)
+    delta: float = field(default=0.1, metadata=SHOWN | searched(0.01, 1.0, whole=False))
     decreasing: bool = False
     bounds_values: ClassVar[bool] = True
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState, require, require_visible
 from flockstep.strategies.outer.base import Outer
 
@@ -22,7 +23,7 @@ class OuterAdam(Outer):
     element moves by about lr whatever the replicas did.
     """
 
-    lr: float = 0.3
+    lr: float = field(default=0.3, metadata=searched(0.01, 1.0, whole=False))
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 0.1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.outer.base import Outer
@@ -18,8 +19,8 @@ class Nesterov(Outer):
     form of Nesterov momentum, as the authors have it. lr 1 and momentum 0 give the mean, up to rounding.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = field(default=0.7, metadata=searched(0.1, 1.5, whole=False))
+    momentum: float = field(default=0.9, metadata=searched(0.0, 0.95, whole=False, log=False))
 
     def __post_init__(self) -> None:
         self.optimizer()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
 from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.periods.base import Period
 
@@ -43,7 +44,7 @@ class Adaptive(Period):
     """
 
     needs_job: ClassVar[bool] = True
-    first: int = 16
+    first: int = field(default=16, metadata=searched(2, 128))
     block: int = 100
     decay: float = 0.5
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.periods.base import Period
 
@@ -14,7 +15,7 @@ from flockstep.strategies.periods.base import Period
 class Fixed(Period):
     """Always the same number of steps (Stich 2019)."""
 
-    period: int = 10
+    period: int = field(default=10, metadata=searched(1, 128))
 
     def __post_init__(self) -> None:
         if self.period < 1:

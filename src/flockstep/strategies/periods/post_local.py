@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
+from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.periods.base import Period
 
@@ -27,7 +28,7 @@ class PostLocal(Period):
     """
 
     start_at: float | None = None
-    period: int = 16
+    period: int = field(default=16, metadata=searched(1, 128))
 
     def __post_init__(self) -> None:
         if self.start_at is not None and not self.start_at >= 0:

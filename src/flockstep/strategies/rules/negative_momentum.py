@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from flockstep.expression import searched
 from flockstep.optimizers.base import require
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.rules.heavy_ball import HeavyBall
@@ -16,7 +17,7 @@ class NegativeMomentum(HeavyBall):
     v ← momentum v + g, w ← w - lr v with momentum in (-1, 0], in place of the momentum of the job's sgd.
     """
 
-    momentum: float = -0.25
+    momentum: float = field(default=-0.25, metadata=searched(-0.9, 0.0, whole=False, log=False))
 
     def __post_init__(self) -> None:
         needs = "in (-1, 0]"
