@@ -106,7 +106,7 @@ def identity(address: int) -> wire.Identity:
     return wire.Identity("run", address, "0123456789abcdef", 40)
 
 
-GOOD = wire.encode(Message(1, "push", np.arange(10, dtype=np.float32), {"lr": 0.1}), 2, identity(1))
+GOOD = wire.encode(Message(1, "push", np.arange(10, dtype=np.float32), {"lr": 0.1}, number=1), identity(1))
 
 
 @given(st.binary(max_size=200), st.none() | st.binary(max_size=200))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import zmq
 
-from flockstep.transports.zeromq import LAUNCHER, routing_id
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.zeromq import routing_id
 from support.processes import PATIENCE, Ended, RealRun, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")

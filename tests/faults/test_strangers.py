@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from flockstep.transports.zeromq import LAUNCHER, routing_id
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.zeromq import routing_id
 from support.processes import PATIENCE, RealRun, content, open_files, wait_until
 
 STEPS = 2500

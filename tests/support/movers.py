@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq
-
 from flockstep.drivers.mover import Mover
 from flockstep.messages import Message
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.links import Control, Wire
 from flockstep.transports.wire import Identity
-from flockstep.transports.zeromq import LAUNCHER, Endpoint, Tcp, routing_id
+from flockstep.transports.zeromq import Tcp
 
 T = TypeVar("T")
 PATIENCE = 30.0
@@ -22,31 +22,30 @@ PATIENCE = 30.0
 class Sockets:
     """What a mover needs of its membership."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rank: int, most: int):
-        self.endpoint = Endpoint(context, Identity("run", rank, "schema", most), Tcp().listen(Path(), ""), 5.0)
+    def __init__(self, rank: int, most: int):
+        self.bus = Tcp().bus(Identity("run", rank, "schema", most), Path(), "", 5.0)
 
-    def receive(self, seconds: float) -> Message | None:
-        return self.endpoint.receive(seconds)
+    def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
+        return self.bus.poll(seconds, also)
 
     def close(self, linger: float) -> None:
-        self.endpoint.close(min(linger, 0.2))  # the lost ones never read what is still for them
+        self.bus.close(min(linger, 0.2))  # the lost ones never read what is still for them
 
 
 class Group:
     """The movers of all ranks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], workers: int, most: int):
-        self.context = context
-        self.sockets = [Sockets(context, rank, most) for rank in range(workers)]
-        where = {rank: one.endpoint.address for rank, one in enumerate(self.sockets)}
+    def __init__(self, workers: int, most: int):
+        self.control = Control(Tcp().listen(Path(), ""), 5.0)
+        self.links: dict[int, Wire] = {}
+        self.sockets = [Sockets(rank, most) for rank in range(workers)]
+        where = {rank: one.bus.address for rank, one in enumerate(self.sockets)}
         for rank, one in enumerate(self.sockets):
-            one.endpoint.expect({peer: at for peer, at in where.items() if peer != rank})
+            one.bus.connect({peer: at for peer, at in where.items() if peer != rank})
         for rank, one in enumerate(self.sockets):
-            for lower in range(rank):
-                one.endpoint.send(lower, Message(rank, "hello"))
-                assert self.sockets[lower].receive(PATIENCE)
-                self.sockets[lower].endpoint.send(rank, Message(lower, "hello"))
-                assert one.receive(PATIENCE)
+            while not all(one.bus.reachable(peer) for peer in where if peer != rank):
+                for other in self.sockets:
+                    assert other.receive(0.001) is None
         self.movers = [Mover(rank, workers, one, None, None, most) for rank, one in enumerate(self.sockets)]
         self._pool = ThreadPoolExecutor(4 * workers)
 
@@ -61,14 +60,10 @@ class Group:
 
     def say(self, to: int, tag: str, **note: Any) -> None:
         """What a supervisor would say to a mover."""
-        from flockstep.transports.wire import encode
-
-        link = self.context.socket(zmq.DEALER)
-        link.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
-        link.connect(self.sockets[to].endpoint.address)
-        header = encode(Message(LAUNCHER, tag, note=note), to, Identity("run", LAUNCHER, "schema", 1 << 20))
-        link.send_multipart([header])
-        link.close(2000)
+        if to not in self.links:
+            me = Identity("run", LAUNCHER, "schema", 1 << 20)
+            self.links[to] = self.control.link(to, self.sockets[to].bus.address, me)
+        self.links[to].send(tag, note)
 
     def lose(self, rank: int, reason: str) -> None:
         """All others hear that a rank is dead."""
@@ -81,15 +76,16 @@ class Group:
         for future in self.start(lambda mover: mover.close(0.1)):
             future.exception(PATIENCE)
         self._pool.shutdown()
+        for link in self.links.values():
+            link.close()
+        self.control.close()
 
 
 @contextmanager
 def movers(workers: int, most: int = 1 << 24) -> Iterator[Group]:
     """Movers of ranks 0..workers-1."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    group = Group(context, workers, most)
+    group = Group(workers, most)
     try:
         yield group
     finally:
         group.close()
-        context.destroy(linger=0)

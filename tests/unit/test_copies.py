@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.transports.copies import KEPT, Copies
-from flockstep.transports.zeromq import ZERO_COPY
+from flockstep.transports.copies import KEPT, ZERO_COPY, Copies
 
 SIZE = ZERO_COPY // 8
 

@@ -143,6 +143,20 @@ def test_reading_expressions_loads_nothing_heavy():
     assert loaded(statement, HEAVY) == []
 
 
+def roots_of_imports(source: str) -> set[str]:
+    """First names of all that is imported, wherever in the file."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_only_transports_import_zmq():
+    assert roots_of_imports("def f():\n    from zmq.utils import monitor\n    import zmq, os") == {"zmq", "os"}
+    importers = {path.parent.name for path in FILES if "zmq" in roots_of_imports(path.read_text())}
+    assert importers <= {"transports"}
+
+
 def test_a_loaded_module_is_found():
     assert loaded("import flockstep, json.tool", ("json.tool", "zmq")) == ["json.tool"]
 

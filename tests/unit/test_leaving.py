@@ -13,7 +13,7 @@ from flockstep.drivers.real import Runner, Seat
 from flockstep.errors import PeerLost
 from flockstep.messages import Message, server
 from flockstep.nodes import Cluster, Worker
-from flockstep.transports.zeromq import LAUNCHER
+from flockstep.transports.bus import LAUNCHER
 
 
 def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:

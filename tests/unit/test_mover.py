@@ -300,7 +300,7 @@ def test_who_has_left_is_missed_but_serves_until_all_have() -> None:
 
 def test_a_peer_that_is_not_connected_for_a_moment_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with movers(2) as group:
-        endpoint, tries = group.sockets[0].endpoint, []
+        endpoint, tries = group.sockets[0].bus, []
         send = endpoint.send
 
         def unreachable(to: int, message: Message) -> int:
@@ -318,7 +318,7 @@ def test_a_peer_that_is_not_connected_for_a_moment_misses_nothing(monkeypatch: p
 
 def test_what_waits_for_a_rank_that_dies_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with movers(3) as group:
-        endpoint = group.sockets[0].endpoint
+        endpoint = group.sockets[0].bus
         send = endpoint.send
 
         def unreachable(to: int, message: Message) -> int:

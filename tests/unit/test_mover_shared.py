@@ -325,7 +325,7 @@ def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
     def totals(mover):
         mover.barrier()
         account = mover._pump.account
-        found = account.sent_bytes, account.received_bytes
+        found = account.traffic.sent_bytes, account.traffic.received_bytes
         mover.barrier()
         return found
 

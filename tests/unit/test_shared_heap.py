@@ -122,24 +122,25 @@ def test_through_the_wire_only_the_header_travels(heaps):
     me, you = identity(0, heaps[0]), identity(1, heaps[1])
     copy = heaps[0].copy(np.arange(1000.0))
     place = heaps[0].place(copy)
-    header = encode(Message(0, "push", copy), 1, me, place, heaps[0].sent(place, 1))
+    header = encode(Message(0, "push", copy, number=1), me, place, heaps[0].sent(place, 1))
     assert np.array_equal(decode(header, None, 0, you).payload, np.arange(1000.0))
 
 
 def test_a_slot_is_refused_where_no_memory_is_shared(heaps):
-    header = encode(Message(0, "push", np.arange(1000.0)), 1, identity(0, heaps[0]), 0, 4096)
+    header = encode(Message(0, "push", np.arange(1000.0), number=1), identity(0, heaps[0]), 0, 4096)
     with pytest.raises(ProtocolError, match="shares no memory"):
         decode(header, None, 0, identity(1, None))
 
 
 def test_a_slot_larger_than_the_model_is_refused(heaps):
-    header = encode(Message(0, "push", np.arange(1001.0)), 1, identity(0, heaps[0]), 0, 4096)
+    header = encode(Message(0, "push", np.arange(1001.0), number=1), identity(0, heaps[0]), 0, 4096)
     with pytest.raises(ProtocolError, match="announced 8008 bytes"):
         decode(header, None, 0, identity(1, heaps[1]))
 
 
 def test_copies_go_to_the_heap_when_they_are_large(heaps):
-    copies = Copies(heaps[0])
+    copies = Copies()
+    copies.heap = heaps[0]
     large, small = copies.frozen(np.zeros(1 << 16)), copies.frozen(np.zeros(8))
     assert heaps[0].place(large) is not None
     assert heaps[0].place(small) is None

@@ -15,10 +15,11 @@ import flockstep.transports.zeromq as zeromq
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Message
 from flockstep.transports.base import Transport
+from flockstep.transports.bus import Backlog, Bus
 from flockstep.transports.wire import Identity
-from flockstep.transports.zeromq import Backlog, Endpoint, Tcp, routing_id
+from flockstep.transports.zeromq import Endpoint, Tcp, routing_id
 
-Make = Callable[[int], Endpoint]
+Make = Callable[[int], Bus]
 Stranger = Callable[..., zmq.Socket[bytes]]
 TRANSPORT = Tcp()
 
@@ -31,12 +32,12 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 @pytest.fixture
-def make(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Make]:
-    made: list[Endpoint] = []
+def make() -> Iterator[Make]:
+    made: list[Bus] = []
 
-    def endpoint(address: int, run: str = "run") -> Endpoint:
+    def endpoint(address: int, run: str = "run") -> Bus:
         me = Identity(run, address, "schema", 1 << 20)
-        made.append(Endpoint(context, me, TRANSPORT.listen(Path(), "here"), heartbeat=5.0))
+        made.append(TRANSPORT.bus(me, Path(), "here", 5.0))
         return made[-1]
 
     yield endpoint
@@ -61,36 +62,35 @@ def stranger(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Stranger]:
         peer.close(0)
 
 
-def introduced(make: Make) -> tuple[Endpoint, Endpoint]:
+def introduced(make: Make) -> tuple[Bus, Bus]:
     """Two endpoints that have heard each other."""
     first, second = make(0), make(1)
-    first.expect({1: second.address})
-    second.expect({0: first.address})
-    second.send(0, Message(1, "hello"))
-    assert first.receive(10) is not None
-    first.send(1, Message(0, "hello"))
-    assert second.receive(10) is not None
+    first.connect({1: second.address})
+    second.connect({0: first.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
     return first, second
 
 
 def test_messages_go_both_ways_in_order(make: Make) -> None:
     first, second = introduced(make)
     arrays = [np.arange(n, dtype=np.float32) for n in range(5)]
+    for number, array in enumerate(arrays, 1):
+        second.send(0, Message(1, "push", array, number=number))
     for array in arrays:
-        second.send(0, Message(1, "push", array))
-    for array in arrays:
-        got = first.receive(10)
+        got = first.poll(10)
         assert got is not None
         assert got.payload.tolist() == array.tolist()
-    assert first.receive(0) is None
+    assert first.poll(0) is None
 
 
 def test_the_array_may_change_once_it_was_sent(make: Make) -> None:
     first, second = introduced(make)
     array = np.zeros(100_000, np.float32)
-    second.send(0, Message(1, "push", array))
+    second.send(0, Message(1, "push", array, number=1))
     array[:] = 7
-    got = first.receive(10)
+    got = first.poll(10)
     assert got is not None
     assert not got.payload.any()
 
@@ -104,11 +104,11 @@ def test_an_unknown_peer_cannot_be_reached(make: Make) -> None:
 def test_a_peer_that_left_cannot_be_reached(make: Make) -> None:
     first, second = introduced(make)
     second.close(0)
-    first.receive(0.2)
+    first.poll(0.2)
     with pytest.raises(PeerLost, match="worker 1 is not reachable from worker 0"):  # noqa: PT012
         while True:  # until the end of the connection has been noticed
-            first.send(1, Message(0, "push"))
-            first.receive(0.01)
+            first.send(1, Message(0, "push", number=1))
+            first.poll(0.01)
 
 
 def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +128,10 @@ def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(make: Make, monkey
                 with contextlib.suppress(Backlog):
                     second.send(0, Message(1, "push", large, number=sent + 1))
                     sent += 1
-            got = first.receive(0.01)
+            got = first.poll(0.01)
         assert got.number == number
     assert sent == 50
-    assert first.receive(0) is None
+    assert first.poll(0) is None
 
 
 @pytest.mark.parametrize("name", [None, b"n", b"nobody", routing_id(7), b"n" + b"\xff" * 4])
@@ -141,9 +141,9 @@ def test_strangers_are_counted_and_not_heard(name: bytes | None, make: Make, str
     for frames in ([b""], [b"GET / HTTP/1.1"], [b"\x9e", b"x" * 100], [b""] * 9):
         peer.send_multipart(frames)
     while first.rejected < 4:
-        assert first.receive(0.1) is None
-    second.send(0, Message(1, "push"))
-    got = first.receive(10)
+        assert first.poll(0.1) is None
+    second.send(0, Message(1, "push", number=1))
+    got = first.poll(10)
     assert got is not None
     assert got.tag == "push"
 
@@ -152,9 +152,9 @@ def test_a_stranger_cannot_take_the_name_of_a_peer_that_is_connected(make: Make,
     first, second = introduced(make)
     thief = stranger(first.address, routing_id(1))
     thief.send_multipart([b"garbage", b"garbage"])
-    assert first.receive(0.3) is None
-    second.send(0, Message(1, "push"))
-    got = first.receive(10)
+    assert first.poll(0.3) is None
+    second.send(0, Message(1, "push", number=1))
+    got = first.poll(10)
     assert got is not None
     assert got.tag == "push"
 
@@ -163,24 +163,24 @@ def test_who_borrows_a_name_before_peers_are_known_is_not_heard(make: Make, stra
     first = make(0)
     stranger(first.address, routing_id(7)).send_multipart([b"garbage"])
     while first.rejected < 1:
-        assert first.receive(0.1) is None
+        assert first.poll(0.1) is None
 
 
 def test_more_than_one_payload_is_refused(make: Make, stranger: Stranger) -> None:
     first = make(0)
-    first.expect({1: "tcp://127.0.0.1:9"})
+    first.connect({1: "tcp://127.0.0.1:9"})
     stranger(first.address, routing_id(1)).send_multipart([b"header", b"one", b"two"])
     with pytest.raises(ProtocolError, match="worker 1 sent more than one payload with a header"):
-        first.receive(10)
+        first.poll(10)
 
 
 def test_a_message_larger_than_the_model_is_not_even_taken_in(make: Make, stranger: Stranger) -> None:
     first, second = introduced(make)
     stranger(first.address).send_multipart([b"x" * (1 << 21)])
-    assert first.receive(0.3) is None
+    assert first.poll(0.3) is None
     assert first.rejected == 0
-    second.send(0, Message(1, "push"))
-    assert first.receive(10) is not None
+    second.send(0, Message(1, "push", number=1))
+    assert first.poll(10) is not None
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def test_raw_bytes_do_not_disturb(bytes_sent: bytes, make: Make) -> None:
         with contextlib.suppress(OSError):  # it may have been hung up on already
             raw.sendall(bytes_sent)
             raw.shutdown(socket.SHUT_WR)
-        assert first.receive(0.2) is None
-        second.send(0, Message(1, "push"))
-        assert first.receive(10) is not None
+        assert first.poll(0.2) is None
+        second.send(0, Message(1, "push", number=1))
+        assert first.poll(10) is not None
     assert first.rejected == 0
 
 
@@ -221,19 +221,19 @@ def test_a_host_must_be_an_address(host: str) -> None:
         Tcp(host)
 
 
-def test_a_host_of_another_machine_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_host_of_another_machine_is_refused() -> None:
     me = Identity("run", 0, "schema", 40)
     address = Transport.parse("tcp(host='192.0.2.1')").listen(Path(), "here")  # of a network kept for documentation
     with pytest.raises(ConfigurationError, match=r"cannot listen on tcp://192\.0\.2\.1:\*: .*; use an address of this"):
-        Endpoint(context, me, address, 5.0)
+        Endpoint(me, address, 5.0)
 
 
-def test_an_address_in_use_is_refused(make: Make, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_an_address_in_use_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="Address already in use; use an address of this machine"):
-        Endpoint(context, Identity("run", 1, "schema", 40), make(0).address, 5.0)
+        Endpoint(Identity("run", 1, "schema", 40), make(0).address, 5.0)
 
 
-def test_a_path_too_long_for_a_socket_is_refused(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     address = Transport.parse("ipc").listen(tmp_path / ("x" * 120), "worker-0")
     with pytest.raises(ConfigurationError, match="; set TMPDIR to a folder with a short path, or use --transport tcp"):
-        Endpoint(context, Identity("run", 1, "schema", 40), address, 5.0)
+        Endpoint(Identity("run", 1, "schema", 40), address, 5.0)

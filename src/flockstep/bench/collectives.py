@@ -63,7 +63,7 @@ class _Messages(Summing):
     def __init__(self, collective: Collective, place: Place):
         self.workers, self._collective = place.workers, collective
         self._post = Post(Ipc(), "".join(filter(str.isalnum, to_text(collective))), place)
-        self.told = self._post.endpoint.address
+        self.told = self._post.bus.address
 
     def connect(self, told: Sequence[str]) -> None:
         self._post.connect(told)

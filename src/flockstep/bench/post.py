@@ -6,7 +6,6 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
-import zmq
 
 from flockstep.bench.ways import Place
 from flockstep.errors import FlockstepError
@@ -14,11 +13,10 @@ from flockstep.messages import Address, Array, Message, Wanted
 from flockstep.nodes import Cluster, Worker
 from flockstep.programs import Effect
 from flockstep.transports.base import Transport
-from flockstep.transports.copies import Copies
+from flockstep.transports.bus import Backlog
 from flockstep.transports.shared_heap import SharedHeap
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import Identity
-from flockstep.transports.zeromq import Backlog, Endpoint
 
 HEARTBEAT = 60.0
 
@@ -27,24 +25,21 @@ class Post:
     """One node on a transport; `node` is what programs are written for."""
 
     def __init__(self, transport: Transport, name: str, place: Place, heap_start: int | None = None):
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         me = Identity("bench", place.rank, "0" * 16, place.largest)
-        self.endpoint = Endpoint(self._context, me, transport.listen(place.folder, f"{name}-{place.rank}"), HEARTBEAT)
+        self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}", HEARTBEAT)
         random = np.random.default_rng(place.rank)
         self.node = Worker(place.rank, Cluster(place.workers), np.zeros(0), self, random, _Unused(), None)
         if heap_start is not None:
             memory = SharedMemory.attach(place.segment)
-            me.heap = SharedHeap(memory, place.rank, place.workers, 0, heap_start, 16 * place.largest)
-        self.node.freeze = Copies(me.heap, self.node.lost).frozen
+            self.bus.share(SharedHeap(memory, place.rank, place.workers, 0, heap_start, 16 * place.largest))
+        self.node.freeze = self.bus.lend
 
     def connect(self, told: Sequence[str]) -> None:
         """Connect to all others, and have heard of each."""
-        me = self.node.rank
-        self.endpoint.expect({rank: address for rank, address in enumerate(told) if rank != me})
-        for rank in range(me):
-            self.endpoint.send(rank, Message(me, "hello"))
-        for _ in range(me + 1, len(told)):
-            self.endpoint.receive(None)
+        others = {rank: address for rank, address in enumerate(told) if rank != self.node.rank}
+        self.bus.connect(others)
+        while not all(map(self.bus.reachable, others)):
+            self._take(self.bus.poll(0.1))
 
     def run(self, program: Coroutine[Effect, Any, Any]) -> Any:
         """Run a program to its end; what it returns."""
@@ -58,26 +53,22 @@ class Post:
                 raise FlockstepError(f"a program of a measurement may wait for messages only, got {wanted}")
             message = self.node.mailbox.take(wanted)
             while message is None:
-                arrived = self.endpoint.receive(None)
-                assert arrived is not None
-                self.node.deliver(arrived)
+                self._take(self.bus.poll(None))
                 message = self.node.mailbox.take(wanted)
 
     def send(self, to: Address, message: Message) -> None:
         """Send; wait where too much waits already."""
         while True:
             try:
-                self.endpoint.send(to, message)
+                self.bus.send(to, message)
             except Backlog:
-                arrived = self.endpoint.receive(0.01)
-                if arrived is not None:
-                    self.node.deliver(arrived)
+                self._take(self.bus.poll(0.01))
             else:
                 return
 
     def collect(self) -> None:
         """Take in what has arrived."""
-        while (arrived := self.endpoint.receive(0)) is not None:
+        while (arrived := self.bus.poll(0)) is not None:
             self.node.deliver(arrived)
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
@@ -88,8 +79,11 @@ class Post:
 
     def close(self) -> None:
         """Close the socket."""
-        self.endpoint.close(0)
-        self._context.term()
+        self.bus.close(0)
+
+    def _take(self, message: Message | None) -> None:
+        if message is not None:
+            self.node.deliver(message)
 
 
 class _Unused:

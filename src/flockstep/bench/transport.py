@@ -52,7 +52,7 @@ class _ByTransport(_Pushing):
         super().__init__(place)
         shares = transport.share(1, 0, 1) is not None
         self._post = Post(transport, "t", place, heap_start(place.workers, place.largest) if shares else None)
-        self.told = self._post.endpoint.address
+        self.told = self._post.bus.address
 
     def connect(self, told: Sequence[str]) -> None:
         self._post.connect(told)

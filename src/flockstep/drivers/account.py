@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Address, Message
+from flockstep.messages import Address
 from flockstep.records.events import Event, Figure, Node, Span, Step, Update
+from flockstep.transports.bus import Traffic
 
 Emit = Callable[[Event], None]
 SPAN_STEPS = 8
@@ -23,40 +24,19 @@ SPANS = 100
 class Account:
     """The books of one node: running totals, and what they were at the last step. Times in seconds."""
 
-    def __init__(self, address: Address, emit: Emit):
+    def __init__(self, address: Address, emit: Emit, traffic: Traffic | None = None):
+        """`traffic` is the bus's own."""
         self.address = address
         self.emit = emit
+        self.traffic = traffic or Traffic()
         self.steps = 0
         self.waited = 0.0
         """Seconds of the time since the last entry that this node slept for others, in memory that they share."""
         self.seconds = {"compute": 0.0, "wait": 0.0, "comm": 0.0}
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.messages_sent = 0
-        self.messages_received = 0
-        self.header_bytes = 0
         self.estimated_bytes = 0
-        """Those of `sent_bytes` that are known by a formula only, since others moved them."""
+        """Those of `traffic.sent_bytes` that are known by a formula only, since others moved them."""
         self._spans = 0
         self._at_last_step = self._totals()
-
-    def sent(self, message: Message, header_bytes: int) -> None:
-        """Count a message handed to the transport."""
-        self.sent_bytes += message.payload_bytes
-        self.messages_sent += 1
-        self.header_bytes += header_bytes
-
-    def received(self, message: Message) -> None:
-        """Count a message that arrived."""
-        self.received_bytes += message.payload_bytes
-        self.messages_received += 1
-
-    def moved(self, sent: int, received: int, messages: int) -> None:
-        """Count bytes of payload that went another way than by messages, as so many messages each way."""
-        self.sent_bytes += sent
-        self.received_bytes += received
-        self.messages_sent += messages
-        self.messages_received += messages
 
     def spent(self, kind: str, start: float, end: float) -> None:
         """Count time spent on compute, wait or comm."""
@@ -103,18 +83,18 @@ class Account:
         totals = self._totals()
         if self.estimated_bytes:
             self.figure(t, "bytes_by_formula", self.estimated_bytes)
-        self.emit(Node(self.address, t, self.steps, *totals, self.header_bytes, fingerprint(params)))
+        self.emit(Node(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:
-        seconds = self.seconds
+        seconds, traffic = self.seconds, self.traffic
         return (
             seconds["compute"],
             seconds["wait"],
             seconds["comm"],
-            self.sent_bytes,
-            self.received_bytes,
-            self.messages_sent,
-            self.messages_received,
+            traffic.sent_bytes,
+            traffic.received_bytes,
+            traffic.messages_sent,
+            traffic.messages_received,
         )
 
 

@@ -32,7 +32,6 @@ from flockstep.programs import Effect, Stepper, Watch
 from flockstep.records.events import Diverged
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep.transports.copies import Copies
 
 T = TypeVar("T")
 
@@ -335,7 +334,7 @@ class Loop:
         if self._member is None or not isinstance(self._seat, Seat):
             return gradients
         worker.rendezvous = self._seat.meeting()
-        worker.freeze = Copies(self._member.endpoint.me.heap, worker.lost).frozen
+        worker.freeze = self._member.bus.lend
         group = group_of(self._member, worker.cluster)
         if group is None:
             return gradients

@@ -29,27 +29,21 @@ from pathlib import Path
 from threading import Thread
 
 import msgspec
-import zmq
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
 from flockstep.messages import Address, Message, Note, node_name
 from flockstep.nodes import Cluster
+from flockstep.transports import links
 from flockstep.transports.base import Transport
+from flockstep.transports.bus import LAUNCHER, Backlog
 from flockstep.transports.shared_group import heap_room_for, needed, room_for, segment_bytes, warm_up
 from flockstep.transports.shared_heap import SharedHeap
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL, Identity
-from flockstep.transports.zeromq import LAUNCHER, Backlog, Endpoint, harden
 
-CONTROL_BYTES = 1 << 20
-"""The largest message that the control socket takes."""
 LONGEST = 4000
 """Characters of a reason or a traceback that travel in a message's header."""
-GREETING = "flockstep.hello"
-KNOCKING = 20_000
-"""Milliseconds in which a knock must be heard: the first packets over a new link may be lost, and are sent again late.
-"""
 PAUSE = 0.05
 """Seconds before something is sent again to a process that takes nothing at the moment."""
 PATIENCE = 1.0
@@ -112,18 +106,15 @@ class Member:
         self.ticket = ticket
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         me = Identity(ticket.run, ticket.address, schema.hash, self.largest)
-        listen = Transport.parse(ticket.transport).listen(
-            Path(ticket.directory), node_name(ticket.address).replace(" ", "-")
+        self.bus = Transport.parse(ticket.transport).bus(
+            me, Path(ticket.directory), node_name(ticket.address).replace(" ", "-"), ticket.heartbeat
         )
-        self.endpoint = Endpoint(self._context, me, listen, ticket.heartbeat)
         self.closed = False
         self.memory: SharedMemory | None = None
         """The segment that all nodes of this run share, if they do."""
-        self._heard: set[Address] = set()
         self._linked = False
-        self._met = False
+        self._told = 0
         self._early: deque[Message] = deque()
 
     def join(
@@ -163,7 +154,7 @@ class Member:
         self.memory = SharedMemory.attach(segment, segment_bytes(cluster.workers, cluster.servers, nbytes))
         start, room = needed(cluster.workers, room_for(nbytes)), heap_room_for(nbytes)
         nodes = cluster.workers, cluster.servers
-        self.endpoint.me.heap = SharedHeap(self.memory, self.ticket.address, *nodes, start, room)
+        self.bus.share(SharedHeap(self.memory, self.ticket.address, *nodes, start, room))
         if cluster.workers > 1 and self.ticket.address >= 0:
             warm_up()
 
@@ -173,13 +164,14 @@ class Member:
         Raises:
             Interrupted: it is not there any more.
         """
-        message = Message(self.ticket.address, tag, array, note or {})
+        self._told += 1
+        message = Message(self.ticket.address, tag, array, note or {}, number=self._told)
         while True:
             try:
-                self.endpoint.send(LAUNCHER, message)
+                self.bus.send(LAUNCHER, message)
                 return
             except Backlog:
-                early = self.endpoint.receive(PAUSE)
+                early = self.bus.poll(PAUSE)
                 if early is not None:
                     self._early.append(early)
             except PeerLost:
@@ -193,9 +185,9 @@ class Member:
         with contextlib.suppress(Interrupted):
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
-    def receive(self, seconds: float) -> Message | None:
-        """The next message, from anyone; None if there is none within that time."""
-        return self._early.popleft() if self._early else self.endpoint.receive(seconds)
+    def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
+        """The next message, from anyone; None if there is none within that time, or `also` can be read."""
+        return self._early.popleft() if self._early else self.bus.poll(seconds, also)
 
     def next(self) -> Message:
         """The next message, from anyone; waits. Without a supervisor this process does not live on (`die_with`)."""
@@ -222,8 +214,7 @@ class Member:
     def close(self, linger: float) -> None:
         """Leave; what was sent is still delivered within `linger` seconds. 0 once the supervisor has said the end."""
         self.closed = True
-        self.endpoint.close(linger)
-        self._context.term()
+        self.bus.close(linger)
 
     def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
         hello = Hello(
@@ -231,7 +222,7 @@ class Member:
             self.ticket.run,
             self.ticket.address,
             os.getpid(),
-            self.endpoint.address,
+            self.bus.address,
             strategy,
             optimizer,
             self.schema,
@@ -242,18 +233,10 @@ class Member:
     def _meet(self, peers: dict[int, str]) -> None:
         me = self.ticket.address
         others = {address: endpoint for address, endpoint in peers.items() if address != me}
-        self.endpoint.expect(others)
-        self._met = True
-        for address in others:
-            if address < me:
-                self._say(address, GREETING)
-        for address in self._heard:
-            self._greet(address)
-        while not self._heard >= set(others):
-            self._checked(self.next())
-
-    def _say(self, to: Address, tag: str) -> None:
-        self.endpoint.send(to, Message(self.ticket.address, tag))
+        self.bus.connect(others)
+        while not all(map(self.bus.reachable, others)):
+            if (message := self.bus.poll(PATIENCE)) is not None:
+                self._early.append(self._checked(message))
 
     def _expect(self, tag: str) -> Message:
         early: list[Message] = []
@@ -262,7 +245,7 @@ class Member:
             if message.source == LAUNCHER and message.tag == tag:
                 self._early.extend(early)
                 return message
-            if message.source != LAUNCHER and message.tag != GREETING:
+            if message.source != LAUNCHER:
                 early.append(message)  # a peer that was told to go before this node was
 
     def _checked(self, message: Message) -> Message:
@@ -272,28 +255,12 @@ class Member:
             raise PeerLost(str(message.note["reason"]))
         if message.source == LAUNCHER and message.tag == "left":
             raise PeerLost(f"{node_name(int(message.note['address']))} left the run without calling flockstep.join")
-        if message.tag == GREETING:
-            self._heard.add(message.source)
-            if self._met:
-                self._greet(message.source)
         return message
-
-    def _greet(self, address: Address) -> None:
-        """Answer a peer that connected to this node; the others were greeted first."""
-        if address > self.ticket.address:
-            self._say(address, GREETING)
 
 
 def knock(ticket: Ticket, words: Hello | Failure) -> None:
     """Say something on the supervisor's control socket; it never answers there."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    control = context.socket(zmq.DEALER)
-    harden(control, CONTROL_BYTES, ticket.heartbeat)
-    control.setsockopt(zmq.LINGER, KNOCKING)
-    control.connect(ticket.control)
-    control.send(msgspec.msgpack.encode(words))
-    control.close()
-    context.term()
+    links.knock(ticket.control, msgspec.msgpack.encode(words), ticket.heartbeat)
 
 
 def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:

@@ -341,8 +341,8 @@ class Mover(Collectives):
             self._beside.close(LOST_LINGER if self._pump.party.lost else seconds)
             account = self._pump.account
             if self._place is not None:
-                self._place.figure("mover_sent", account.sent_bytes)
-                self._place.figure("mover_messages", account.messages_sent)
+                self._place.figure("mover_sent", account.traffic.sent_bytes)
+                self._place.figure("mover_messages", account.traffic.messages_sent)
 
     def _at_exit(self) -> None:
         """A script that does not close still leaves properly, unless it is failing."""

@@ -136,7 +136,7 @@ class Calls:
 
     def book(self, sent: int, received: int, messages: int) -> None:
         """Put on the record what took the place of so many bytes in so many messages each way."""
-        self._pump.ask(lambda: self._pump.account.moved(sent, received, messages))
+        self._pump.ask(lambda: self._pump.account.traffic.moved(sent, received, messages))
 
     def forget(self, window: Window) -> None:
         """A window's name is free again."""

@@ -89,7 +89,7 @@ def sockets_beside(member: Member, max_bytes: int) -> Member:
     _private(Path(ticket.directory))
     beside = Member(ticket, NOTHING, max_bytes)
     try:
-        member.tell(MOVER, None, {"endpoint": beside.endpoint.address, "largest": max_bytes})
+        member.tell(MOVER, None, {"endpoint": beside.bus.address, "largest": max_bytes})
         beside.meet_all(MOVER)
         member.tell(MOVER, None, {"met": 1})
         beside.wait_for("go")
@@ -135,7 +135,7 @@ class ScriptPlace:
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address)) as events:
             account.emit = events.write
             account.close(now, np.empty(0, np.float32))
-        note: Note = {"tick": FINAL, "t": now, "step": 0, "sent": account.sent_bytes}
+        note: Note = {"tick": FINAL, "t": now, "step": 0, "sent": account.traffic.sent_bytes}
         self.member.tell("done", np.zeros(1, np.float32), note)
         try:
             self.member.wait_for_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
 from collections import deque
@@ -11,15 +12,13 @@ from concurrent.futures import Future
 from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
-import zmq
-
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, stopped
 from flockstep.drivers.mover_node import Party
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
 from flockstep.messages import BYE, Address, Message
 from flockstep.programs import Effect, Task
-from flockstep.transports.zeromq import LAUNCHER, Backlog
+from flockstep.transports.bus import LAUNCHER, Backlog
 
 T = TypeVar("T")
 AHEAD = 1 << 26
@@ -30,8 +29,8 @@ ARRIVED = "arrived"
 """Tag of what it tells."""
 AT_ONCE = 64
 """Messages that are taken in before it is looked at what threads have asked for."""
-RETRY = 5
-"""Milliseconds after which a peer that took nothing is tried again."""
+RETRY = 0.005
+"""Seconds after which a peer that took nothing is tried again."""
 
 
 class Flow:
@@ -81,12 +80,11 @@ class Pump:
 
     def __init__(self, rank: int, workers: int, member: Member | None, hear: Callable[[Message], bool]):
         self.party = Party(rank, workers, self, self._hears)
-        self.account = Account(rank, lambda event: None)
+        self.account = Account(rank, lambda event: None, None if member is None else member.bus.traffic)
         self.flow = Flow()
         self.failure: FlockstepError | None = None
         self._hear = hear
         self._member = member
-        self._endpoint = None if member is None else member.endpoint
         self._asked: deque[Callable[[], None]] = deque()
         self._open: dict[Future[Any], Task] = {}
         self._waiting: dict[Address, deque[Message]] = {}
@@ -159,17 +157,15 @@ class Pump:
 
     def send(self, to: Address, message: Message) -> None:
         """Send to a peer; what goes to one that is gone goes nowhere. Other ways for large arrays would begin here."""
-        if to in self.party.departed or self._endpoint is None or self.failure is not None:
+        if to in self.party.departed or self._member is None or self.failure is not None:
             return
         if to in self._waiting:
             self._waiting[to].append(message)
             return
         try:
-            header_bytes = self._endpoint.send(to, message)
+            self._member.bus.send(to, message)
         except (Backlog, PeerLost):  # slow, or not connected at the moment: whether it is lost is for the supervisor
             self._waiting[to] = deque([message])
-        else:
-            self.account.sent(message, header_bytes)
 
     def collect(self) -> None:
         """The thread does it all the time."""
@@ -186,7 +182,7 @@ class Pump:
 
         def last() -> None:
             for rank in self.party.others:
-                self.send(rank, Message(self.party.rank, BYE))
+                self.party.send(rank, BYE)
             self._end(error)
 
         self.ask(last)
@@ -196,17 +192,13 @@ class Pump:
             self._ear.close()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._ear.fileno(), zmq.POLLIN)
-        if self._endpoint is not None:
-            poller.register(self._endpoint.socket, zmq.POLLIN)
         try:
             while self.failure is None:
                 self._listen()
                 self._do()
                 self._retry()
                 if self.failure is None:
-                    poller.poll(RETRY if self._waiting else None)
+                    self._wait()
         except FlockstepError as error:
             self._end(error)
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
@@ -224,12 +216,23 @@ class Pump:
             message = self._member.receive(0) if self._member is not None else None
             if message is None:
                 return
-            if message.source == LAUNCHER:
-                self._obey(message)
-            else:
-                self.account.received(message)
-                self.party.deliver(message)
+            self._take(message)
         self.ask(lambda: None)  # there may be more
+
+    def _wait(self) -> None:
+        """Until a message is here, or somebody asks for something."""
+        if self._member is None:
+            select.select([self._ear], [], [])
+        else:
+            message = self._member.receive(RETRY if self._waiting else None, self._ear.fileno())
+            if message is not None:
+                self._take(message)
+
+    def _take(self, message: Message) -> None:
+        if message.source == LAUNCHER:
+            self._obey(message)
+        else:
+            self.party.deliver(message)
 
     def _do(self) -> None:
         with contextlib.suppress(IndexError):  # after the end, several threads may look here
@@ -250,6 +253,8 @@ class Pump:
             raise stopped(message)
         if message.tag == "lost":
             address = int(message.note["address"])
+            assert self._member is not None
+            self._member.bus.disconnect(address)
             self.party.reasons[address] = str(message.note["reason"])
             self.party.lose(address)
             self.flow.look()

@@ -24,7 +24,6 @@ from flockstep.nodes import Server, Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
-from flockstep.transports.copies import Copies
 
 
 def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
@@ -55,7 +54,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             worker.schema, worker.samples = engine.schema, len(plan.parts[ticket.address])
             worker.find_layers = lambda: plan.layers(engine)
             worker.state = plan.strategy.worker_state(worker)
-            worker.freeze = Copies(member.endpoint.me.heap, worker.lost).frozen
+            worker.freeze = member.bus.lend
             seat.node = worker
             guard.seat = seat
             worker.rendezvous = seat.meeting()
@@ -87,7 +86,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             node.schema, node.held = schema, held
             node.optimizer_state.start = held.start
             node.state = rule.master_state(node)
-            node.freeze = Copies(member.endpoint.me.heap, node.lost).frozen
+            node.freeze = member.bus.lend
             seat.node = node
             guard.seat = seat
             seat.reception = Reception(node, rule)

@@ -19,7 +19,7 @@ from flockstep.nodes import Node
 from flockstep.programs import GRADIENT, Effect, NeedGradient, NeedWork, Program, Rendezvous, Work
 from flockstep.records.events import Lost
 from flockstep.strategies.finite import require_finite_gradient, require_finite_message
-from flockstep.transports.zeromq import LAUNCHER, Backlog
+from flockstep.transports.bus import LAUNCHER, Backlog
 
 PROGRESS_PERIOD = 0.2
 """Seconds between two reports of progress to the supervisor."""
@@ -41,7 +41,7 @@ class Seat:
     """The driver's side of a node in this process: its messages, its books, its part in the evaluation."""
 
     def __init__(self, member: Member, survives: bool, every: int, emit: Emit):
-        self.account = Account(member.ticket.address, emit)
+        self.account = Account(member.ticket.address, emit, member.bus.traffic)
         self.node: Node
         self.progress: Progress | None = None
         self.reception: Reception | None = None  # what a server answers besides its program
@@ -66,7 +66,7 @@ class Seat:
         """Send to a peer; what goes to a lost one goes nowhere."""
         while to not in self.node.lost:
             try:
-                header_bytes = self._member.endpoint.send(to, message)
+                self._member.bus.send(to, message)
             except Backlog:  # it is slow: whether it is lost is for the supervisor to say
                 arrived = self._member.receive(PAUSE)
                 if arrived is not None:
@@ -74,7 +74,6 @@ class Seat:
             except PeerLost as error:
                 self._verdict(to, error)
             else:
-                self.account.sent(message, header_bytes)
                 return
 
     def collect(self) -> None:
@@ -109,7 +108,7 @@ class Seat:
 
     def moved(self, sent: int, received: int, messages: int) -> None:
         """Book what others moved for this node, as far as a formula tells."""
-        self.account.moved(sent, received, messages)
+        self.account.traffic.moved(sent, received, messages)
         self.account.estimated_bytes += sent
 
     def wait(self, wanted: Wanted) -> Message:
@@ -172,7 +171,7 @@ class Seat:
             self._reported = now
             note = {"step": self.node.run_step, "t": now}
             self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
-        self.snapshots.newest(self.node, lambda: self.now, self.account.sent_bytes)
+        self.snapshots.newest(self.node, lambda: self.now, self.account.traffic.sent_bytes)
 
     def _tell_waiting(self) -> None:
         """Tell the supervisor, now and then, what this worker has waited for since its last step."""
@@ -191,15 +190,15 @@ class Seat:
             for tick in self.progress.due():
                 self.hand_in(tick)
         if self.node.address < 0:
-            self.snapshots.newest(self.node, lambda: self.now, self.account.sent_bytes)
+            self.snapshots.newest(self.node, lambda: self.now, self.account.traffic.sent_bytes)
 
     def hand_in(self, tick: float) -> None:
         """Hand in the node's parameters, as they are now, to be evaluated off the clock."""
-        self.snapshots.hand_in(self.node, tick, self.now, self.account.sent_bytes)
+        self.snapshots.hand_in(self.node, tick, self.now, self.account.traffic.sent_bytes)
 
     def salvage(self) -> None:
         """The run fails: hand in what there is."""
-        self.snapshots.salvage(self.node, self.now, self.account.sent_bytes)
+        self.snapshots.salvage(self.node, self.now, self.account.traffic.sent_bytes)
 
     def close(self) -> None:
         """The program has ended: close the books and hand in the final parameters."""
@@ -210,7 +209,6 @@ class Seat:
         if message.source == LAUNCHER:
             self._obey(message)
             return
-        self.account.received(message)
         if self.reception is not None and self.reception.hears(message):
             return
         require_finite_message(self.node, message)
@@ -228,6 +226,7 @@ class Seat:
         if message.tag == "lost":
             address, reason = int(message.note["address"]), str(message.note["reason"])
             self._emit(Lost(self.now, address, reason))
+            self._member.bus.disconnect(address)
             if not self._survives or address < 0:
                 raise PeerLost(f"{reason}; {self._doing()}")
             self.node.lose(address)

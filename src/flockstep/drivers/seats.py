@@ -78,7 +78,7 @@ class Seat:
 
     def send(self, to: Address, message: Message) -> None:
         """Hand a message to the virtual network."""
-        self.account.sent(message, HEADER_BYTES)
+        self.account.traffic.sent(message, HEADER_BYTES)
         self._simulation.send(to, message)
 
     def collect(self) -> None:

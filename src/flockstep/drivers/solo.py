@@ -55,7 +55,7 @@ class SoloSeat:
 
     def send(self, to: Address, message: Message) -> None:
         """Let the server handle it at once."""
-        self.account.sent(message, HEADER_BYTES)
+        self.account.traffic.sent(message, HEADER_BYTES)
         self._servers[to].take(message)
 
     def hand_on(self, to: Address, message: Message) -> None:

@@ -44,5 +44,5 @@ class Together:
             return False
         group.all_reduce(array, self._seat.listen, divisor)
         self._seat.account.waited += group.waited
-        self._seat.account.moved(*group.moved(array))
+        self._seat.account.traffic.moved(*group.moved(array))
         return True

@@ -337,7 +337,7 @@ class Simulation:
         node = seat.node
         if seat.dead:
             return
-        seat.account.received(message)
+        seat.account.traffic.received(message)
         require_finite_message(node, message)
         if node.address < 0:
             self._progress[node.address].heard(message)
@@ -370,7 +370,7 @@ class Simulation:
 
     def _hand_in(self, tick: float, seat: Seat) -> None:
         node = seat.node
-        self.tracker.add(tick, node.address, node.params, self.now, node.step, seat.account.sent_bytes)
+        self.tracker.add(tick, node.address, node.params, self.now, node.step, seat.account.traffic.sent_bytes)
 
     def _ended(self, seat: Seat) -> None:
         seat.done = True

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
-from flockstep.errors import ProtocolError
-from flockstep.messages import Address, Message, Note, node_name
-from flockstep.transports.wire import Identity, decode, encode
-from flockstep.transports.zeromq import LAUNCHER, ZERO_COPY, harden, routing_id
+from flockstep.messages import Address, Message, Note
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.links import Control
+from flockstep.transports.wire import Identity
 
 FOR_ALL = ("lost", "left", "stop")
 """What a process has to hear at once, wherever it listens at the moment."""
 
 
 class Link:
-    """A socket to a node's own; notices when the node stops answering heartbeats."""
+    """What a process said of itself, and the wire to it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hello: Hello, heartbeat: float):
+    def __init__(self, control: Control, hello: Hello):
         self.hello = hello
         self.address = hello.address
-        self.heartbeat = heartbeat
         self.beside: Link | None = None
         """The line to the mover that the process has beside its place in the run."""
-        self._me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
-        self.socket = context.socket(zmq.DEALER)
-        harden(self.socket, hello.largest, heartbeat)
-        self.socket.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(hello.endpoint)
+        me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
+        self.wire = control.link(hello.address, hello.endpoint, me)
 
     def tell(self, tag: str, note: Note | None = None, array: FlatArray | None = None) -> None:
         """Queue a message for the node, and what concerns all for its mover; never waits for it.
@@ -41,14 +33,7 @@ class Link:
         """
         if self.beside is not None and tag in FOR_ALL:
             self.beside.tell(tag, note)
-        message = Message(LAUNCHER, tag, array, note or {})
-        frames: list[bytes | memoryview] = [encode(message, self.address, self._me)]
-        if array is not None:
-            frames.append(array.data.cast("B"))
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=array is None or array.nbytes < ZERO_COPY)
-        except zmq.Again:
-            return  # The node is gone or takes nothing; its process is watched separately.
+        self.wire.send(tag, note, array)
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
         """Tell the node to leave; where it wants the resulting model, with the final buffers of every worker."""
@@ -63,27 +48,14 @@ class Link:
         Raises:
             ProtocolError: it is not as agreed.
         """
-        try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        if len(frames) > 2:
-            raise ProtocolError(f"{node_name(self.address)} sent more than one payload with a header")
-        payload = frames[1].buffer if len(frames) > 1 else None
-        return decode(frames[0].bytes, payload, self.address, self._me)
+        return self.wire.receive()
 
     def disconnected(self) -> bool:
         """Whether the connection broke since the last call."""
-        broke = False
-        while self.monitor.poll(0):
-            recv_monitor_message(self.monitor)
-            broke = True
-        return broke
+        return self.wire.disconnected()
 
     def close(self) -> None:
         """Close; what was not delivered yet never will be."""
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close(0)
+        self.wire.close()
         if self.beside is not None:
             self.beside.close()

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from flockstep.drivers.mover_place import MOVER, NOTHING
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import Link
 from flockstep.messages import Address, Note, node_name
 from flockstep.records.events import Lost
+from flockstep.transports.links import Control
 
 
 @dataclass
@@ -26,9 +26,7 @@ class Movers:
     done: set[Address]
     met: set[Address] = field(default_factory=set)
 
-    def hear(
-        self, link: Link, links: Mapping[Address, Link], note: Note, context: zmq.Context[zmq.Socket[bytes]], at: Path
-    ) -> None:
+    def hear(self, link: Link, links: Mapping[Address, Link], note: Note, control: Control, at: Path) -> None:
         """A process says that its mover is there, or that it has met all others; `at` is where the sockets lie.
 
         Raises:
@@ -37,7 +35,7 @@ class Movers:
         if "met" in note:
             self.met.add(link.address)
         else:
-            self._add(link, links, note, context)
+            self._add(link, links, note, control)
         there = {address: one for address, one in links.items() if one.beside is not None}
         if len(self.met) == self.workers:
             shutil.rmtree(at, ignore_errors=True)  # all are connected
@@ -46,9 +44,7 @@ class Movers:
             peers = {address: one.beside.hello.endpoint for address, one in there.items() if one.beside is not None}
             self._tell(there, MOVER, {"peers": msgspec.json.encode(peers).decode()})
 
-    def _add(
-        self, link: Link, links: Mapping[Address, Link], note: Note, context: zmq.Context[zmq.Socket[bytes]]
-    ) -> None:
+    def _add(self, link: Link, links: Mapping[Address, Link], note: Note, control: Control) -> None:
         hello, largest = link.hello, int(note["largest"])
         for other in links.values():
             if other.beside is not None and other.beside.hello.largest != largest:
@@ -57,7 +53,7 @@ class Movers:
                     f"{other.beside.hello.largest}; give every worker the same"
                 )
         own = msgspec.structs.replace(hello, endpoint=str(note["endpoint"]), schema=NOTHING, largest=largest)
-        link.beside = Link(context, own, link.heartbeat)
+        link.beside = Link(control, own)
         for lost in self.lost.values():
             link.beside.tell("lost", {"address": lost.node, "reason": lost.reason})
         for address in self.done:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import zmq
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.filed import Newest
-from flockstep.drivers.member import CONTROL_BYTES, Failure, Hello, Ticket, in_short
+from flockstep.drivers.member import Failure, Hello, Ticket, in_short
 from flockstep.drivers.mover_place import rule_of
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
@@ -37,8 +36,8 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.handed_in import LAST, HandedIn, places
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
+from flockstep.transports.links import Control
 from flockstep.transports.wire import PROTOCOL
-from flockstep.transports.zeromq import bind, harden
 
 GRACE = 3.0
 """Seconds that processes get to end by themselves after a failure, before they are killed."""
@@ -96,9 +95,7 @@ class Supervisor:
         self._run = secrets.token_hex(8)
         self._evaluation, self._places = evaluation or Evaluation(), places(record, self._run)
         self._directory, self._scratch = Path(), contextlib.ExitStack()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._control = self._context.socket(zmq.ROUTER)
-        self._control_address = ""
+        self._control: Control
         self._links: dict[Address, Link] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
@@ -141,8 +138,7 @@ class Supervisor:
 
     def _start(self) -> None:
         self._directory = self._scratch.enter_context(scratch())
-        harden(self._control, CONTROL_BYTES, self._heartbeat)
-        self._control_address = bind(self._control, self._transport.listen(self._directory, "control"))
+        self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat)
         for rank in range(self._workers):
             self.children[rank] = self._start_worker(self._ticket(rank))
 
@@ -150,7 +146,7 @@ class Supervisor:
         return Ticket(
             self._run,
             address,
-            self._control_address,
+            self._control.address,
             str(self._directory),
             str(self._transport),
             self._heartbeat,
@@ -185,13 +181,9 @@ class Supervisor:
         return bool(self._ready) and expected <= self._done
 
     def _poll(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._control, zmq.POLLIN)
-        for link in self._links.values():
-            poller.register(link.socket, zmq.POLLIN)
-        if poller.poll(int(POLL * 1000)):
-            while self._control.poll(0):
-                self._knock(self._control.recv_multipart()[-1])
+        if self._control.wait((link.wire for link in self._links.values()), POLL):
+            for words in self._control.heard():
+                self._knock(words)
             for link in list(self._links.values()):
                 self._hear(link)
         self._look_after_children()
@@ -224,7 +216,7 @@ class Supervisor:
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
         self._check_hello(hello)
-        link = self._links[hello.address] = Link(self._context, hello, self._heartbeat)
+        link = self._links[hello.address] = Link(self._control, hello)
         link.tell("linked")
         self._start_servers()
         self._welcome()
@@ -286,7 +278,7 @@ class Supervisor:
                         link.tell("go")
                         self.standings[link.address].state = "running"
             case "mover":
-                self._movers.hear(self._links[address], self._links, note, self._context, self._directory)
+                self._movers.hear(self._links[address], self._links, note, self._control, self._directory)
             case "warning":
                 if (text := str(note["text"])) not in self.outcome.warnings:
                     self.outcome.warnings.append(text)
@@ -387,8 +379,8 @@ class Supervisor:
         reap(list(self.children.values()), GRACE)
         for link in self._links.values():
             link.close()
-        self._control.close(linger=0)
-        self._context.term()
+        if hasattr(self, "_control"):
+            self._control.close()
         if self._directory != Path():
             self._transport.clean_up(self._directory)
         self._scratch.close()

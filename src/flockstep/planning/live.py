@@ -38,7 +38,7 @@ class LiveSimulation(Simulation):
     def _look(self, steps: int) -> None:
         workers = range(self.plan.cluster.workers)
         found = self._engine.evaluate(self._model(), workers)
-        sent = sum(self.seats[rank].account.sent_bytes for rank in workers) / len(workers)
+        sent = sum(self.seats[rank].account.traffic.sent_bytes for rank in workers) / len(workers)
         apart = float(np.abs(self._params - self._params[0]).max()) if self.plan.result == "mean" else 0.0
         samples = len(workers) * self.plan.samples_at(steps)
         self._emit(Snapshot(self.now, steps, samples, sent, found.loss, found.metric, apart))

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from flockstep.expression import Component
+from flockstep.transports.bus import Bus
 from flockstep.transports.shared_memory import SharedMemory
+from flockstep.transports.wire import Identity
 
 
 class Transport(Component):
-    """How messages move between processes: where a node listens."""
+    """How messages move between processes: makes the bus of a node."""
 
     noun: ClassVar[str] = "transport"
 
@@ -22,6 +24,12 @@ class Transport(Component):
     def clean_up(self, directory: Path) -> None:
         """Take away what `listen` has made beyond that directory; called once, when the run is over."""
         return
+
+    def bus(self, me: Identity, directory: Path, name: str, heartbeat: float) -> Bus:
+        """A bus for the node `me`, which listens as `listen` says; `heartbeat` in seconds."""
+        from flockstep.transports.zeromq import Endpoint
+
+        return Endpoint(me, self.listen(directory, name), heartbeat)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 
 import numpy as np
 
 from flockstep.messages import Address, Array, frozen
 from flockstep.transports.shared_heap import SMALLEST, SharedHeap
-from flockstep.transports.zeromq import ZERO_COPY
 
+ZERO_COPY = 1 << 18
+"""Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
 KEPT = 8
 """Buffers of each size that are kept."""
 
@@ -22,18 +22,19 @@ class Copies:
     memory, copies go there, so that they need not go through a socket.
     """
 
-    def __init__(self, heap: SharedHeap | None = None, lost: Collection[Address] = ()) -> None:
-        """`lost` is the live set of nodes that are no more."""
-        self._heap = heap
-        self._lost = lost
+    def __init__(self) -> None:
+        self.heap: SharedHeap | None = None
+        """Memory that the nodes share, if they do."""
+        self.lost: set[Address] = set()
+        """Nodes that have died: what was lent to them is free."""
         self._buffers: dict[tuple[tuple[int, ...], str], list[Array]] = {}
 
     def frozen(self, array: Array) -> Array:
         """A read-only copy of `array`, or `array` itself where nobody can change it."""
-        if self._heap is not None and array.nbytes >= SMALLEST:
-            if self._heap.place(array) is not None:
+        if self.heap is not None and array.nbytes >= SMALLEST:
+            if self.heap.place(array) is not None:
                 return array
-            there = self._heap.copy(array, self._lost)
+            there = self.heap.copy(array, self.lost)
             if there is not None:
                 return there
         if array.nbytes < ZERO_COPY or not array.flags.writeable:

@@ -17,7 +17,9 @@ from flockstep.errors import ProtocolError
 from flockstep.messages import Address, Message, node_name
 from flockstep.transports.shared_heap import SharedHeap
 
-PROTOCOL = 2
+PROTOCOL = 3
+GREETING = "flockstep.hello"
+"""Tag of what two nodes say to each other once they are connected: the only message without a number."""
 MAX_HEADER = 1 << 16
 """Bytes; a header is far below, whatever the strategy puts into its note."""
 MAX_CODING = 1 << 16
@@ -36,7 +38,6 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     source: int
     incarnation: int
     epoch: int
-    sequence: int
     schema: str
     tag: str
     step: int
@@ -66,7 +67,6 @@ class Identity:
     epoch: int = 0
     heap: SharedHeap | None = None
     """Where large payloads lie, if all nodes share memory."""
-    sent: dict[Address, int] = field(default_factory=dict)
     heard: dict[Address, int] = field(default_factory=dict)
 
     @property
@@ -75,12 +75,11 @@ class Identity:
         return self.model_bytes
 
 
-def encode(message: Message, to: Address, me: Identity, place: int = -1, start: int = 0) -> bytes:
-    """The header for `message`; counts it in the sequence to that receiver.
+def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> bytes:
+    """The header for `message`.
 
     `place` and `start` say in which slot of shared memory the array lies, if it does.
     """
-    sequence = me.sent[to] = me.sent.get(to, 0) + 1
     array = message.array
     dtype, size = ("", 0) if array is None else (array.dtype.name, array.size)
     return _encoder.encode(
@@ -90,7 +89,6 @@ def encode(message: Message, to: Address, me: Identity, place: int = -1, start: 
             message.source,
             me.incarnation,
             me.epoch,
-            sequence,
             me.schema,
             message.tag,
             message.step,
@@ -124,20 +122,24 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
         array = _array(head, payload, me, who)
     elif payload is not None:
         raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, whose header announces none")
-    me.heard[sender] = head.sequence
+    if head.number:
+        me.heard[sender] = head.number
     return Message(head.source, head.tag, array, head.note, head.step, head.number, head.reply_to)
 
 
 def _check(head: Header, sender: Address, me: Identity) -> None:
     who = node_name(sender)
-    expected = me.heard.get(sender, 0) + 1
+    expected = 0 if head.tag == GREETING else me.heard.get(sender, 0) + 1
     rules = (
         (head.protocol == PROTOCOL, f"speaks protocol {head.protocol}, this is {PROTOCOL}; install the same version"),
         (head.run == me.run, f"belongs to run {head.run}, this is {me.run}"),
         (head.source == sender, f"claims to be {node_name(head.source)}"),
         (head.schema == me.schema, f"holds a model with schema {head.schema}, this is {me.schema}"),
         (head.epoch == me.epoch, f"is in epoch {head.epoch}, this is {me.epoch}"),
-        (head.sequence == expected, f"sent message {head.sequence} where {expected} was due: one was lost or repeated"),
+        (
+            head.number == (0 if head.tag == GREETING else expected),
+            f"sent message {head.number} where {expected} was due: one was lost or repeated",
+        ),
     )
     for holds, what in rules:
         if not holds:

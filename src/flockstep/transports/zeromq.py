@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,24 +18,19 @@ import numpy as np
 import zmq
 
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
-from flockstep.messages import Address, Message, node_name
+from flockstep.messages import Address, Array, Message, node_name
 from flockstep.transports.base import Transport
+from flockstep.transports.bus import LAUNCHER, Backlog, Bus, Traffic
+from flockstep.transports.copies import ZERO_COPY, Copies
 from flockstep.transports.shared_group import segment_bytes
+from flockstep.transports.shared_heap import SharedHeap
 from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
+from flockstep.transports.wire import GREETING, MAX_CODING, MAX_HEADER, Identity, decode, encode
 
-LAUNCHER: Address = 1 << 30
-"""The address of the process that supervises the run."""
-ZERO_COPY = 1 << 18
-"""Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
 SOCKET_BUFFER = 1 << 20
 """Bytes of the system's buffers: 16 MiB go a fifth faster over tcp than with its own choice."""
 QUEUED = 10_000
 """Messages that may wait for one peer before the sender has to wait for it."""
-
-
-class Backlog(PeerLost):
-    """The peer is there, and so many messages wait for it that it takes no more at the moment."""
 
 
 @dataclass(frozen=True)
@@ -121,74 +117,89 @@ def routing_id(address: Address) -> bytes:
     return b"n" + address.to_bytes(4, "big", signed=True)
 
 
-class Endpoint:
-    """A node's socket, connected to its peers."""
+class Endpoint(Bus):
+    """A bus over one ZeroMQ socket; large arrays go through memory where all nodes share some (`share`)."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], me: Identity, address: str, heartbeat: float):
-        self.me = me
+    def __init__(self, me: Identity, address: str, heartbeat: float):
         self.rejected = 0
-        self._socket = context.socket(zmq.ROUTER)
+        self.traffic = Traffic()
+        self._me = me
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
         harden(self._socket, me.model_bytes, heartbeat)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self.address = bind(self._socket, address)
         except ConfigurationError:
-            self._socket.close(0)
+            self.close(0)
             raise
         self._peers: set[Address] | None = None
+        self._heard: set[Address] = set()
+        self._numbers: dict[Address, int] = {}
+        self._copies = Copies()
+        self._waiter: tuple[int | None, zmq.Poller] | None = None
 
-    @property
-    def socket(self) -> zmq.Socket[bytes]:
-        """For a poller that waits for other things too."""
-        return self._socket
+    def share(self, heap: SharedHeap) -> None:
+        """Large arrays go through memory that all nodes share from now on."""
+        self._me.heap = self._copies.heap = heap
 
-    def expect(self, peers: dict[Address, str]) -> None:
-        """Connect to the peers before this node in the order of addresses; the others will connect here."""
+    def connect(self, peers: Mapping[Address, str]) -> None:
+        """Connect to the peers before this node in the order of addresses; the others connect here."""
+        me = self._me.address
         self._peers = {LAUNCHER, *peers}
         for peer, endpoint in peers.items():
-            if peer < self.me.address:
+            if peer < me:
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id(peer))
                 self._socket.connect(endpoint)
+                self._greet(peer)
+        for peer in self._heard:
+            self._answer(peer)
 
-    def send(self, to: Address, message: Message) -> int:
-        """Queue a message for a peer without waiting; return the bytes of its header.
+    def disconnect(self, peer: Address) -> None:
+        """Give up a peer that was lost."""
+        self._copies.lost.add(peer)
 
-        Raises:
-            Backlog: too much is queued for it already; the same message may be sent again later.
-            PeerLost: the peer is not connected.
-        """
-        place = self._place(message)
-        start = 0 if place < 0 or self.me.heap is None else self.me.heap.sent(place, to)
-        header = encode(message, to, self.me, place, start)
+    def reachable(self, peer: Address) -> bool:
+        """Whether the peer has greeted this node."""
+        return peer in self._heard and peer not in self._copies.lost
+
+    def lend(self, array: Array) -> Array:
+        """A read-only copy in shared memory where there is room, or else in memory that is used again."""
+        return self._copies.frozen(array)
+
+    def send(self, to: Address, message: Message) -> None:
+        """Queue a message for a peer."""
+        heap = self._me.heap
+        place = None if message.array is None or heap is None else heap.place(message.array)
+        start = 0 if place is None or heap is None else heap.sent(place, to)
+        header = encode(message, self._me, -1 if place is None else place, start)
         frames: list[bytes | memoryview] = [routing_id(to), header]
-        if message.array is not None and place < 0:
+        if message.array is not None and place is None:
             frames.append(message.array.view(np.uint8).data if message.array.size else b"")
         # What may still change is copied at once; a message's own array never changes, and large ones need no copy.
         copy = message.array is None or message.array.flags.writeable or message.array.nbytes < ZERO_COPY
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.ZMQError as error:
-            self.me.sent[to] -= 1
-            if place >= 0 and self.me.heap is not None:
-                self.me.heap.sent(place, to, -1)
+            if place is not None and heap is not None:
+                heap.sent(place, to, -1)
             if error.errno == zmq.EHOSTUNREACH:
-                raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.me.address)}") from None
+                raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self._me.address)}") from None
             if error.errno == zmq.EAGAIN:
                 raise Backlog(f"{node_name(to)} takes no messages: {QUEUED} wait for it") from None
             raise
-        return len(header)
+        if to != LAUNCHER and message.tag != GREETING:
+            self.traffic.sent(message, len(header))
 
-    def _place(self, message: Message) -> int:
-        """Which slot of shared memory the message's array lies in; -1: none."""
-        place = None if message.array is None or self.me.heap is None else self.me.heap.place(message.array)
-        return -1 if place is None else place
-
-    def receive(self, seconds: float | None) -> Message | None:
-        """The next message from a peer or the launcher; None if nothing came within `seconds` (None: for ever)."""
+    def poll(self, seconds: float | None, also: int | None = None) -> Message | None:
+        """The next message from a peer or the launcher."""
         while True:
-            if seconds is not None and not self._socket.poll(int(seconds * 1000)):
-                return None
+            if (seconds is not None or also is not None) and not self._socket.poll(0):
+                if seconds == 0 or not self._wait(seconds, also):
+                    return None
+                if not self._socket.poll(0):
+                    return None
             sender = self._named(self._socket.recv())
             header = self._socket.recv() if self._more() else b""
             payload = self._socket.recv(copy=False) if self._more() else None
@@ -203,11 +214,41 @@ class Endpoint:
             try:
                 if extra:
                     raise ProtocolError(f"{node_name(sender)} sent more than one payload with a header")
-                return decode(header, payload.buffer if payload is not None else None, sender, self.me)
+                message = decode(header, payload.buffer if payload is not None else None, sender, self._me)
             except ProtocolError:
                 if self._peers is not None or sender == LAUNCHER:
                     raise
                 self.rejected += 1  # nobody is known yet: this one only borrowed a name
+                continue
+            if message.tag == GREETING:
+                self._heard.add(sender)
+                if self._peers is not None:
+                    self._answer(sender)
+                continue
+            if sender != LAUNCHER:
+                self.traffic.received(message)
+            return message
+
+    def close(self, linger: float) -> None:
+        """Close the socket."""
+        self._socket.close(int(linger * 1000))
+        self._context.term()
+
+    def _wait(self, seconds: float | None, also: int | None) -> bool:
+        if self._waiter is None or self._waiter[0] != also:
+            self._waiter = also, zmq.Poller()
+            for one in (self._socket, also):
+                if one is not None:
+                    self._waiter[1].register(one, zmq.POLLIN)
+        return bool(self._waiter[1].poll(None if seconds is None else int(seconds * 1000)))
+
+    def _greet(self, peer: Address) -> None:
+        self.send(peer, Message(self._me.address, GREETING))
+
+    def _answer(self, peer: Address) -> None:
+        """Greet a peer that connected to this node; the others were greeted first."""
+        if peer > self._me.address:
+            self._greet(peer)
 
     def _more(self) -> int:
         return self._socket.getsockopt(zmq.RCVMORE)  # type: ignore[return-value]
@@ -218,7 +259,3 @@ class Endpoint:
             return None
         address = int.from_bytes(name[1:], "big", signed=True)
         return address if self._peers is None or address in self._peers else None
-
-    def close(self, linger: float) -> None:
-        """Close the socket; what was sent is still delivered, for up to `linger` seconds."""
-        self._socket.close(int(linger * 1000))
