@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,13 +18,31 @@ from flockstep.errors import ProtocolError
 
 Address = int
 Array = npt.NDArray[Any]
-Note = Mapping[str, int | float | str]
+Fields = Mapping[str, int | float | str]
+"""What a driver's own messages say, by name; a strategy's messages carry a `Note`."""
 
 HEADER_BYTES = 64
 """Bytes that the virtual network charges for each message's header; counted apart from the payload."""
 
 BYE = "bye"
 """Tag of the last message of a node that will send nothing more."""
+
+
+class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What travels beside an array: a subclass per kind of message, which the strategy declares in `notes`."""
+
+
+Beside = Note | Fields
+Notes = Mapping[str, type[Note]]
+"""Tag, or "reply to " and a tag → the kind of note that its messages carry."""
+NO_NOTES: Notes = {}
+"""Of who runs no strategy."""
+
+
+def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
+    """The kind of note that a message carries; None: none that is declared."""
+    name = tag.partition("/")[0]
+    return notes.get(f"reply to {name}" if reply_to else name)
 
 
 def server(index: int) -> Address:
@@ -41,12 +60,12 @@ def node_name(address: Address) -> str:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One message. `array` is read-only on arrival; `note` holds the few scalars a strategy adds."""
+    """One message. `array` is read-only on arrival; `note` is what the strategy declares for that tag."""
 
     source: Address
     tag: str
     array: Array | None = None
-    note: Note = field(default_factory=dict)
+    note: Any = field(default_factory=dict)
     step: int = 0
     """Local steps that the sender had completed."""
     number: int = 0

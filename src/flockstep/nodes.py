@@ -16,7 +16,21 @@ import numpy as np
 from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Address, Array, Mailbox, Message, Note, Wanted, frozen, node_name, server
+from flockstep.messages import (
+    BYE,
+    Address,
+    Array,
+    Beside,
+    Mailbox,
+    Message,
+    Note,
+    Notes,
+    Wanted,
+    frozen,
+    node_name,
+    note_kind,
+    server,
+)
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, NeedGradient, NeedWork, Port, Rendezvous, SharedSum, Stepper, Task, suspend
 
@@ -46,6 +60,8 @@ class Node:
         self.step = 0
         self.before = 0
         """Steps of the run before its programs last began anew, with a model that a script has loaded."""
+        self.notes: Notes = {}
+        """The kinds of notes that the strategy declares; set by the driver."""
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
@@ -102,21 +118,21 @@ class Node:
             return ((stop - start,),)
         return self.schema.shapes_within(self.held.start + start, self.held.start + stop)
 
-    def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
+    def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
         self._post(to, tag, None if array is None else self.freeze(array), note)
 
-    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Note | None = None) -> None:
+    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send the same message to several nodes; the array is copied once."""
         copy = None if array is None else self.freeze(array)
         for address in to:
             self._post(address, tag, copy, note)
 
-    def reply(self, message: Message, array: Array | None = None, note: Note | None = None) -> None:
+    def reply(self, message: Message, array: Array | None = None, note: Beside | None = None) -> None:
         """Answer a request."""
         self.reply_all([message], array, note)
 
-    def reply_all(self, requests: Iterable[Message], array: Array | None, note: Note | None = None) -> None:
+    def reply_all(self, requests: Iterable[Message], array: Array | None, note: Beside | None = None) -> None:
         """Answer several requests with the same array, which is copied once."""
         copy = None if array is None else self.freeze(array)
         for message in requests:
@@ -130,11 +146,11 @@ class Node:
         """
         return await self._await(Wanted(None if tag is None else tag + self._channel, source))
 
-    async def ask(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> Message:
+    async def ask(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> Message:
         """Send a request and wait for its reply."""
-        return (await self.ask_all(tag, [(to, array, note or {})]))[0]
+        return (await self.ask_all(tag, [(to, array, note)]))[0]
 
-    async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Note]]) -> list[Message]:
+    async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Beside | None]]) -> list[Message]:
         """Send several requests at once and wait for all replies, in the order of the requests."""
         numbers = [(to, self._post(to, tag, None if a is None else self.freeze(a), note)) for to, a, note in requests]
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
@@ -213,9 +229,13 @@ class Node:
         finally:
             self._channel = outer
 
-    def _post(self, to: Address, tag: str, array: Array | None, note: Note | None, reply_to: int = 0) -> int:
+    def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
         if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
             tag += self._channel
+        kind = note_kind(self.notes, tag, reply_to)
+        if type(note) is not kind and (kind or isinstance(note, Note)):
+            declared = kind.__name__ if kind else "no Note"
+            raise TypeError(f"{tag!r} is declared with {declared} in the strategy's `notes`, and sent with {note!r}")
         number = self._sent[to] = self._sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Message, Wanted, server
+from flockstep.messages import BYE, Message, Note, Wanted, server
 from flockstep.nodes import Cluster, Node
 
 TARGETS = [server(0), server(1), server(0), 2]
@@ -151,3 +151,24 @@ def test_a_background_task_stays_in_its_channel_when_a_node_is_lost():
     hand.node.background("side", goes_on(hand.node))
     hand.node.lose(1)
     assert [(to, message.tag) for to, message in hand.sent] == [(2, "second/side")]
+
+
+class Pushed(Note, frozen=True):
+    version: int
+
+
+class Held(Note, frozen=True):
+    version: int
+
+
+@pytest.mark.parametrize("note", [None, {"version": 1}, Held(1)])
+def test_a_note_that_the_strategy_does_not_declare_is_not_sent(note):
+    hand = Hand()
+    hand.node.notes = {"push": Pushed}
+    with pytest.raises(TypeError, match=r"'push/bucket' is declared with Pushed in the strategy's `notes`"):
+        hand.node.send(1, "push/bucket", None, note)
+    with pytest.raises(TypeError, match="'pull' is declared with no Note"):
+        hand.node.send(1, "pull", None, Pushed(1))
+    assert not hand.sent
+    hand.node.send(1, "push/bucket", None, Pushed(1))
+    assert hand.sent[0][1].note == Pushed(1)

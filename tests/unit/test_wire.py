@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import flockstep.transports.wire as wire
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
-from flockstep.messages import Message
+from flockstep.messages import Message, Note
 from flockstep.transports.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, Identity, decode, encode
 
 SCHEMA = "0123456789abcdef"
@@ -48,7 +49,7 @@ def header(**changes: Any) -> bytes:
         "size": WEIGHTS,
         "place": -1,
         "start": 0,
-        "note": {"lr": 0.1},
+        "note": {"version": 3, "lr": 0.1},
     }
     assert set(changes) <= set(plain)
     return msgspec.msgpack.encode(list((plain | changes).values()))
@@ -154,6 +155,50 @@ def test_gaps_and_repetitions_in_the_sequence_are_refused() -> None:
     decode(header(number=1, source=0), GOOD, 0, receiver)  # every sender counts for itself
 
 
+class Pushed(Note, frozen=True):
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    lr: float
+    ranks: tuple[int, ...] = ()
+
+
+class Held(Note, frozen=True):
+    version: int
+
+
+NOTES = {"push": Pushed, "reply to push": Held}
+
+
+@pytest.mark.parametrize("channel", ["", "/bucket"])
+def test_a_note_arrives_as_what_the_strategy_declares(channel: str) -> None:
+    sender, receiver = identity(1), replace(identity(2), notes=NOTES)
+    for number, (note, reply_to) in enumerate(((Pushed(3, 0.5, (1, 2)), 0), (Held(4), 7)), 1):
+        sent = Message(1, "push" + channel, None, note, number=number, reply_to=reply_to)
+        got = decode(encode(sent, sender), None, 1, receiver)
+        assert type(got.note) is type(note)
+        assert got.note == note
+
+
+@pytest.mark.parametrize(
+    ("note", "reply_to", "sentence"),
+    [
+        ({"version": 3}, 0, "worker 1 sent 'push' with a note that is no Pushed: Object missing required field `lr`"),
+        ({"version": "3", "lr": 0.1}, 0, "no Pushed: Expected `int`, got `str` - at `$.version`"),
+        ({"version": -1, "lr": 0.1}, 0, "no Pushed: Expected `int` >= 0 - at `$.version`"),
+        ({"version": 3, "lr": 0.1, "ranks": "1 2"}, 0, "no Pushed: Expected `array`, got `str` - at `$.ranks`"),
+        ({"version": 3, "lr": 0.1, "more": 1}, 0, "no Pushed: Object contains unknown field `more`"),
+        ([3, 0.1], 0, "no Pushed: Expected `object`, got `array`"),
+        (None, 0, "no Pushed: Expected `object`, got `None`"),
+        ({"version": 3, "lr": 0.1}, 1, "no Held: Object contains unknown field `lr`"),
+    ],
+)
+def test_a_note_that_is_not_as_declared_is_refused(note: Any, reply_to: int, sentence: str) -> None:
+    receiver = replace(identity(2), notes=NOTES)
+    with pytest.raises(ProtocolError) as refused:
+        decode(header(note=note, reply_to=reply_to), GOOD, 1, receiver)
+    assert sentence in str(refused.value)
+    assert receiver.heard == {}, "what was refused does not count in the sequence"
+
+
 FIELDS = st.one_of(
     st.none(),
     st.booleans(),
@@ -168,7 +213,7 @@ FIELDS = st.one_of(
 
 
 def refused_or_valid(data: bytes, array: bytes | None) -> None:
-    receiver, refusal = identity(2), None
+    receiver, refusal = replace(identity(2), notes=NOTES), None
     try:
         message = decode(data, None if array is None else memoryview(array), 1, receiver)
     except ProtocolError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from flockstep.messages import Address, Array, Message, Note
+from flockstep.messages import Address, Array, Beside, Message
 from flockstep.nodes import Worker
 
 
@@ -44,11 +44,11 @@ class Subgroup:
         """As the mailbox's."""
         self._me.mailbox.require_all(self._members[source])
 
-    def send(self, to: Address, tag: str, array: Array | None = None, note: Note | None = None) -> None:
+    def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """As the worker's, to a member."""
         self._me.send(self._members[to], tag, array, note)
 
-    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Note | None = None) -> None:
+    def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """As the worker's, to members."""
         self._me.send_all([self._members[rank] for rank in to], tag, array, note)
 

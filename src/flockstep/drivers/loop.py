@@ -25,7 +25,7 @@ from flockstep.drivers.ticket import claim_ticket
 from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
-from flockstep.messages import Note
+from flockstep.messages import Fields
 from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper, Watch
@@ -95,7 +95,7 @@ class Loop:
         worker = self._worker = Worker(
             self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
         )
-        worker.schema = schema
+        worker.schema, worker.notes = schema, strategy.notes
         self._seat.node = worker
         self.gradients = self._home(worker, gradients)
         worker.state = strategy.worker_state(worker)
@@ -142,7 +142,7 @@ class Loop:
         part = self.gradients[self._runner.awaited :]
         telling = np.any(part) and np.isfinite(part).all()  # no gradient at all says nothing of the batch
         lr = worker.lr if telling and self.strategy.traits.alike else 0.0  # others may step as they like
-        shown: Note = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
+        shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
         self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
@@ -348,7 +348,7 @@ class Loop:
 
     def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
         die_with(ticket.supervisor, ticket.directory)
-        self._member = Member(ticket, schema, self._buffers().nbytes)
+        self._member = Member(ticket, schema, self._buffers().nbytes, self.strategy.notes)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(self._params)
         with self._telling():

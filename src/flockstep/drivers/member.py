@@ -32,7 +32,7 @@ import msgspec
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
-from flockstep.messages import Address, Message, Note, node_name
+from flockstep.messages import NO_NOTES, Address, Fields, Message, Notes, node_name
 from flockstep.nodes import Cluster
 from flockstep.transports import links
 from flockstep.transports.base import Transport
@@ -101,12 +101,17 @@ class Ticket:
 class Member:
     """This process's membership of a run."""
 
-    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0):
-        """`largest` is the size in bytes of the largest array that this process sends, if that is not the model."""
+    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES):
+        """Begin with the ticket.
+
+        Args:
+            largest: size in bytes of the largest array that this process sends, if that is not the model.
+            notes: the kinds of notes that the strategy declares.
+        """
         self.ticket = ticket
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
-        me = Identity(ticket.run, ticket.address, schema.hash, self.largest)
+        me = Identity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
         self.bus = Transport.parse(ticket.transport).bus(
             me, Path(ticket.directory), node_name(ticket.address).replace(" ", "-"), ticket.heartbeat
         )
@@ -158,7 +163,7 @@ class Member:
         if cluster.workers > 1 and self.ticket.address >= 0:
             warm_up()
 
-    def tell(self, tag: str, array: FlatArray | None = None, note: Note | None = None) -> None:
+    def tell(self, tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:
         """Say something to the supervisor.
 
         Raises:

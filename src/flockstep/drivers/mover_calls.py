@@ -22,7 +22,7 @@ from flockstep.drivers.mover_window import Window
 from flockstep.errors import ConfigurationError, PeerLost, RunError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import check_composition, encode, fitted, random_of
-from flockstep.messages import Array, Message, Note
+from flockstep.messages import Array, Fields, Message
 from flockstep.programs import Effect
 from flockstep.topologies.base import Topology
 
@@ -71,7 +71,7 @@ class Calls:
         chosen = codec_of(codec)
         return packed(array, chosen, 0 if chosen is None else self._count(use), self._random)
 
-    def post(self, to: int, tag: str, array: Array | None, note: Note, closing: bool = False) -> None:
+    def post(self, to: int, tag: str, array: Array | None, note: Fields, closing: bool = False) -> None:
         """Send a message; `closing` says that a rank which only answers still takes it.
 
         Raises:
@@ -86,7 +86,7 @@ class Calls:
             raise PeerLost(f"{party.end_of(to)}; worker {self.rank} has something for it")
         self._pump.ask(lambda: party.send(to, tag, array, note))
 
-    def asked(self, to: int, tag: str, array: Array | None, note: Note, timeout: float | None, what: str) -> Message:
+    def asked(self, to: int, tag: str, array: Array | None, note: Fields, timeout: float | None, what: str) -> Message:
         """Send a request and wait for the reply.
 
         Raises:

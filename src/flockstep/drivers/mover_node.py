@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
-from flockstep.messages import Address, Array, Mailbox, Message, Note, Wanted, node_name
+from flockstep.messages import Address, Array, Beside, Mailbox, Message, Note, Wanted, node_name
 from flockstep.nodes import Cluster, Worker
 from flockstep.programs import Port, Task, suspend
 
@@ -152,8 +152,9 @@ class Party(Worker):
         if task is not None:
             self.give_up(task, error)
 
-    def _post(self, to: Address, tag: str, array: Array | None, note: Note | None, reply_to: int = 0) -> int:
+    def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
         if self._channel in self._calls and not reply_to:
+            assert not isinstance(note, Note)
             note = {**(note or {}), "call": self._calls[self._channel][1]}
         return super()._post(to, tag, array, note, reply_to)
 

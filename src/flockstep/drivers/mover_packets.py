@@ -16,7 +16,7 @@ from flockstep.codecs.base import Codec, Shape
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import fitted, random_of
-from flockstep.messages import Array, Message, Note, frozen, node_name
+from flockstep.messages import Array, Fields, Message, frozen, node_name
 from flockstep.transports.wire import DTYPES
 
 LONGEST_TEXT = 500
@@ -31,7 +31,7 @@ class Packet:
     """What travels for one array: a flat read-only array and the note that says what it stands for."""
 
     data: FlatArray
-    note: Note
+    note: Fields
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.messages import Note
+from flockstep.messages import Fields
 from flockstep.nodes import Cluster
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy, Traits
@@ -135,7 +135,7 @@ class ScriptPlace:
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address)) as events:
             account.emit = events.write
             account.close(now, np.empty(0, np.float32))
-        note: Note = {"tick": FINAL, "t": now, "step": 0, "sent": account.traffic.sent_bytes}
+        note: Fields = {"tick": FINAL, "t": now, "step": 0, "sent": account.traffic.sent_bytes}
         self.member.tell("done", np.zeros(1, np.float32), note)
         try:
             self.member.wait_for_end()

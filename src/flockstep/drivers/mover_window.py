@@ -14,7 +14,7 @@ from flockstep.drivers.mover_collectives import fence
 from flockstep.drivers.mover_node import Party
 from flockstep.drivers.mover_packets import add_unpacked, codec_of, packed, plain, unpacked, whole
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
-from flockstep.messages import Array, Message, Note, node_name
+from flockstep.messages import Array, Fields, Message, node_name
 
 if TYPE_CHECKING:
     from flockstep.drivers.mover_calls import Calls
@@ -77,7 +77,7 @@ class Window:
         """
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
-        note: Note = {"window": self.name, "offset": offset, "size": count, "codec": str(codec_of(codec) or "")}
+        note: Fields = {"window": self.name, "offset": offset, "size": count, "codec": str(codec_of(codec) or "")}
         message = self._mover.asked(rank, GET, None, note, timeout, f"window {self.name!r} of worker {rank}")
         array = unpacked(message, self._mover.max_bytes)
         if array.shape != (count,) or array.dtype != self._flat.dtype:

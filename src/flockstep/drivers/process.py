@@ -31,7 +31,8 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
     with _guarded(ticket) as guard:
         engine, plan = make()
         release()
-        member = guard.member = Member(ticket, engine.schema, engine.buffers(ticket.address).nbytes)
+        largest, notes = engine.buffers(ticket.address).nbytes, plan.strategy.notes
+        member = guard.member = Member(ticket, engine.schema, largest, notes)
         params = engine.home()
         _warm_up(engine, params, plan, ticket.address)
         cluster, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
@@ -53,10 +54,9 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
             )
             worker.schema, worker.samples = engine.schema, len(plan.parts[ticket.address])
             worker.find_layers = lambda: plan.layers(engine)
-            worker.state = plan.strategy.worker_state(worker)
+            worker.notes, worker.state = notes, plan.strategy.worker_state(worker)
             worker.freeze = member.bus.lend
-            seat.node = worker
-            guard.seat = seat
+            seat.node, guard.seat = worker, seat
             worker.rendezvous = seat.meeting()
             group = group_of(member, cluster)
             worker.together = None if group is None else Together(group, seat)
@@ -72,8 +72,8 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
 def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
     """Take part in a run as a server; return the process's exit code."""
     with _guarded(ticket) as guard:
-        member = guard.member = Member(ticket, schema)
         rule = Strategy.parse(strategy)
+        member = guard.member = Member(ticket, schema, notes=rule.notes)
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
@@ -83,7 +83,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             seat.progress = Progress(cluster, every) if every else None
             random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
             node = Server(index, cluster, params[held].copy(), seat, random, spec)
-            node.schema, node.held = schema, held
+            node.schema, node.held, node.notes = schema, held, rule.notes
             node.optimizer_state.start = held.start
             node.state = rule.master_state(node)
             node.freeze = member.bus.lend

@@ -18,7 +18,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Address, Message, Note, server
+from flockstep.messages import BYE, Address, Fields, Message, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
@@ -114,7 +114,7 @@ def end_tasks(node: Node) -> None:
         node.tasks.pop().close()
 
 
-def _note(state: OptimizerState) -> Note:
+def _note(state: OptimizerState) -> Fields:
     return {"steps": state.steps, "numbers": json.dumps(state.numbers)}
 
 
@@ -212,7 +212,7 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
     """What the servers' optimizers remember, in one piece; `last`: at their end, when all workers have left."""
     whole, indices = OptimizerState(), deciding(held)
-    note: Note = {"what": "optimizer", "last": int(last)}
+    note: Fields = {"what": "optimizer", "last": int(last)}
     asked = [(server(index), None, note) for index in indices]
     for index, reply in zip(indices, await me.ask_all("read", asked), strict=True):
         found = _read(reply, {})

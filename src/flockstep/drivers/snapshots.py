@@ -12,7 +12,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import FlockstepError, RunError
-from flockstep.messages import Note
+from flockstep.messages import Fields
 from flockstep.nodes import Node
 from flockstep.records.handed_in import LAST, file_name, places, save
 
@@ -49,8 +49,8 @@ class Snapshots:
                 raise
             self._member.tell("warning", None, {"text": str(error)})
             return
-        note: Note = {"tick": tick, "t": t, "step": node.run_step, "sent": sent, "place": place}
-        size: Note = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
+        note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent, "place": place}
+        size: Fields = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
         self._member.tell("done" if tick == FINAL else "snapshot", None, {**note, **size})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:

@@ -43,7 +43,7 @@ class SoloSeat:
             node = Server(index, cluster, params[part].copy(), local, random, optimizer)
             node.schema, node.held = schema, part
             node.optimizer_state.start = part.start
-            node.state = strategy.master_state(node)
+            node.notes, node.state = strategy.notes, strategy.master_state(node)
             local.start(node, strategy)
 
     def served(self) -> FlatArray:

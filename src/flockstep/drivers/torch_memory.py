@@ -12,7 +12,7 @@ from flockstep.drivers.renewal import told
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_state import flat_state, packed, set_state, unpacked
-from flockstep.messages import Note
+from flockstep.messages import Fields
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 
@@ -63,7 +63,7 @@ class WorkerMemory:
     async def agree(self, me: Worker) -> None:
         """Tell all ranks what is remembered here; take rank 0's where that has to be the same and is not."""
         root = min([me.rank, *me.peers])
-        own: Note = {
+        own: Fields = {
             "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
             "loaded": int(self._loaded),
         }

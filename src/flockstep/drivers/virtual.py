@@ -142,7 +142,7 @@ class Simulation:
         worker = Worker(rank, plan.cluster, params, seat, plan.random(rank), stepper, plan.steps, *facts)
         worker.schema, worker.samples = self._engine.schema, len(plan.parts[rank])
         worker.find_layers = lambda: plan.layers(self._engine)
-        worker.state = plan.strategy.worker_state(worker)
+        worker.notes, worker.state = plan.strategy.notes, plan.strategy.worker_state(worker)
         seat.node = worker
         seat.program = _life(plan.strategy, worker)
 
@@ -152,7 +152,7 @@ class Simulation:
         held = plan.held(len(params))[index]
         node = Server(index, plan.cluster, params[held].copy(), seat, plan.random(address), plan.optimizer)
         node.schema, node.held = self._engine.schema, held
-        node.state = plan.strategy.master_state(node)
+        node.notes, node.state = plan.strategy.notes, plan.strategy.master_state(node)
         seat.node = node
         seat.program = plan.strategy.master(node)
 

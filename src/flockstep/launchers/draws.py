@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flockstep.launchers.waits import on_stderr
-from flockstep.messages import Address, Note
+from flockstep.messages import Address, Fields
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Draws:
     shown: dict[int, dict[Address, str]] = field(default_factory=dict)
     rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
-    def hear(self, address: Address, note: Note) -> None:
+    def hear(self, address: Address, note: Fields) -> None:
         """A worker shows the gradient of a step; once all have shown it, say on standard error who drew the same."""
         step = int(note["step"])
         gradients = self.shown.setdefault(step, {})

@@ -12,7 +12,7 @@ import msgspec
 from flockstep.drivers.mover_place import MOVER, NOTHING
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import Link
-from flockstep.messages import Address, Note, node_name
+from flockstep.messages import Address, Fields, node_name
 from flockstep.records.events import Lost
 from flockstep.transports.links import Control
 
@@ -26,7 +26,7 @@ class Movers:
     done: set[Address]
     met: set[Address] = field(default_factory=set)
 
-    def hear(self, link: Link, links: Mapping[Address, Link], note: Note, control: Control, at: Path) -> None:
+    def hear(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control, at: Path) -> None:
         """A process says that its mover is there, or that it has met all others; `at` is where the sockets lie.
 
         Raises:
@@ -44,7 +44,7 @@ class Movers:
             peers = {address: one.beside.hello.endpoint for address, one in there.items() if one.beside is not None}
             self._tell(there, MOVER, {"peers": msgspec.json.encode(peers).decode()})
 
-    def _add(self, link: Link, links: Mapping[Address, Link], note: Note, control: Control) -> None:
+    def _add(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control) -> None:
         hello, largest = link.hello, int(note["largest"])
         for other in links.values():
             if other.beside is not None and other.beside.hello.largest != largest:
@@ -59,7 +59,7 @@ class Movers:
         for address in self.done:
             link.beside.tell("left", {"address": address, "step": 0})
 
-    def _tell(self, links: Mapping[Address, Link], tag: str, note: Note) -> None:
+    def _tell(self, links: Mapping[Address, Link], tag: str, note: Fields) -> None:
         for link in links.values():
             if link.beside is not None:
                 link.beside.tell(tag, note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.messages import Note
+from flockstep.messages import Fields
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Standing:
     step: int = 0
     loss: float | None = None
 
-    def progress(self, note: Note) -> None:
+    def progress(self, note: Fields) -> None:
         """The node reports how far it is."""
         self.step = int(note["step"])
         self.loss = float(note["loss"]) if "loss" in note else self.loss

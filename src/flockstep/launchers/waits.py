@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 
 from flockstep.errors import RunError
-from flockstep.messages import Note, node_name
+from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
 """Seconds of waiting after which a run says for whom it waits, and again after as many."""
@@ -57,7 +57,7 @@ class Waits:
         self._stepping = stepping
         self._since = dict.fromkeys(self._since, self._now())
 
-    def hear(self, rank: int, note: Note) -> None:
+    def hear(self, rank: int, note: Fields) -> None:
         """A worker has taken a step, or says `for` what it waits."""
         self._steps[rank] = int(note["step"])
         if "for" in note:

@@ -13,7 +13,7 @@ import numpy as np
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import RunError
-from flockstep.messages import Address, Note, node_name
+from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
 """The tick of a node's newest parameters, handed in now and then and when a run fails; each replaces the one before."""
@@ -36,7 +36,7 @@ class HandedIn(msgspec.Struct, frozen=True):
     sent: int
 
     @classmethod
-    def of(cls, folders: Sequence[Path], address: Address, note: Note) -> HandedIn:
+    def of(cls, folders: Sequence[Path], address: Address, note: Fields) -> HandedIn:
         """What a node says that it has written, and into which of the folders."""
         tick, path = float(note["tick"]), folders[int(note["place"])]
         return cls(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
+from flockstep.messages import Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.traits import Clips as Clips
 from flockstep.strategies.traits import ResultPolicy as ResultPolicy
@@ -45,6 +46,8 @@ class Strategy(Component):
     """
 
     noun: ClassVar[str] = "strategy"
+    notes: ClassVar[Notes] = {}
+    """What travels beside the arrays: the kind of note of the messages with a tag, or of a "reply to " a tag."""
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.messages import Address, Message, Note, server
+from flockstep.messages import Address, Fields, Message, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
@@ -19,7 +19,7 @@ from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pa
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 
-Request = tuple[Address, FlatArray | None, Note]
+Request = tuple[Address, FlatArray | None, Fields]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
-from flockstep.messages import Note
+from flockstep.messages import Fields
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -67,7 +67,7 @@ class Fused(Strategy):
         """Worker 0: name what is complete on everyone, one buffer after the other."""
         heard: Counter[int] = Counter()
         ready: list[int] = []
-        early: list[Note] = []
+        early: list[Fields] = []
         left, busy = len(me.tensors), False
         while left or busy:
             note = (await me.receive("news")).note

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Address, Message, Note
+from flockstep.messages import Address, Fields, Message
 from flockstep.nodes import Worker
 from flockstep.strategies.server_state import PushState
 
@@ -22,7 +22,7 @@ async def gradient_unless_late(me: Worker, state: PushState) -> FlatArray | None
     return None
 
 
-async def push_and_take(me: Worker, state: PushState, pushes: Sequence[tuple[Address, FlatArray, Note]]) -> None:
+async def push_and_take(me: Worker, state: PushState, pushes: Sequence[tuple[Address, FlatArray, Fields]]) -> None:
     """Push, and go on with the next parameters that come, be they the answer or what others have brought about.
 
     So whoever is late does not wait once more, and a push or an answer that is lost costs no more than being late.

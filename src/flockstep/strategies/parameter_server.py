@@ -12,7 +12,7 @@ from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
-from flockstep.messages import Address, Message, Note, server
+from flockstep.messages import Address, Fields, Message, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
@@ -111,7 +111,7 @@ class ParameterServer(Strategy):
             gradient = await (gradient_unless_late(me, state) if gives_up else me.gradient())
             if gradient is None:
                 continue
-            pushes: list[tuple[Address, FlatArray, Note]] = []
+            pushes: list[tuple[Address, FlatArray, Fields]] = []
             for i, part in enumerate(parts):
                 data = self._encoded(me, state, i, gradient, part)
                 pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.messages import MASTER, Address, Message, Note, server
+from flockstep.messages import MASTER, Address, Fields, Message, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.coordinator import Coordinator
@@ -89,12 +89,12 @@ class Sandblaster(Strategy):
         """Take a portion, fetch what is new, compute, push to the shards, report."""
         state: Fetched = me.state
         parts = slices(len(me.params), self.shards)
-        report: Note = {"budget": me.steps or 0, "size": me.train_size}
+        report: Fields = {"budget": me.steps or 0, "size": me.train_size}
         while True:
             work = (await me.ask(MASTER, "work", None, report)).note
             evaluation, portion = int(work["evaluation"]), int(work["portion"])
             if evaluation != state.evaluation:
-                asked: list[tuple[Address, FlatArray | None, Note]] = [
+                asked: list[tuple[Address, FlatArray | None, Fields]] = [
                     (server(i), None, {"op": "fetch"}) for i in range(self.shards)
                 ]
                 for part, reply in zip(parts, await me.ask_all(ASK, asked), strict=True):
@@ -104,7 +104,7 @@ class Sandblaster(Strategy):
                 return
             start, stop = int(work["start"]), int(work["stop"])
             gradient = (await me.gradient_over(start, stop)) * (stop - start)
-            key: Note = {"op": "portion", "evaluation": evaluation, "portion": portion}
+            key: Fields = {"op": "portion", "evaluation": evaluation, "portion": portion}
             await me.ask_all(ASK, [(server(i), gradient[part], key) for i, part in enumerate(parts)])
             report = {"evaluation": evaluation, "portion": portion, "loss": me.loss * (stop - start)}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import BYE, MASTER, Address, Message, Note, server
+from flockstep.messages import BYE, MASTER, Address, Fields, Message, server
 from flockstep.nodes import Server
 
 
@@ -80,7 +80,7 @@ def _pass_on(me: Server, state: LeafState, sync: bool) -> None:
     if sync:
         pushes.sort(key=lambda push: push.source)
         state.waiting = pushes
-    note: Note = {
+    note: Fields = {
         "ranks": " ".join(str(push.source) for push in pushes),
         "versions": " ".join(str(push.note["version"]) for push in pushes),
         "lr": pushes[0].note["lr"],
@@ -129,7 +129,7 @@ def _step(me: Server, state: RootState, full: int) -> None:
         me.send(message.source, "params", me.params, _news(me, state, message.source))
 
 
-def _news(me: Server, state: RootState, leaf: Address) -> Note:
+def _news(me: Server, state: RootState, leaf: Address) -> Fields:
     """What an answer to that leaf says of its parameters."""
     told = state.told.get(leaf, [0] * len(state.applied))
     state.told[leaf] = list(state.applied)

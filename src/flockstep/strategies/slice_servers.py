@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
+from flockstep.messages import Note
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Cell, Strategy, Traits
 
 CHANNEL = "slices"
+
+
+class Pushed(Note, frozen=True):
+    """The version that a gradient was computed on, and its learning rate."""
+
+    version: int
+    lr: float
+
+
+class Served(Note, frozen=True):
+    """The version of a slice."""
+
+    version: int
 
 
 @dataclass
@@ -31,6 +46,8 @@ class SliceServers(Strategy):
     gradients, so that there a push waits for the gradient under way. The staleness of a gradient's slice is the number
     of updates of that slice since it was read.
     """
+
+    notes: ClassVar = {"push": Pushed, "reply to push": Served}
 
     @property
     def traits(self) -> Traits:
@@ -68,9 +85,9 @@ class SliceServers(Strategy):
         state: ServedState = me.state
         own = me.params[slices(len(me.params), me.workers)[me.rank]]
         while (push := await me.receive("push", rank)).array is not None:
-            me.record_update(rank, state.version - int(push.note["version"]), weight=1.0)
-            self._step(me, push.array, float(push.note["lr"]))
-            me.reply(push, own, {"version": state.version})
+            me.record_update(rank, state.version - push.note.version, weight=1.0)
+            self._step(me, push.array, push.note.lr)
+            me.reply(push, own, Served(state.version))
         me.send(me.rank, "ended")
 
     async def _exchange(self, me: Worker, gradient: FlatArray) -> None:
@@ -79,14 +96,14 @@ class SliceServers(Strategy):
         parts = slices(len(me.params), me.workers)
         me.record_update(me.rank, state.version - state.versions[me.rank], weight=1.0)
         self._step(me, gradient[parts[me.rank]], me.lr)
-        pushes = [(r, gradient[parts[r]], {"version": state.versions[r], "lr": me.lr}) for r in me.peers]
+        pushes = [(r, gradient[parts[r]], Pushed(state.versions[r], me.lr)) for r in me.peers]
         for reply in await me.ask_all("push", pushes):
             me.params[parts[reply.source]] = reply.payload
-            state.versions[reply.source] = int(reply.note["version"])
+            state.versions[reply.source] = reply.note.version
 
     async def _close(self, me: Worker) -> None:
         parts = slices(len(me.params), me.workers)
-        me.send_all(me.peers, "push")
+        me.send_all(me.peers, "push", None, Pushed(0, me.lr))
         for _ in me.peers:
             await me.receive("ended", me.rank)
         me.send_all(me.peers, "final", me.params[parts[me.rank]])

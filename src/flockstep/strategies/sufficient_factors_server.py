@@ -11,7 +11,7 @@ from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
-from flockstep.messages import Address, Message, Note, server
+from flockstep.messages import Address, Fields, Message, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
@@ -61,9 +61,9 @@ class FactorServer(ParameterServer):
         parts = slices(len(me.params), self.shards)
         while me.training:
             packed = await (me.gradient_in_factors(layers) if layers else me.gradient())
-            pushes: list[tuple[Address, FlatArray, Note]] = []
+            pushes: list[tuple[Address, FlatArray, Fields]] = []
             for i, (there, payload) in enumerate(divided(packed, Packing(len(me.params), layers), parts)):
-                note: Note = {"version": state.versions[i], "lr": me.lr, "layers": to_text(there)}
+                note: Fields = {"version": state.versions[i], "lr": me.lr, "layers": to_text(there)}
                 pushes.append((server(i), payload, note))
             for i, reply in enumerate(await me.ask_all("push", pushes)):
                 me.params[parts[i]] = reply.payload

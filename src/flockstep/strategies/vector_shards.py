@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Note, server
+from flockstep.messages import Fields, server
 from flockstep.nodes import Server
 
 ASK = "ask/shard"
@@ -21,7 +21,7 @@ class Shard:
 
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
-    def obey(self, note: Note) -> float:
+    def obey(self, note: Fields) -> float:
         """Carry out one command; the value of a dot product, otherwise 0.
 
         dot a b: aᵀ b. set a b: a ← b. add a b by: a ← a + by b. scale a by: a ← by a.
@@ -41,7 +41,7 @@ class Shard:
 
 async def tell(me: Server, op: str, a: str, b: str = "", by: float = 1.0) -> float:
     """Send one command to every shard; the sum of their answers, in order of shards."""
-    note: Note = {"op": op, "a": a, "b": b, "by": by}
+    note: Fields = {"op": op, "a": a, "b": b, "by": by}
     replies = await me.ask_all(ASK, [(server(i), None, note) for i in range(me.cluster.servers)])
     return sum(float(reply.note["value"]) for reply in replies)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.messages import Address, Message, Note, server
+from flockstep.messages import Address, Fields, Message, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.consistency import Consistency
 from flockstep.strategies.server_state import PushState, ServerState
 
 
-def contents(me: Server, state: ServerState, rank: int) -> Note:
+def contents(me: Server, state: ServerState, rank: int) -> Fields:
     """What a copy for that worker holds: a version, everyone's gradients up to a clock, so many of its own."""
     waiting = sum(push.rank == rank for push in state.pushes)
     return {"version": me.version, "clock": state.slowest, "held": state.clocks[rank] - waiting}
@@ -27,7 +27,7 @@ def send_fresh(me: Server, state: ServerState) -> None:
 async def push_and_keep(
     me: Worker,
     state: PushState,
-    pushes: Sequence[tuple[Address, FlatArray, Note]],
+    pushes: Sequence[tuple[Address, FlatArray, Fields]],
     gradient: FlatArray,
     rule: Consistency,
 ) -> None:

@@ -9,7 +9,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError
-from flockstep.messages import Address, Message, Note, node_name
+from flockstep.messages import Address, Fields, Message, node_name
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.copies import ZERO_COPY
 from flockstep.transports.wire import Identity, decode, encode
@@ -75,7 +75,7 @@ class Wire:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
-    def send(self, tag: str, note: Note | None = None, array: FlatArray | None = None) -> None:
+    def send(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
         """Queue a message; never waits. The array must not change afterwards: all links send it from where it lies."""
         message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
         frames: list[bytes | memoryview] = [encode(message, self._me)]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
-from flockstep.messages import Address, Message, node_name
+from flockstep.messages import Address, Message, Note, Notes, node_name, note_kind
 from flockstep.transports.shared_heap import SharedHeap
 
 PROTOCOL = 3
@@ -48,11 +50,17 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     place: int
     """In which slot of memory that both share the array lies; -1: it follows as a payload."""
     start: int
-    note: dict[str, int | float | str]
+    note: msgspec.Raw
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
+
+
+@cache
+def _reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
+    """Reads notes of that kind; None: a driver's own."""
+    return msgspec.msgpack.Decoder(kind or dict[str, int | float | str])
 
 
 @dataclass
@@ -68,6 +76,8 @@ class Identity:
     heap: SharedHeap | None = None
     """Where large payloads lie, if all nodes share memory."""
     heard: dict[Address, int] = field(default_factory=dict)
+    notes: Notes = field(default_factory=dict)
+    """The kinds of notes that the strategy declares."""
 
     @property
     def limit(self) -> int:
@@ -98,7 +108,7 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
             size,
             place,
             start,
-            dict(message.note),
+            msgspec.Raw(_encoder.encode(message.note)),
         )
     )
 
@@ -122,9 +132,10 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
         array = _array(head, payload, me, who)
     elif payload is not None:
         raise ProtocolError(f"{who} sent {payload.nbytes} bytes with {head.tag!r}, whose header announces none")
+    note = _note(head, me, who)
     if head.number:
         me.heard[sender] = head.number
-    return Message(head.source, head.tag, array, head.note, head.step, head.number, head.reply_to)
+    return Message(head.source, head.tag, array, note, head.step, head.number, head.reply_to)
 
 
 def _check(head: Header, sender: Address, me: Identity) -> None:
@@ -144,6 +155,15 @@ def _check(head: Header, sender: Address, me: Identity) -> None:
     for holds, what in rules:
         if not holds:
             raise ProtocolError(f"{who} {what}")
+
+
+def _note(head: Header, me: Identity, who: str) -> Any:
+    kind = note_kind(me.notes, head.tag, head.reply_to)
+    try:
+        return _reader(kind).decode(head.note)
+    except ValueError as error:
+        named = kind.__name__ if kind else "mapping of names to numbers and texts"
+        raise ProtocolError(f"{who} sent {head.tag!r} with a note that is no {named}: {error}") from None
 
 
 def _array(
