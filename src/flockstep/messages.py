@@ -98,6 +98,12 @@ class Wanted:
     source: Address | None = None
     reply_to: int | None = None
 
+    def matches(self, message: Message) -> bool:
+        """Whether it is that one; what answers a request is only for who waits for the answer."""
+        if self.reply_to is not None:
+            return message.reply_to == self.reply_to and message.source == self.source
+        return not message.reply_to and self.tag in (None, message.tag) and self.source in (None, message.source)
+
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
             return f"the others in {self.tag!r}"
@@ -196,7 +202,7 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
 
 def frozen(array: Array) -> Array:
     """A read-only copy of `array` as it is now: what a message carries. One that nobody can change is not copied."""
-    if array.flags.c_contiguous and _unchangeable(array):
+    if not array.flags.writeable and array.flags.c_contiguous and _unchangeable(array):
         return array
     copy = np.array(array, order="C", copy=True)
     copy.flags.writeable = False

@@ -51,7 +51,7 @@ class Cluster:
 class Node:
     """One participant. `params` is the live flat array: the whole model, or a server's slice of it."""
 
-    def __init__(self, address: Address, cluster: Cluster, params: Array, port: Port, random: np.random.Generator):
+    def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
         self.params = params
@@ -71,7 +71,8 @@ class Node:
         """Which part of the model `params` is."""
         self.freeze: Callable[[Array], Array] = frozen
         """Makes the copies that messages carry; a driver may have a way of its own."""
-        self._port = port
+        self.port: Port
+        """What runs its programs; set by the driver."""
         self._sent: dict[Address, int] = {}
         self.tasks: list[Task] = []
         self._channel = ""
@@ -138,13 +139,19 @@ class Node:
         for message in requests:
             self._post(message.source, message.tag, copy, note, reply_to=message.number)
 
-    async def receive(self, tag: str | None = None, source: Address | None = None) -> Message:
+    @types.coroutine
+    def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
         """The next message with that tag from that node (None: any); waits for it.
 
         Raises:
             PeerLost: the node has left or was lost, and no such message can come any more.
         """
-        return await self._await(Wanted(None if tag is None else tag + self._channel, source))
+        wanted = Wanted(None if tag is None else tag + self._channel, source)
+        message: Message | None = self.mailbox.take(wanted)
+        if message is None:
+            self.require_coming(wanted)
+            message = yield wanted
+        return message
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> Message:
         """Send a request and wait for its reply."""
@@ -161,7 +168,7 @@ class Node:
 
     def arrived(self, tag: str) -> Iterator[Message]:
         """The messages with that tag that are here by now; does not wait."""
-        self._port.collect()
+        self.port.collect()
         return self.mailbox.take_all(Wanted(tag + self._channel))
 
     async def messages(self) -> AsyncIterator[Message]:
@@ -203,11 +210,11 @@ class Node:
         `staleness`: versions by which they were late; `weight`: multiple of the learning rate at which each gradient
         was applied. None: not known, or counted elsewhere.
         """
-        self._port.updates(source, count, staleness, weight)
+        self.port.updates(source, count, staleness, weight)
 
     def record_figure(self, name: str, value: float) -> None:
         """Put a figure of the strategy's own on the record."""
-        self._port.figure(name, value)
+        self.port.figure(name, value)
 
     def _advance_tasks(self) -> None:
         """Let every task go on as far as what is here allows; tell of those that have ended."""
@@ -241,16 +248,21 @@ class Node:
         if to == self.address:
             self.deliver(message)  # nothing travels
         else:
-            self._port.send(to, message)
+            self.port.send(to, message)
         return number
 
-    async def _await(self, wanted: Wanted) -> Message:
-        if (message := self.mailbox.take(wanted)) is not None:
-            return message
+    @types.coroutine
+    def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:
+        message: Message | None = self.mailbox.take(wanted)
+        if message is None:
+            self.require_coming(wanted)
+            message = yield wanted
+        return message
+
+    def require_coming(self, wanted: Wanted) -> None:
+        """Raise `PeerLost` if that message, which is not here, can come no more."""
         if wanted.source is not None and wanted.source in self.departed:
             raise self.missed(wanted)
-        arrived: Message = await suspend(wanted)
-        return arrived
 
     def missed(self, wanted: Wanted) -> PeerLost:
         """The error for a wait that can never end."""
@@ -268,7 +280,6 @@ class Worker(Node):
         rank: int,
         cluster: Cluster,
         params: Array,
-        port: Port,
         random: np.random.Generator,
         stepper: Stepper,
         steps: int | None,
@@ -276,7 +287,11 @@ class Worker(Node):
         train_size: int = 0,
         tensors: Sequence[slice] = (),
     ):
-        super().__init__(rank, cluster, params, port, random)
+        super().__init__(rank, cluster, params, random)
+        self.rank = rank
+        """This worker's number, from 0."""
+        self.workers = cluster.workers
+        """Number of workers in the run (n in the literature)."""
         self.steps = steps
         self.loss = 0.0
         """Mean loss of the last gradient's samples; set by the driver of a declared job."""
@@ -296,16 +311,6 @@ class Worker(Node):
         """Finds the layers that can be factored; set by the driver of a declared job."""
         self.stepper = stepper
         self._peers: list[int] | None = None
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self.address
-
-    @property
-    def workers(self) -> int:
-        """Number of workers in the run (n in the literature)."""
-        return self.cluster.workers
 
     @property
     def peers(self) -> list[int]:
@@ -393,7 +398,7 @@ class Worker(Node):
 
     def record_round(self, count: int = 1) -> None:
         """Tell the record that `count` updates of every other worker took effect here, none of them late."""
-        self._port.updates(None, count, 0)
+        self.port.updates(None, count, 0)
 
     def leave(self, peers: bool = False) -> None:
         """Say that this worker sends nothing more: to the servers, and to its peers if they wait for it."""
@@ -405,10 +410,8 @@ class Worker(Node):
 class Server(Node):
     """A node that holds the shared parameters, or the index-th slice of them."""
 
-    def __init__(
-        self, index: int, cluster: Cluster, params: Array, port: Port, random: np.random.Generator, optimizer: Optimizer
-    ):
-        super().__init__(server(index), cluster, params, port, random)
+    def __init__(self, index: int, cluster: Cluster, params: Array, random: np.random.Generator, optimizer: Optimizer):
+        super().__init__(server(index), cluster, params, random)
         self.optimizer = optimizer
         self.optimizer_state: OptimizerState = optimizer.init(params)
         self.version = 0

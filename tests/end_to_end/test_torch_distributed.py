@@ -62,7 +62,6 @@ def succeeded(body: str, folder: Path, workers: int = 3) -> Ended:
 def test_every_operation_equals_numpy_and_is_equal_in_every_bit(tmp_path: Path) -> None:
     body = """
 from flockstep.collectives.torch_distributed import TorchDistributed
-from flockstep.drivers.real import Runner
 
 async def everything(me):
     c, results = TorchDistributed(), {}
@@ -86,8 +85,8 @@ async def everything(me):
     np.savez(HERE / f"{rank}.npz", **results)
 
 model, optimizer = start("all_reduce")
-seat = optimizer.loop._seat
-Runner(everything(seat.node), seat).advance(None)
+runner = optimizer.loop._runner
+runner.aside(everything(runner.node))
 optimizer.finish()
 """
     n = 3

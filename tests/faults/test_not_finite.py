@@ -35,20 +35,17 @@ class _Poisoned(Watched):
 
     where = "gradient"
 
-    def _gradient_due(self, event):
-        if self.where == "gradient" and event.seat.node.address == 2 and event.seat.node.step == 4:
-            if 2 in self._pending:
-                self._compute_pending()
-            self._gradients.row(2)[1] = np.inf
-        super()._gradient_due(event)
+    def _gradient_due(self, runner, computing):
+        if self.where == "gradient" and runner.node.address == 2 and runner.node.step == 4:
+            self._gradients.take(2)[1] = np.inf
+        super()._gradient_due(runner, computing)
 
-    def _deliver(self, event):
-        message = event.message
+    def _arrive(self, transit, message, sent_at):
         if self.where == "message" and message.source == 1 and message.step == 3 and message.array is not None:
             array = message.array.copy()
             array.view(np.float32)[2] = np.nan
-            event.message = dataclasses.replace(message, array=array)
-        super()._deliver(event)
+            message = dataclasses.replace(message, array=array)
+        super()._arrive(transit, message, sent_at)
 
 
 class _OnItsWay(_Poisoned):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flockstep.arrays.ledger import GRID
+from flockstep.drivers.making import node_random
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.broadcast import Broadcast
@@ -118,7 +119,7 @@ def test_equals_the_oracle(optimizer, scale):
 def test_partial_communication_equals_the_oracle(rest, share):
     run = run_strategy(f"partial({share}, {rest})", 4, 15, network="ideal")
     plan = run.simulation.plan
-    draws = [plan.random(rank) for rank in range(4)]
+    draws = [node_random(plan.seed, rank) for rank in range(4)]
 
     def chosen(rank):
         return [peer for peer in range(4) if peer != rank and draws[rank].random() < share]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.seats import due
+from flockstep.drivers.virtual import due_at as due
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker

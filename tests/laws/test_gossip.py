@@ -59,7 +59,7 @@ class Weighed(Watched):
         self.totals = []
 
     def weigh(self):
-        held = sum(seat.node.state.mass for seat in self.seats.values())
+        held = sum(runner.node.state.mass for runner in self.runners.values())
         self.totals.append(held + sum(map(sum, self.flying.values())))
 
     def send(self, to, message):

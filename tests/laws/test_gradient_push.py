@@ -92,7 +92,7 @@ class Massed(Watched):
     def note(self, event):
         super().note(event)
         if isinstance(event, Step):
-            self.omegas[event.rank, event.step] = self.seats[event.rank].node.state.mass / UNIT
+            self.omegas[event.rank, event.step] = self.runners[event.rank].node.state.mass / UNIT
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Weighed(Watched):
 
     def weigh(self):
         pushed = [message for queue in self.flying.values() for message in queue]
-        held = [seat.node.state for seat in self.seats.values()]
+        held = [runner.node.state for runner in self.runners.values()]
         self.totals.append(sum(s.mass for s in held) + sum(m.note["mass"] for m in pushed))
         self.sums.append(sum(s.x for s in held) + sum(m.payload for m in pushed))
 

@@ -83,7 +83,7 @@ def test_what_was_saved_is_a_copy():
     saved = run.simulation.save()
     before = pickle.dumps(saved)
     run_strategy("broadcast", 3, 10, resume=saved)
-    run.simulation.seats[0].node.params[:] = 0
+    run.simulation.runners[0].node.params[:] = 0
     assert pickle.dumps(saved) == before
 
 

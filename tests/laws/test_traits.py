@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from flockstep.drivers.plan import Batches
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
+from flockstep.programs import NeedGradient
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing import failures
 from flockstep.testing.failure_matrix import rows
@@ -20,11 +24,21 @@ class Looking(Watched):
 
     seen: dict[int, set[int]]
 
-    def _compute_pending(self) -> None:
-        seen = vars(self).setdefault("seen", {})
-        for rank in self._pending:
-            seen.setdefault(rank, set()).update(int(i) for i in self._indices[rank])
-        super()._compute_pending()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen = {rank: set() for rank in range(len(self._gradients.batches))}
+        for rank, batches in enumerate(self._gradients.batches):
+            self._watch(rank, batches)
+
+    def _watch(self, rank: int, batches: Batches) -> None:
+        chosen = batches.next
+
+        def next_batch(need: NeedGradient) -> Any:
+            indices = chosen(need)
+            self.seen[rank].update(int(i) for i in indices)
+            return indices
+
+        batches.next = next_batch  # type: ignore[method-assign]
 
 
 def wide_job() -> Job:

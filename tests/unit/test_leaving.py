@@ -9,34 +9,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flockstep.drivers.real import Runner, Seat
+from flockstep.drivers.real import Seat
 from flockstep.errors import PeerLost
-from flockstep.messages import Message, server
+from flockstep.messages import Message, frozen, server
 from flockstep.nodes import Cluster, Worker
-from flockstep.transports.bus import LAUNCHER
+from flockstep.strategies.base import Strategy
+from flockstep.transports.bus import LAUNCHER, Traffic
 
 
 def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:
     """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
     coming = deque(arriving)
     ticket = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
-    member: Any = SimpleNamespace(ticket=ticket, receive=lambda _: coming.popleft(), tell=lambda *_: None)
-    seat = Seat(member, survives=False, every=0, emit=lambda _: None)
-    seat.node = worker = Worker(
-        0,
-        Cluster(2, 2),
-        np.zeros(2),
-        seat,
-        np.random.default_rng(0),
-        SimpleNamespace(),
-        None,  # type: ignore[arg-type]
+    bus = SimpleNamespace(lend=frozen, traffic=Traffic())
+    member: Any = SimpleNamespace(
+        ticket=ticket,
+        memory=None,
+        bus=bus,
+        receive=lambda _: coming.popleft(),
+        tell=lambda *_: None,
     )
+    stepper: Any = SimpleNamespace()
+    worker = Worker(0, Cluster(2, 2), np.zeros(2), np.random.default_rng(0), stepper, None)
+    seat = Seat(member, worker, Strategy.parse("ps"), lambda _: None)
     worker.step, got = 3, list[Message]()
 
     async def program() -> None:
         got.append(await worker.receive("state", who))
 
-    Runner(program(), seat).advance(None)
+    seat.runner.begin(program())
+    seat.bring(seat.runner)
     return got[0]
 
 

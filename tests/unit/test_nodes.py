@@ -20,7 +20,8 @@ class Hand:
 
     def __init__(self, program=None):
         self.sent = []
-        self.node = Node(0, Cluster(3, 2), np.zeros(1), self, np.random.default_rng(0))
+        self.node = Node(0, Cluster(3, 2), np.zeros(1), np.random.default_rng(0))
+        self.node.port = self
         self.waiting = self.result = None
         self.program = program(self.node) if program else None
         if self.program:

@@ -9,7 +9,7 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.collectives.ring import Ring
-from flockstep.drivers.seats import FORWARD
+from flockstep.drivers.virtual import FORWARD
 from flockstep.errors import PeerLost
 from flockstep.messages import Message
 from flockstep.nodes import Worker

@@ -142,7 +142,7 @@ def test_a_schedule_of_periods_goes_on_after_a_change(period, monkeypatch):
     """Replicas meet after each of three steps, and from then on, at a smaller learning rate, after every fourth."""
     model, optimizer = start(LocalSGD(period))
     rounds = []
-    monkeypatch.setattr(optimizer.loop._seat, "updates", lambda source, count, *_: rounds.append(count))
+    monkeypatch.setattr(optimizer.loop._runner, "updates", lambda source, count, *_: rounds.append(count))
     for number in range(8):
         if number == 3:
             optimizer.param_groups[0]["lr"] = 0.05
@@ -155,7 +155,7 @@ def test_a_schedule_of_periods_goes_on_after_a_change(period, monkeypatch):
 
 def test_the_schedule_of_a_codec_goes_on_after_a_change():
     """Both ends of a message count the steps of the run, and its number is that since the change."""
-    me = Node(0, Cluster(1), np.zeros(1000, np.float32), None, np.random.default_rng(0))
+    me = Node(0, Cluster(1), np.zeros(1000, np.float32), np.random.default_rng(0))
     codec = Dgc(ratio=0.01, warmup=8)
     me.before, me.step = 6, 3
     assert codec_for(me, codec, NoFeedback()) == codec_for(me, codec, NoFeedback(), step=3) == codec.at(8)

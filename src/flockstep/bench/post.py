@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 
 from flockstep.bench.ways import Place
+from flockstep.drivers.account import Account
+from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
 from flockstep.messages import Address, Array, Message, Wanted
 from flockstep.nodes import Cluster, Worker
@@ -28,7 +31,8 @@ class Post:
         me = Identity("bench", place.rank, "0" * 16, place.largest)
         self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}", HEARTBEAT)
         random = np.random.default_rng(place.rank)
-        self.node = Worker(place.rank, Cluster(place.workers), np.zeros(0), self, random, _Unused(), None)
+        self.node = Worker(place.rank, Cluster(place.workers), np.zeros(0), random, _Unused(), None)
+        self._runner = Runner(self.node, self, Account(place.rank, None), time.monotonic)
         if heap_start is not None:
             memory = SharedMemory.attach(place.segment)
             self.bus.share(SharedHeap(memory, place.rank, place.workers, 0, heap_start, 16 * place.largest))
@@ -43,18 +47,21 @@ class Post:
 
     def run(self, program: Coroutine[Effect, Any, Any]) -> Any:
         """Run a program to its end; what it returns."""
-        message: Message | None = None
-        while True:
-            try:
-                wanted = program.send(message)
-            except StopIteration as end:
-                return end.value
-            if not isinstance(wanted, Wanted):
-                raise FlockstepError(f"a program of a measurement may wait for messages only, got {wanted}")
-            message = self.node.mailbox.take(wanted)
-            while message is None:
-                self._take(self.bus.poll(None))
-                message = self.node.mailbox.take(wanted)
+        returned: list[Any] = []
+
+        async def whole() -> None:
+            returned.append(await program)
+
+        self._runner.begin(whole())
+        self.bring(self._runner)
+        return returned[0]
+
+    def bring(self, runner: Runner) -> None:
+        """Wait for messages until the program has ended."""
+        while not runner.done:
+            if not isinstance(runner.waiting, Wanted):
+                raise FlockstepError(f"a program of a measurement may wait for messages only, got {runner.waiting}")
+            self._take(self.bus.poll(None))
 
     def send(self, to: Address, message: Message) -> None:
         """Send; wait where too much waits already."""
@@ -69,13 +76,7 @@ class Post:
     def collect(self) -> None:
         """Take in what has arrived."""
         while (arrived := self.bus.poll(0)) is not None:
-            self.node.deliver(arrived)
-
-    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
-        """There is no record."""
-
-    def figure(self, name: str, value: float) -> None:
-        """There is no record."""
+            self._runner.deliver(arrived)
 
     def close(self) -> None:
         """Close the socket."""
@@ -83,7 +84,7 @@ class Post:
 
     def _take(self, message: Message | None) -> None:
         if message is not None:
-            self.node.deliver(message)
+            self._runner.deliver(message)
 
 
 class _Unused:

@@ -33,7 +33,8 @@ class Ring(Collective):
     async def average(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` by the mean over all workers."""
         if me.workers > 1 and not me.sum_together(array, me.workers):
-            await super().average(me, array)
+            await self.all_reduce(me, array)
+            array /= me.workers
 
     async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each worker with the chunk of its right neighbour's number: n-1 messages of about K/n elements."""

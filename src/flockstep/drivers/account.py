@@ -24,8 +24,8 @@ SPANS = 100
 class Account:
     """The books of one node: running totals, and what they were at the last step. Times in seconds."""
 
-    def __init__(self, address: Address, emit: Emit, traffic: Traffic | None = None):
-        """`traffic` is the bus's own."""
+    def __init__(self, address: Address, emit: Emit | None, traffic: Traffic | None = None):
+        """`traffic` is the bus's own; without `emit`, nobody keeps a record."""
         self.address = address
         self.emit = emit
         self.traffic = traffic or Traffic()
@@ -43,6 +43,8 @@ class Account:
         if end <= start:
             return
         self.seconds[kind] += end - start
+        if self.emit is None:
+            return
         if self.steps < SPAN_STEPS and self.address < SPAN_NODES and self._spans < SPANS:
             self._spans += 1
             self.emit(Span(self.address, kind, start, end))
@@ -50,6 +52,8 @@ class Account:
     def step(self, t: float, loss: float | None) -> None:
         """Close the books of a worker's step."""
         self.steps += 1
+        if self.emit is None:
+            return
         before, now = self._at_last_step, self._totals()
         self._at_last_step = now
         self.emit(
@@ -72,14 +76,18 @@ class Account:
         self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None
     ) -> None:
         """Note updates that took effect here."""
-        self.emit(Update(t, self.address, source, count, staleness, weight))
+        if self.emit is not None:
+            self.emit(Update(t, self.address, source, count, staleness, weight))
 
     def figure(self, t: float, name: str, value: float) -> None:
         """Note a figure of the strategy's own."""
-        self.emit(Figure(t, self.address, name, value))
+        if self.emit is not None:
+            self.emit(Figure(t, self.address, name, value))
 
     def close(self, t: float, params: FlatArray) -> None:
         """Write the node's totals."""
+        if self.emit is None:
+            return
         totals = self._totals()
         if self.estimated_bytes:
             self.figure(t, "bytes_by_formula", self.estimated_bytes)

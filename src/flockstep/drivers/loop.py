@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,19 +15,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.drivers.account import fingerprint
+from flockstep.drivers.account import Account, fingerprint
+from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.mover_place import Place, place_here, take_place
-from flockstep.drivers.real import Runner, Seat
-from flockstep.drivers.renewal import common, end_tasks, forget, meet, remembered, renewed
+from flockstep.drivers.real import Seat
+from flockstep.drivers.renewal import Reception, common, end_tasks, forget, meet, remembered, renewed
+from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.settings import tell_servers
-from flockstep.drivers.solo import SoloSeat
 from flockstep.drivers.ticket import claim_ticket
-from flockstep.drivers.together import Together, group_of, home_of
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
-from flockstep.messages import Fields
-from flockstep.nodes import Cluster, Worker
+from flockstep.messages import Address, Fields, server
+from flockstep.nodes import Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper, Watch
 from flockstep.records.events import Diverged
@@ -76,33 +77,30 @@ class Loop:
         self.strategy = strategy
         self.epochs = 0
         self.handed: dict[int, FlatArray] = {}
+        self.gradients = gradients
         self._params = params
         self._buffers = buffers
         self._member: Member | None = None
         self._events: EventWriter | None = None
         self._finished = False
         self._failure: Exception | None = None
-        self._worker: Worker | None = None
-        self._seat: Seat | SoloSeat
+        self._seat: Seat | None = None
+        self._servers: dict[Address, Server] = {}
+        """Those in this process."""
         ticket = claim_ticket()
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
         _check(strategy, self.workers)
         if ticket is None:
-            cluster = self._alone(server_optimizer, schema)
+            self._alone(schema, stepper, server_optimizer)
         else:
-            cluster = self._together(ticket, schema, server_optimizer)
-        random = np.random.default_rng(np.random.SeedSequence((0x5747, self.rank)))
-        worker = self._worker = Worker(
-            self.rank, cluster, params, self._seat, random, stepper, None, server_optimizer, 0, schema.slices
-        )
-        worker.schema, worker.notes = schema, strategy.notes
-        self._seat.node = worker
-        self.gradients = self._home(worker, gradients)
-        worker.state = strategy.worker_state(worker)
-        self._runner = Runner(strategy.worker(worker), self._seat)
+            self._together(ticket, schema, stepper, server_optimizer)
         with self._telling():
-            self._runner.advance(None)
+            self._begin()
         atexit.register(self._at_exit)
+
+    def _begin(self) -> None:
+        self._runner.begin(self.strategy.worker(self._worker))
+        self._runner.advance()
 
     def step(self) -> None:
         """The gradients of one mini-batch are in the flat array: let the strategy use them."""
@@ -134,7 +132,6 @@ class Loop:
 
         What is shown is what a strategy is about to use first at its step, since it may change what it has used.
         """
-        assert self._worker is not None
         worker = self._worker
         if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
             return
@@ -149,7 +146,7 @@ class Loop:
         """Let messages that have arrived, and what waits for them, go on."""
         if not self._finished and self._failure is None:
             with self._telling():
-                self._seat.collect()
+                self._runner.collect()
 
     def exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
         """Run `program(worker)` on every worker between two steps; return what it returns here.
@@ -168,7 +165,6 @@ class Loop:
 
     def _require_rest(self, name: str) -> None:
         """Ranks that wait in an exchange make no steps: nobody else's step may need theirs."""
-        assert self._worker is not None
         if self.strategy.traits.held_up(self.workers) and self._worker.step:
             raise CompositionError(
                 f"{self.strategy} has steps wait for some others, whoever comes first, got an exchange of all "
@@ -176,23 +172,20 @@ class Loop:
             )
 
     def _exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        assert self._worker is not None
         with self._watched() if self._worker.busy else self._telling():  # background tasks may write to the parameters
             return self._run(name, program)
 
     def _run(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        assert self._worker is not None
         worker, returned = self._worker, list[T]()
 
         async def to_the_end() -> None:
             returned.append(await worker.finished(worker.background(f"script.{name}", program(worker))))
 
-        Runner(to_the_end(), self._seat).advance(None)
+        self._runner.aside(to_the_end())
         return returned[0]
 
     def adopt(self, optimizer: Optimizer) -> None:
         """From the next step on, the servers and the slices that workers hold are stepped with other settings."""
-        assert self._worker is not None
         with self._telling():
             tell_servers(self._worker, optimizer)
 
@@ -212,11 +205,12 @@ class Loop:
         if self._diverged or self.watch is None or (name := self.watch.not_finite()) is None:
             return
         self._diverged = True
-        step = self._seat.account.steps
+        step = self._worker.run_step
         reason = (
             f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
         )
-        self._seat.account.emit(Diverged(self._seat.now, self.rank, reason))
+        if self._events is not None:
+            self._events.write(Diverged(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def renew(self, optimizer: OptimizerState | None) -> None:
@@ -226,7 +220,6 @@ class Loop:
         """
         self._require_running("call sync() before finish()")
         self._require_rest("sync")
-        assert self._worker is not None
         worker = self._worker
         with self._telling():
             new = self._params.copy()
@@ -240,8 +233,7 @@ class Loop:
             before = self._run("servers", lambda me: renewed(me, self.held, optimizer, before))
             forget(worker, before)
             worker.state = self.strategy.worker_state(worker)
-            self._runner = Runner(self.strategy.worker(worker), self._seat)
-            self._runner.advance(None)
+            self._begin()
             if self.watch is not None:
                 self.watch.note()
 
@@ -296,7 +288,6 @@ class Loop:
         return last
 
     def _leave(self, remember: bool) -> OptimizerState | None:
-        assert self._worker is not None
         worker, last = self._worker, list[OptimizerState]()
 
         async def to_the_end() -> None:
@@ -307,13 +298,14 @@ class Loop:
                     self._member.tell("left", None, {"step": worker.run_step})
                 last.append(await worker.finished(task))
 
-        Runner(to_the_end(), self._seat).advance(None)
+        self._runner.aside(to_the_end())
         return last[0] if last else None
 
     def _take_result(self) -> None:
-        if isinstance(self._seat, SoloSeat):
-            if self.strategy.servers_for(1) and self.strategy.traits.results[0] == "server":
-                self._params[:] = self._seat.served()
+        if self._seat is None:
+            if self._servers and self.strategy.traits.results[0] == "server":
+                for index, part in reversed(list(enumerate(self.held))):  # where two hold the same, the first counts
+                    self._params[part] = self._servers[server(index)].params
             return
         assert self._member is not None
         assert self._events is not None
@@ -322,43 +314,39 @@ class Loop:
         result = self._member.wait_for_end(self.handed)
         if result is not None:
             self._params[:] = result
-        self._leave_groups(failed=False)
+        self._seat.leave(failed=False)
         self._member.close(0.0)
 
-    def _leave_groups(self, failed: bool) -> None:
-        if self._worker is not None and self._worker.rendezvous is not None:
-            self._worker.rendezvous.close(failed)
+    def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+        """The worker and the servers in this process."""
+        strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
+        worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
+        self._runner = here.runners[0] = Runner(worker, here, Account(0, None), time.monotonic)
+        for index in range(cluster.servers):
+            node = make_server(strategy, cluster, index, self._params, schema, 0, optimizer)
+            runner = here.runners[node.address] = Runner(node, here, Account(node.address, None), time.monotonic)
+            runner.reception = Reception(node, strategy)
+            self._servers[node.address] = node
+        for node in self._servers.values():
+            here.runners[node.address].serve(strategy, node)
 
-    def _home(self, worker: Worker, gradients: FlatArray) -> FlatArray:
-        """Where the gradients are to lie: where all workers of the host can add them up, if they share memory."""
-        if self._member is None or not isinstance(self._seat, Seat):
-            return gradients
-        worker.rendezvous = self._seat.meeting()
-        worker.freeze = self._member.bus.lend
-        group = group_of(self._member, worker.cluster)
-        if group is None:
-            return gradients
-        worker.together = Together(group, self._seat)
-        return home_of(group, len(gradients), gradients.dtype.name)
-
-    def _alone(self, optimizer: Optimizer, schema: Schema) -> Cluster:
-        self._seat = SoloSeat()
-        self._seat.serve(self.strategy, self._params, optimizer, schema)
-        return Cluster(1, self.strategy.servers_for(1))
-
-    def _together(self, ticket: Ticket, schema: Schema, optimizer: Optimizer) -> Cluster:
+    def _together(self, ticket: Ticket, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
+        """A worker among others, each in a process of its own."""
         die_with(ticket.supervisor, ticket.directory)
-        self._member = Member(ticket, schema, self._buffers().nbytes, self.strategy.notes)
+        strategy, rank = self.strategy, self.rank
+        self._member = Member(ticket, schema, self._buffers().nbytes, strategy.notes)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(self._params)
         with self._telling():
-            cluster, params = self._member.join(to_text(self.strategy), to_data(optimizer), initial)
+            cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
         self._params[:] = params
-        self._events = EventWriter(RunFolder(ticket.record).node_events_file(self.rank), flush_every=1)
-        self._seat = Seat(self._member, bool(self.strategy.traits.survives), 0, self._events.write)
+        self._events = EventWriter(RunFolder(ticket.record).node_events_file(rank), flush_every=1)
+        worker = make_worker(strategy, cluster, rank, self._params, schema, ticket.seed, stepper, optimizer)
+        self._worker = worker
+        self._seat = Seat(self._member, worker, strategy, self._events.write)
         self._seat.snapshots.buffers = self._buffers
-        take_place(Place(self._member, self._seat.figure))
-        return cluster
+        self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
+        take_place(Place(self._member, self._runner.figure))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """In a launched script the run's own errors are one sentence, which the supervisor prints; others are shown."""
@@ -381,11 +369,12 @@ class Loop:
             return
         self._failure = error
         if self._member is not None and not self._member.closed:
-            step = self._worker.run_step if self._worker is not None else None
-            if self._worker is not None and isinstance(self._seat, Seat):
+            step = None if self._seat is None else self._worker.run_step
+            if self._seat is not None:
                 self._seat.salvage()
             self._member.fail(failure_of(error, self._member.ticket, step))
-            self._leave_groups(failed=True)
+            if self._seat is not None:
+                self._seat.leave(failed=True)
             self._member.close(0.3)
         if self._events is not None:
             self._events.close()

@@ -94,6 +94,8 @@ class Ticket:
     """Process id of the only process that may use this; 0: whoever was handed it."""
     claimed: bool = False
     """Whether that process has used it."""
+    seed: int = 0
+    """What the nodes' random streams derive from."""
     imports: tuple[str, ...] = ()
     """Files that register components of the user's own, for a script to import."""
 

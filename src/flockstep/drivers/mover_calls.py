@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +23,6 @@ from flockstep.errors import ConfigurationError, PeerLost, RunError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import check_composition, encode, fitted, random_of
 from flockstep.messages import Array, Fields, Message
-from flockstep.programs import Effect
 from flockstep.topologies.base import Topology
 
 T = TypeVar("T")
@@ -101,14 +100,12 @@ class Calls:
             raise RunError(str(message.note["error"]))
         return message
 
-    def run(self, program: Callable[[Party], Coroutine[Effect, Any, T]], timeout: float | None, what: str) -> T:
+    def run(self, program: Callable[[Party], Awaitable[T]], timeout: float | None, what: str) -> T:
         """Run a program on the mover's thread, and wait for its end."""
         self._require_open()
         return self._pump.wait(self._pump.start_call(program), timeout, what)
 
-    def together(
-        self, name: str, what: str, program: Callable[[Party], Coroutine[Effect, Any, T]], timeout: float | None
-    ) -> T:
+    def together(self, name: str, what: str, program: Callable[[Party], Awaitable[T]], timeout: float | None) -> T:
         """The same for a program in which every rank takes part; those of one name are told apart by their order."""
         self._require_open()
         with self._lock:

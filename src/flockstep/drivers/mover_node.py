@@ -9,7 +9,7 @@ import numpy as np
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
 from flockstep.messages import Address, Array, Beside, Mailbox, Message, Note, Wanted, node_name
 from flockstep.nodes import Cluster, Worker
-from flockstep.programs import Port, Task, suspend
+from flockstep.programs import Port, Task
 
 CLOSING = "closing/"
 """Tag of the message of a mover that will send no more arrays, but answers until all others have said so too."""
@@ -46,7 +46,8 @@ class Party(Worker):
     def __init__(self, rank: int, workers: int, port: Port, hear: Callable[[Message], bool]):
         """`hear` is shown every message first, and says whether that was all there is to do."""
         random = np.random.default_rng(np.random.SeedSequence((0x30FE, rank)))
-        super().__init__(rank, Cluster(workers), np.empty(0, np.float32), port, random, _Unused(), None)
+        super().__init__(rank, Cluster(workers), np.empty(0, np.float32), random, _Unused(), None)
+        self.port = port
         self.mailbox = _Unbroken()
         self.reasons: dict[Address, str] = {}
         self.closing: set[Address] = set()
@@ -169,12 +170,10 @@ class Party(Worker):
                 self.tasks.remove(task)
                 self._calls.pop(task.channel, None)
 
-    async def _await(self, wanted: Wanted) -> Message:
-        message = self.mailbox.take(wanted)
-        if message is None and self._hopeless(wanted):
+    def require_coming(self, wanted: Wanted) -> None:
+        """Raise `PeerLost` if that message, which is not here, can come no more."""
+        if self._hopeless(wanted):
             raise self.missed(wanted)
-        arrived: Message = await suspend(wanted) if message is None else message
-        return arrived
 
     def _hopeless(self, wanted: Wanted) -> bool:
         """Whether what is not here yet cannot come any more; a rank that is closing still replies."""

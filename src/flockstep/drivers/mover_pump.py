@@ -7,7 +7,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from flockstep.drivers.member import Member, stopped
 from flockstep.drivers.mover_node import Party
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
 from flockstep.messages import BYE, Address, Message
-from flockstep.programs import Effect, Task
+from flockstep.programs import Task
 from flockstep.transports.bus import LAUNCHER, Backlog
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Pump:
 
     def __init__(self, rank: int, workers: int, member: Member | None, hear: Callable[[Message], bool]):
         self.party = Party(rank, workers, self, self._hears)
-        self.account = Account(rank, lambda event: None, None if member is None else member.bus.traffic)
+        self.account = Account(rank, None, None if member is None else member.bus.traffic)
         self.flow = Flow()
         self.failure: FlockstepError | None = None
         self._hear = hear
@@ -115,9 +115,7 @@ class Pump:
         if self._over:
             self._do()
 
-    def start_call(
-        self, program: Callable[[Party], Coroutine[Effect, Any, T]], channel: str = "", what: str = ""
-    ) -> Future[T]:
+    def start_call(self, program: Callable[[Party], Awaitable[T]], channel: str = "", what: str = "") -> Future[T]:
         """Start a program; one in a channel is part of what all ranks do there, and `what` is what they agree on."""
         future: Future[T] = Future()
 
@@ -294,9 +292,7 @@ async def _raising(error: FlockstepError) -> Any:
     raise error
 
 
-async def _ending_in(
-    future: Future[T], program: Coroutine[Effect, Any, T], failed: Callable[[Exception], None]
-) -> None:
+async def _ending_in(future: Future[T], program: Awaitable[T], failed: Callable[[Exception], None]) -> None:
     """Run a program to its end, and put what comes of it into the future: nothing is raised on the pump's thread."""
     try:
         result = await program

@@ -9,12 +9,12 @@ import numpy as np
 
 from flockstep.arrays.factors import Layer
 from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.making import make_worker
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Engine, Indices, Lesson
-from flockstep.messages import Address
-from flockstep.nodes import Cluster
+from flockstep.nodes import Cluster, Worker
 from flockstep.optimizers.base import Optimizer
-from flockstep.programs import NeedGradient
+from flockstep.programs import NeedGradient, Stepper
 from flockstep.schedules.timetable import Timetable
 from flockstep.strategies.base import ResultPolicy, Strategy
 from flockstep.workloads.sampler import Sampler, SamplerState
@@ -73,14 +73,22 @@ class Plan:
         """For each server, which of the parameters it holds."""
         return self.strategy.held(self.cluster.workers, size)
 
-    def random(self, address: Address) -> np.random.Generator:
-        """The node's own stream, for what its strategy draws."""
-        return node_random(self.seed, address)
-
-
-def node_random(seed: int, address: Address) -> np.random.Generator:
-    """The stream of a node's own, whichever process it lives in."""
-    return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
+    def worker(self, engine: Engine, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
+        """A worker of this run, whose live replica is `params`."""
+        return make_worker(
+            self.strategy,
+            self.cluster,
+            rank,
+            params,
+            engine.schema,
+            self.seed,
+            stepper,
+            self.optimizer,
+            self.steps,
+            engine.train_size,
+            len(self.parts[rank]),
+            lambda: self.layers(engine),
+        )
 
 
 class Batches:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
 from flockstep.arrays.memory import release
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.making import make_server
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
-from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed, node_random
-from flockstep.drivers.real import Runner, Seat
-from flockstep.drivers.renewal import Reception, Renewed
-from flockstep.drivers.together import Together, group_of, home_of
-from flockstep.drivers.tracker import Progress
-from flockstep.errors import Diverged, FlockstepError
+from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
+from flockstep.drivers.real import Seat
+from flockstep.drivers.runner import Runner
+from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
 from flockstep.frameworks.base import Engine
-from flockstep.nodes import Server, Worker
+from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
+from flockstep.programs import NeedGradient
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 
@@ -31,39 +31,20 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
     with _guarded(ticket) as guard:
         engine, plan = make()
         release()
-        largest, notes = engine.buffers(ticket.address).nbytes, plan.strategy.notes
-        member = guard.member = Member(ticket, engine.schema, largest, notes)
+        largest = engine.buffers(ticket.address).nbytes
+        member = guard.member = Member(ticket, engine.schema, largest, plan.strategy.notes)
         params = engine.home()
         _warm_up(engine, params, plan, ticket.address)
-        cluster, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
+        _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            seat = Seat(member, bool(plan.strategy.traits.survives), plan.evaluate_every, events.write)
             stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
             stepper.lr = plan.lr_at(0)
-            worker = guard.worker = Worker(
-                ticket.address,
-                cluster,
-                params,
-                seat,
-                plan.random(ticket.address),
-                stepper,
-                plan.steps,
-                plan.optimizer,
-                engine.train_size,
-                engine.schema.slices,
-            )
-            worker.schema, worker.samples = engine.schema, len(plan.parts[ticket.address])
-            worker.find_layers = lambda: plan.layers(engine)
-            worker.notes, worker.state = notes, plan.strategy.worker_state(worker)
-            worker.freeze = member.bus.lend
-            seat.node, guard.seat = worker, seat
-            worker.rendezvous = seat.meeting()
-            group = group_of(member, cluster)
-            worker.together = None if group is None else Together(group, seat)
-            gradient = home_of(group, len(params), params.dtype.name)
+            worker = plan.worker(engine, ticket.address, params, stepper)
+            seat = guard.seat = Seat(member, worker, plan.strategy, events.write, plan.evaluate_every)
             seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
+            gradient = seat.home(np.zeros_like(params))
             release()
-            _train(engine, worker, stepper, seat, plan, gradient)
+            _train(engine, worker, stepper, seat.runner, plan, gradient)
             seat.close()
         member.wait_for_end()
     return guard.code
@@ -77,57 +58,29 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
-        held = rule.held(cluster.workers, len(params))[index]
         with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            seat = Seat(member, bool(rule.traits.survives), every, events.write)
-            seat.progress = Progress(cluster, every) if every else None
-            random = node_random(RunFolder(ticket.record).read_config().seed, ticket.address)
-            node = Server(index, cluster, params[held].copy(), seat, random, spec)
-            node.schema, node.held, node.notes = schema, held, rule.notes
-            node.optimizer_state.start = held.start
-            node.state = rule.master_state(node)
-            node.freeze = member.bus.lend
-            seat.node = node
-            guard.seat = seat
-            seat.reception = Reception(node, rule)
-            _serve(rule, node, seat, seat.reception)
+            node = make_server(rule, cluster, index, params, schema, ticket.seed, spec)
+            seat = guard.seat = Seat(member, node, rule, events.write, every)
+            seat.runner.serve(rule, node)
+            seat.bring(seat.runner)
             seat.close()
         member.wait_for_end()
     return guard.code
 
 
-def _serve(rule: Strategy, node: Server, seat: Seat, reception: Reception) -> None:
-    """Run a server's program, again from its beginning whenever a script has replaced the model."""
-    while True:
-        runner = Runner(rule.master(node), seat)
-        try:
-            runner.advance(None)
-        except Renewed:
-            runner.close()
-            reception.renew()
-        else:
-            reception.end()
-            return
-
-
 def _train(
-    engine: Engine, worker: Worker, stepper: LocalOptimizer, seat: Seat, plan: Plan, gradient: FlatArray
+    engine: Engine, worker: Worker, stepper: LocalOptimizer, runner: Runner, plan: Plan, gradient: FlatArray
 ) -> None:
     batches = Batches(plan, worker.rank)
-    runner = Runner(plan.strategy.worker(worker), seat)
+    runner.begin(plan.strategy.worker(worker), partial(plan.strategy.finish, worker))
     value: FlatArray | None = None
     loss: float | None = None
     while runner.advance(value, loss):
-        need = runner.need
+        need = runner.waiting
+        assert isinstance(need, NeedGradient)
         stepper.lr = plan.lr_at(worker.step)
         loss = computed(engine, need, worker.params, batches.next(need), gradient, worker.rank, worker.step)
-        if not math.isfinite(loss):
-            raise Diverged(
-                f"the loss of worker {worker.rank} is {loss} at step {worker.step}; lower the learning rate, "
-                f"now {worker.lr:g}"
-            )
-        worker.loss, value = loss, gradient
-    Runner(plan.strategy.finish(worker), seat).advance(None)
+        value = gradient
 
 
 def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
@@ -141,7 +94,6 @@ def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
 class _Guard:
     def __init__(self) -> None:
         self.member: Member | None = None
-        self.worker: Worker | None = None
         self.seat: Seat | None = None
         self.code = 0
 
@@ -156,7 +108,9 @@ def _guarded(ticket: Ticket) -> Iterator[_Guard]:
             yield guard
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         guard.code = error.exit_code if isinstance(error, FlockstepError) else 1
-        failure = failure_of(error, ticket, guard.worker.step if guard.worker is not None else None)
+        failure = failure_of(
+            error, ticket, guard.seat.node.step if guard.seat is not None and ticket.address >= 0 else None
+        )
         if guard.member is None:
             knock(ticket, failure)
         else:
@@ -164,7 +118,7 @@ def _guarded(ticket: Ticket) -> Iterator[_Guard]:
                 guard.seat.salvage()
             guard.member.fail(failure)
     finally:
-        if guard.worker is not None and guard.worker.rendezvous is not None:
-            guard.worker.rendezvous.close(failed=guard.code != 0)
+        if guard.seat is not None:
+            guard.seat.leave(failed=guard.code != 0)
         if guard.member is not None:
             guard.member.close(0.3 if guard.code else 0.0)

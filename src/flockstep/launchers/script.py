@@ -78,12 +78,13 @@ def _launch(script: Path, arguments: Sequence[str], config: RunConfig, record: R
     scripts: list[Script] = []
 
     def start_worker(ticket: Ticket) -> Child:
-        ticket = dataclasses.replace(ticket, imports=config.imports)
+        ticket = dataclasses.replace(ticket, seed=config.seed, imports=config.imports)
         scripts.append(start_script(script, arguments, ticket, config.threads, output))
         return scripts[-1]
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
+        ticket = dataclasses.replace(ticket, seed=config.seed)
         return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, 0, config.imports))
 
     supervisor = Supervisor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
+        ticket = dataclasses.replace(ticket, seed=config.seed)
         return fork(server_main, (ticket, index, hello.strategy, optimizer, hello.schema, every, config.imports))
 
     supervisor = Supervisor(

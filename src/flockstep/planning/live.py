@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.seats import Seat
+from flockstep.drivers.runner import Runner
 from flockstep.drivers.tracker import FINAL
 from flockstep.drivers.virtual import Simulation
 from flockstep.messages import server
@@ -24,11 +24,11 @@ class LiveSimulation(Simulation):
 
     _begun = 0
 
-    def _hand_in(self, tick: float, seat: Seat) -> None:
+    def _hand_in(self, runner: Runner, tick: float) -> None:
         if tick == FINAL or self.plan.result not in NOW:
-            super()._hand_in(tick, seat)
+            super()._hand_in(runner, tick)
             return
-        if seat.node.address < 0:
+        if runner.node.address < 0:
             return
         workers = self.plan.cluster.workers
         if self._begun % workers == workers - 1:  # the last of so many that begin a gradient: all have the last update
@@ -38,19 +38,24 @@ class LiveSimulation(Simulation):
     def _look(self, steps: int) -> None:
         workers = range(self.plan.cluster.workers)
         found = self._engine.evaluate(self._model(), workers)
-        sent = sum(self.seats[rank].account.traffic.sent_bytes for rank in workers) / len(workers)
-        apart = float(np.abs(self._params - self._params[0]).max()) if self.plan.result == "mean" else 0.0
+        sent = sum(self.runners[rank].account.traffic.sent_bytes for rank in workers) / len(workers)
+        apart = (
+            float(np.abs(self._gradients.params - self._gradients.params[0]).max())
+            if self.plan.result == "mean"
+            else 0.0
+        )
         samples = len(workers) * self.plan.samples_at(steps)
         self._emit(Snapshot(self.now, steps, samples, sent, found.loss, found.metric, apart))
 
     def _model(self) -> FlatArray:
+        replicas = self._gradients.params
         if self.plan.result == "mean":
-            mean: FlatArray = self._params.mean(0, dtype=np.float64).astype(self._params.dtype)
+            mean: FlatArray = replicas.mean(0, dtype=np.float64).astype(replicas.dtype)
             return mean
         if self.plan.result == "rank0":
-            first: FlatArray = self._params[0]
+            first: FlatArray = replicas[0]
             return first
-        whole: FlatArray = np.empty_like(self._params[0])
+        whole: FlatArray = np.empty_like(replicas[0])
         for index, part in reversed(list(enumerate(self.plan.held(len(whole))))):
-            whole[part] = self.seats[server(index)].node.params
+            whole[part] = self.runners[server(index)].node.params
         return whole

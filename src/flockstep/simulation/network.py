@@ -100,10 +100,14 @@ class Fabric:
 
     def __init__(self, route: Routing) -> None:
         self._route = route
+        self._routes: dict[tuple[Address, Address], Route] = {}
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         """Send a message at time `t`: reserve its first hop. Call it in order of time."""
-        transit = Transit(source, to, nbytes, t, self._route(source, to))
+        route = self._routes.get((source, to))
+        if route is None:
+            route = self._routes[source, to] = self._route(source, to)
+        transit = Transit(source, to, nbytes, t, route)
         if not transit.done:
             self.advance(transit)
         return transit

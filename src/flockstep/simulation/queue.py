@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from flockstep.errors import RunError
@@ -41,6 +42,13 @@ class EventQueue(Generic[E]):
             raise RunError(f"an event's time must be finite and >= now ({self.now}), got {time}; schedule it at now")
         self._count = count = self._count + 1
         heapq.heappush(self._heap, (time, count, event))
+
+    def run(self: EventQueue[Callable[[], None]]) -> None:
+        """Call every event in turn, those too that are scheduled meanwhile."""
+        heap, take = self._heap, heapq.heappop
+        while heap:
+            self.now, _, event = take(heap)
+            event()
 
     def pop(self) -> tuple[float, E]:
         """Remove the next event and return its time and the event; `now` becomes that time.

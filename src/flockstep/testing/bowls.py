@@ -47,7 +47,7 @@ class _Traced(Watched):
         """Keep an event, and the parameter."""
         super().note(event)
         if isinstance(event, Update):
-            super().note(Figure(event.t, event.node, "parameter", float(self.seats[event.node].node.params[0])))
+            super().note(Figure(event.t, event.node, "parameter", float(self.runners[event.node].node.params[0])))
 
 
 def bowl(

@@ -70,7 +70,7 @@ class Faulted(Watched):
         """Keep an event, and the parameters that a worker's step began with."""
         super().note(event)
         if isinstance(event, Step):
-            self.read[event.rank].append(self.seats[event.rank].node.params.tobytes())
+            self.read[event.rank].append(self.runners[event.rank].node.params.tobytes())
 
     def run(self) -> None:
         """Run to the end, or up to the error."""

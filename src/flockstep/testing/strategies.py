@@ -11,8 +11,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import LocalOptimizer, Plan
-from flockstep.drivers.seats import Saved
-from flockstep.drivers.virtual import Simulation
+from flockstep.drivers.virtual import Saved, Simulation
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
@@ -271,7 +270,7 @@ class Run:
     @property
     def nodes(self) -> dict[Address, Node]:
         """Every node, workers first."""
-        return {address: seat.node for address, seat in self.simulation.seats.items()}
+        return {address: runner.node for address, runner in self.simulation.runners.items()}
 
     @property
     def params(self) -> dict[Address, FlatArray]:
@@ -363,7 +362,7 @@ def run_strategy(
     models = ComputeModel.parse(compute), Network.parse(network)
     virtual = simulation(bench.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults])
     for rank, params in enumerate([] if replicas is None else replicas):
-        virtual.seats[rank].node.params[:] = params
+        virtual.runners[rank].node.params[:] = params
     virtual.run()
     return Run(virtual)
 

@@ -30,14 +30,16 @@ class Traffic:
 
     def sent(self, message: Message, header_bytes: int) -> None:
         """Count a message that was sent."""
-        self.sent_bytes += message.payload_bytes
         self.messages_sent += 1
+        if message.array is not None:
+            self.sent_bytes += message.array.nbytes
         self.header_bytes += header_bytes
 
     def received(self, message: Message) -> None:
         """Count a message that arrived."""
-        self.received_bytes += message.payload_bytes
         self.messages_received += 1
+        if message.array is not None:
+            self.received_bytes += message.array.nbytes
 
     def moved(self, sent: int, received: int, messages: int) -> None:
         """Count payload bytes that did not travel as messages, as that number of messages each way."""

@@ -1,0 +1,139 @@
+"""Gradients of many workers of one process, computed together when the first of them is due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.plan import Batches, Plan, computed
+from flockstep.frameworks.base import Engine, Indices
+from flockstep.nodes import Node
+from flockstep.programs import NeedGradient
+
+ROWS = 64
+"""Gradients of one batched call: enough to amortise the call, few enough to stay in the cache."""
+
+
+class BatchedGradients:
+    """What the workers' gradients are of, and the gradients themselves; row r of `params` (n, K) is worker r's."""
+
+    def __init__(self, engine: Engine, plan: Plan):
+        n = plan.cluster.workers
+        self.params = np.tile(engine.initial(), (n, 1))
+        self.batches = [Batches(plan, rank) for rank in range(n)]
+        self.losses = np.zeros(n)
+        self.nodes: list[Node] = []
+        """The workers, by rank."""
+        self._engine = engine
+        self._batch = plan.batch
+        self._pool = _Pool(engine.schema.size, self.params.dtype)
+        self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
+
+    def ask(self, rank: int, need: NeedGradient) -> int:
+        """A worker's gradient is needed, at its parameters as they are now; over how many samples it is."""
+        self._pool.give_back(rank)
+        indices = self.batches[rank].next(need)
+        self._needs[rank] = need, indices
+        return len(indices)
+
+    def forget(self, rank: int) -> None:
+        """That worker's gradient is not needed after all."""
+        self._needs.pop(rank, None)
+
+    def keep(self, rank: int) -> None:
+        """That worker's parameters may change now: compute before they do."""
+        if rank in self._needs:
+            self._compute()
+
+    def take(self, rank: int) -> FlatArray:
+        """The gradient (K,) that a worker has asked for; valid until it asks again."""
+        if rank in self._needs:
+            self._compute()
+        return self._pool.row(rank)
+
+    def _compute(self) -> None:
+        """All gradients that have been asked for: those over equally many samples together."""
+        needs, self._needs = self._needs, {}
+        alike: dict[int, list[int]] = {}
+        for rank in sorted(needs):
+            need, indices = needs[rank]
+            if need.samples or need.teachers or need.layers:
+                self._compute_alone(rank, need, indices)
+            else:
+                alike.setdefault(len(indices), []).append(rank)
+        for size in sorted(alike):
+            ranks = alike[size]
+            for start in range(0, len(ranks), ROWS):
+                self._compute_together(ranks[start : start + ROWS], needs)
+
+    def _compute_together(self, ranks: list[int], needs: dict[int, tuple[NeedGradient, Indices]]) -> None:
+        steps = [self.nodes[rank].step for rank in ranks]
+        indices = np.stack([needs[rank][1] for rank in ranks])
+        params = np.take(self.params, ranks, 0, self._pool.gathered[: len(ranks)], "clip")
+        self.losses[ranks] = self._engine.gradients(params, indices, self._pool.take(ranks), ranks, steps)
+
+    def _compute_alone(self, rank: int, need: NeedGradient, indices: Indices) -> None:
+        out = self._pool.take([rank])[0]
+        self.losses[rank] = computed(self._engine, need, self.params[rank], indices, out, rank, self.nodes[rank].step)
+
+
+class _Pool:
+    """Slabs of `ROWS` rows. A slab is written again once all its rows have been given back.
+
+    Fresh memory for every batch would cost more than the gradients themselves: each page of it is zeroed first.
+    """
+
+    def __init__(self, size: int, dtype: np.dtype[np.floating]):
+        self._size = size
+        self._dtype = dtype
+        self._free: list[_Slab] = []
+        self._open = _Slab(np.empty((ROWS, size), dtype))
+        self._held: dict[int, tuple[_Slab, FlatArray]] = {}
+        self.gathered: FlatArray = np.empty((ROWS, size), dtype)
+        """Where the parameters of one call are brought together."""
+
+    def take(self, ranks: Sequence[int]) -> FlatArray:
+        """Rows for the gradients of at most `ROWS` ranks, in that order; each is held until that rank gives it back."""
+        slab = self._room_for(len(ranks))
+        rows = slab.rows[slab.used : slab.used + len(ranks)]
+        slab.used += len(ranks)
+        slab.held += len(ranks)
+        for rank, row in zip(ranks, rows, strict=True):
+            self._held[rank] = slab, row
+        return rows
+
+    def row(self, rank: int) -> FlatArray:
+        """The gradient of that rank."""
+        return self._held[rank][1]
+
+    def give_back(self, rank: int) -> None:
+        """That rank uses its gradient no more."""
+        held = self._held.pop(rank, None)
+        if held is not None:
+            slab = held[0]
+            slab.held -= 1
+            if slab.held == 0 and slab is not self._open:
+                self._free.append(slab)
+
+    def _room_for(self, count: int) -> _Slab:
+        """The slab that is being filled, or the next one."""
+        slab = self._open
+        if slab.held == 0:
+            slab.used = 0
+        if slab.used + count > ROWS:
+            if slab.held == 0:
+                self._free.append(slab)
+            slab = self._open = self._free.pop() if self._free else _Slab(np.empty((ROWS, self._size), self._dtype))
+            slab.used = 0
+        return slab
+
+
+class _Slab:
+    __slots__ = ("held", "rows", "used")
+
+    def __init__(self, rows: FlatArray):
+        self.rows = rows
+        self.used = 0
+        self.held = 0

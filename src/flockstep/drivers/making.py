@@ -1,0 +1,65 @@
+"""Where the nodes of a run are made, and their random streams: the same for every driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flockstep.arrays.factors import Layer
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.messages import Address, server
+from flockstep.nodes import Cluster, Server, Worker
+from flockstep.optimizers.base import Optimizer
+from flockstep.programs import Stepper
+from flockstep.strategies.base import Strategy
+
+
+def node_random(seed: int, address: Address) -> np.random.Generator:
+    """The stream of a node's own, whichever process it lives in."""
+    return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
+
+
+def make_worker(
+    strategy: Strategy,
+    cluster: Cluster,
+    rank: int,
+    params: FlatArray,
+    schema: Schema,
+    seed: int,
+    stepper: Stepper,
+    optimizer: Optimizer,
+    steps: int | None = None,
+    train_size: int = 0,
+    samples: int = 0,
+    layers: Callable[[], tuple[Layer, ...]] = tuple,
+) -> Worker:
+    """A worker whose live replica is `params` (K,); without `steps` it trains as long as somebody else's loop does.
+
+    `optimizer` is its optimiser in the form in which servers have it, `train_size` and `samples` the numbers of
+    training samples in all and in its part; `layers` finds those that can be factored.
+    """
+    worker = Worker(
+        rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size, schema.slices
+    )
+    worker.schema, worker.samples, worker.find_layers = schema, samples, layers
+    worker.notes, worker.state = strategy.notes, strategy.worker_state(worker)
+    return worker
+
+
+def make_server(
+    strategy: Strategy,
+    cluster: Cluster,
+    index: int,
+    params: FlatArray,
+    schema: Schema,
+    seed: int,
+    optimizer: Optimizer,
+) -> Server:
+    """The index-th server, with a copy of its part of `params` (K,)."""
+    held = strategy.held(cluster.workers, len(params))[index]
+    node = Server(index, cluster, params[held].copy(), node_random(seed, server(index)), optimizer)
+    node.schema, node.held = schema, held
+    node.optimizer_state.start = held.start
+    node.notes, node.state = strategy.notes, strategy.master_state(node)
+    return node

@@ -1,0 +1,336 @@
+"""Runs the programs of one node, wherever it is and whatever moves its messages.
+
+A program is resumed with what it waits for, and runs until it next waits. Who computes a gradient and what brings
+messages is for others to say: they call `give`, `deliver` and `wake`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flockstep.arrays.schema import FlatArray
+from flockstep.drivers.account import Account
+from flockstep.drivers.renewal import Reception, Renewed
+from flockstep.drivers.settings import taken_over
+from flockstep.drivers.tracker import Progress
+from flockstep.errors import Diverged, PeerLost, RunError
+from flockstep.messages import BYE, Address, Message, Wanted, node_name
+from flockstep.nodes import Node, Server, Worker
+from flockstep.programs import Effect, NeedGradient, Program
+from flockstep.strategies.base import Strategy
+from flockstep.strategies.finite import require_finite_gradient, require_finite_message
+
+ANYTHING = Wanted()
+
+
+class Road(Protocol):
+    """What brings a node's messages."""
+
+    def send(self, to: Address, message: Message) -> None:
+        """Take `message`, whose array will not change any more, and count it; does not wait."""
+
+    def collect(self) -> None:
+        """Deliver what has arrived by now; does not wait."""
+
+    def bring(self, runner: Runner) -> None:
+        """Deliver messages, and wait for them, until the program waits for none."""
+
+
+class OneProcess:
+    """Brings messages between the nodes of one process: each is delivered before `send` returns."""
+
+    def __init__(self) -> None:
+        self.runners: dict[Address, Runner] = {}
+
+    def send(self, to: Address, message: Message) -> None:
+        """Deliver it."""
+        self.runners[to].deliver(message)
+
+    def collect(self) -> None:
+        """Nothing is ever on its way."""
+
+    def bring(self, runner: Runner) -> None:
+        """The message must be here already, or it will never come."""
+        if type(runner.waiting) is Wanted:
+            node = runner.node
+            raise RunError(
+                f"{node_name(node.address)} waits for {runner.waiting} at step {node.run_step}, which nobody will send"
+            )
+
+
+class Runner:
+    """Runs a node's programs, and keeps its books. `waiting` is what its program waits for; None while it runs."""
+
+    hand_in: Callable[[float], None] | None = None
+    """Takes the node's parameters to be evaluated at that tick of progress."""
+    every = 0
+    """Steps of a worker between two ticks; 0: there are none."""
+    progress: Progress | None = None
+    """When a server's ticks are due."""
+    source: Callable[[NeedGradient], None] | None = None
+    """Told that the program waits for a gradient, or for more of one."""
+    stepped: Callable[[float | None], None] | None = None
+    """Told of every step of a worker, with its loss."""
+    ended: Callable[[], None] | None = None
+    """Told that the program has ended."""
+    reception: Reception | None = None
+    """What a server of a script answers besides its program."""
+
+    def __init__(self, node: Node, road: Road, account: Account, clock: Callable[[], float]):
+        self.node = node
+        self.account = account
+        self.clock = clock
+        self.waiting: Effect | None = None
+        self.done = False
+        self.partly = 0.0
+        """Which share the program has had of the gradient that it goes on to wait for; 0: it waits for another one."""
+        self.send = road.send
+        self._road = road
+        self._program: Program | None = None
+        self._then: Callable[[], Program] | None = None
+        self._again: Callable[[], Program]
+        self._since = clock()
+        """When the node began to compute, to wait or to run, whichever it does."""
+        self._checked = 0
+        node.port = self
+
+    def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
+        """Run a program until it first waits; at its end, the one that `then` makes."""
+        self._program, self._then, self.done, self.partly = program, then, False, 0.0
+        self.resume(None)
+
+    def serve(self, strategy: Strategy, node: Server) -> None:
+        """Run a server's program, again from its beginning whenever a script has replaced the model."""
+        self._again = lambda: strategy.master(node)
+        self.begin(self._again())
+
+    def close(self) -> None:
+        """End the program where it is."""
+        if self._program is not None:
+            self._program.close()
+        self.waiting, self.done = None, True
+
+    def aside(self, program: Program) -> None:
+        """Run another program to its end while the node's own waits for a gradient, or has ended."""
+        kept = self._program, self._then, self.waiting, self.done, self.partly
+        spent = self.clock() - self._since
+        self._since += spent
+        try:
+            self.begin(program)
+            self._road.bring(self)
+        finally:
+            self._program, self._then, self.waiting, self.done, self.partly = kept
+            self._since = self.clock() - spent
+
+    def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
+        """Hand over the gradient that is waited for, if there is one, and go on; whether another one is waited for.
+
+        Of one that is not `whole`, only the part that is waited for is there.
+        """
+        if gradient is not None and not self._needless():
+            self.give(gradient, loss, 0 if whole else self.awaited)
+        self._road.bring(self)
+        while not self.done:
+            if not self._needless():
+                if gradient is None or not whole or not self.partly:
+                    return True
+                self.give(gradient, loss)
+            self._road.bring(self)
+        return False
+
+    @property
+    def awaited(self) -> int:
+        """The first element of the part of the gradient that is waited for; 0: it is the whole."""
+        need = self.waiting
+        return round((1 - need.share) * len(self.node.params)) if isinstance(need, NeedGradient) else 0
+
+    def resume(self, value: Any) -> None:
+        """Let the program go on with what it has waited for, until it waits again or ends."""
+        program, self.waiting = self._program, None
+        assert program is not None
+        try:
+            effect = program.throw(value) if isinstance(value, PeerLost) else program.send(value)
+        except StopIteration:
+            self._end()
+            return
+        if self.clock() > self._since:
+            self._lap("comm")
+        self.waiting = effect
+        if type(effect) is NeedGradient:
+            self._need(effect)
+        elif self.node.address < 0:
+            self._idle()
+
+    def give(self, gradient: FlatArray, loss: float | None = None, begin: int = 0) -> None:
+        """Resume the program with the gradient that it waits for, which is there from element `begin` on.
+
+        Raises:
+            Diverged: the loss, or an element of the gradient, is not finite.
+        """
+        need, node = self.waiting, self.node
+        assert isinstance(need, NeedGradient)
+        assert isinstance(node, Worker)
+        self._lap("compute")
+        if loss is not None:
+            if not math.isfinite(loss):
+                raise Diverged(
+                    f"the loss of {node_name(node.address)} is {loss} at step {node.run_step}; lower the learning "
+                    f"rate, now {node.lr:g}"
+                )
+            node.loss = loss
+        # What lies behind the size was never written, and a program may have changed the parts that it has had.
+        end = self._checked if self.partly else need.size(len(node.params))
+        if begin < end:
+            require_finite_gradient(node, gradient, begin, end)
+        self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
+        if need.closes:
+            self._step(loss)
+        self.resume(gradient)
+
+    def needless(self) -> Message | None:
+        """The message that makes the gradient needless that is waited for, if it is here."""
+        need = self.waiting
+        if not isinstance(need, NeedGradient) or need.unless is None:
+            return None
+        return self.node.mailbox.take(Wanted(need.unless))
+
+    def give_up(self, found: Message) -> None:
+        """Resume the program with the message that makes its gradient needless."""
+        self.partly = 0.0
+        self._lap("compute")
+        self._step(None)
+        self.resume(found)
+
+    def deliver(self, message: Message, sent_at: float | None = None) -> None:
+        """A message has arrived; `sent_at` is when it was sent, where that is known."""
+        node = self.node
+        if isinstance(node, Server):
+            if self.reception is not None and self.reception.hears(message):
+                self._attend()
+                return
+            require_finite_message(node, message)
+            if self.progress is not None:
+                self.progress.heard(message)
+            if taken_over(node, message):
+                return
+        waiting = self.waiting
+        if type(waiting) is Wanted and self._direct(waiting, message):
+            node.mailbox.hear(message)
+            self.go_on(message, sent_at)
+        else:
+            node.deliver(message)
+            self.wake(sent_at)
+
+    def _direct(self, waiting: Wanted, message: Message) -> bool:
+        """Whether a message needs not wait in the mailbox: nothing that lies there is what the program waits for."""
+        stopped = self.reception is not None and self.reception.stopped
+        return waiting.matches(message) and message.tag != BYE and not self.node.tasks and not stopped
+
+    def lose(self, address: Address) -> None:
+        """That node is dead."""
+        self.node.lose(address)
+        self.wake()
+
+    def wake(self, sent_at: float | None = None) -> None:
+        """Let the program go on if the message that it waits for is here, or cannot come any more."""
+        waiting = self.waiting
+        if type(waiting) is Wanted and (self.reception is None or not self.reception.stopped):
+            found: Message | PeerLost | None = self.node.mailbox.take(waiting)
+            if found is None and waiting.source in self.node.departed:
+                found = self.node.missed(waiting)
+            if found is not None:
+                self.go_on(found, sent_at)
+                return
+        self._attend()
+
+    def go_on(self, value: Message | PeerLost | None, sent_at: float | None = None) -> None:
+        """Resume the program after it has waited: for its message to be sent, then for it to come."""
+        if sent_at is None:
+            self._lap("wait")
+        else:
+            now, since = self.clock(), self._since
+            if sent_at > since:
+                self.account.spent("wait", since, sent_at)
+                since = sent_at
+            self.account.spent("comm", since, now)
+            self._since = now
+        self.resume(value)
+
+    def collect(self) -> None:
+        """Deliver what has arrived by now."""
+        self._road.collect()
+
+    def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
+        """Write to the record."""
+        if self.account.emit is not None:
+            self.account.updates(self.clock(), source, count, staleness, weight)
+
+    def figure(self, name: str, value: float) -> None:
+        """Write to the record."""
+        if self.account.emit is not None:
+            self.account.figure(self.clock(), name, value)
+
+    def _end(self) -> None:
+        """A program has ended."""
+        self._lap("comm")
+        if self._then is not None:
+            self._program, self._then = self._then(), None
+            self.resume(None)
+            return
+        self.done = True
+        if self.reception is not None:
+            self.reception.end()
+        if self.ended is not None:
+            self.ended()
+
+    def _need(self, need: NeedGradient) -> None:
+        """The program waits for a gradient."""
+        if not self.partly < need.share:
+            self.partly = 0.0
+        if not self.partly and self.every and self.hand_in is not None and self.node.step % self.every == 0:
+            self.hand_in(self.node.step // self.every)
+        if self.source is not None:
+            self.source(need)
+
+    def _needless(self) -> bool:
+        """Whether the gradient that is waited for is not needed any more; then the program has gone on."""
+        if not isinstance(self.waiting, NeedGradient) or self.waiting.unless is None:
+            return False
+        self._road.collect()
+        found = self.needless()
+        if found is not None:
+            self.give_up(found)
+        return found is not None
+
+    def _step(self, loss: float | None) -> None:
+        self.account.step(self._since, loss)
+        if self.stepped is not None:
+            self.stepped(loss)
+
+    def _idle(self) -> None:
+        """A server waits: it hands in its parameters if an evaluation is due, and answers what is asked besides."""
+        if self.progress is not None and self.hand_in is not None:
+            for tick in self.progress.due():
+                self.hand_in(tick)
+        self._attend()
+
+    def _attend(self) -> None:
+        if self.reception is None or self.waiting is None:
+            return
+        try:
+            self.reception.attend(idle=self.waiting == ANYTHING)
+        except Renewed:
+            self.close()
+            self.reception.renew()
+            self.begin(self._again())
+
+    def _lap(self, kind: str) -> None:
+        """What began last was of that kind, but for what the node slept for others in memory that they share."""
+        now, since, account = self.clock(), self._since, self.account
+        if now > since:
+            slept, account.waited = min(account.waited, now - since), 0.0
+            account.spent(kind, since, now - slept)
+            account.spent("wait", now - slept, now)
+        self._since = now
