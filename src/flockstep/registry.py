@@ -211,9 +211,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "torch_distributed": "flockstep.collectives.torch_distributed:TorchDistributed",
     },
     "transport": {
-        "shared_memory": "flockstep.transports.zeromq:InSharedMemory",
-        "ipc": "flockstep.transports.zeromq:Ipc",
-        "tcp": "flockstep.transports.zeromq:Tcp",
+        "shared_memory": "flockstep.transports.kinds:InSharedMemory",
+        "ipc": "flockstep.transports.kinds:Ipc",
+        "tcp": "flockstep.transports.kinds:Tcp",
         "namespaces": "flockstep.launchers.namespaces:Namespaces",
     },
     "optimizer": {

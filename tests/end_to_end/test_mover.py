@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.zeromq import routing_id
+from flockstep.transports.links import routing_id
 from support.processes import PATIENCE, Ended, RealRun, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -255,7 +255,7 @@ def test_strangers_do_not_disturb_a_mover(tmp_path: Path) -> None:
     run = started(tmp_path, AMONG_STRANGERS, "-n", "3", "--transport", "tcp")
     wait_until((tmp_path / "there").exists, PATIENCE, "all have joined")
     found = ports(run)
-    assert len(found) == 7, "three workers, three movers and the supervisor"
+    assert len(found) == 13, "links and buses of three workers and three movers, and the supervisor"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers: list[Any] = []
     for port in found:

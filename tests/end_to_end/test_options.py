@@ -11,7 +11,7 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.launchers.children import Child
 from flockstep.launchers.supervisor import Supervisor
-from flockstep.transports.zeromq import Ipc
+from flockstep.transports.kinds import Ipc
 from support.processes import RealRun
 
 QUICK = ["-n", "2", "--steps", "3"]

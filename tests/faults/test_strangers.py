@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.zeromq import routing_id
+from flockstep.transports.links import routing_id
 from support.processes import PATIENCE, RealRun, content, open_files, wait_until
 
 STEPS = 2500
@@ -68,7 +68,7 @@ def test_strangers_and_garbage_do_not_disturb_a_run_over_tcp(tmp_path: Path) -> 
     where = listening(run)
     assert {host for host, _ in where} == {"127.0.0.1"}
     ports = {port for _, port in where}
-    assert len(ports) == 5, "three workers, a server and the supervisor"
+    assert len(ports) == 9, "the links and buses of three workers and a server, and the supervisor"
     raw = []
     with strangers(ports):
         for port in ports:

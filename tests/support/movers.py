@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from flockstep.drivers.mover import Mover
 from flockstep.messages import Message
 from flockstep.transports.bus import LAUNCHER
-from flockstep.transports.links import Control, Wire
+from flockstep.transports.kinds import Tcp
+from flockstep.transports.links import Control, Line, Wire
 from flockstep.transports.wire import Identity
-from flockstep.transports.zeromq import Tcp
 
 T = TypeVar("T")
 PATIENCE = 30.0
@@ -23,13 +23,17 @@ class Sockets:
     """What a mover needs of its membership."""
 
     def __init__(self, rank: int, most: int):
-        self.bus = Tcp().bus(Identity("run", rank, "schema", most), Path(), "", 5.0)
+        me = Identity("run", rank, "schema", most)
+        self.line = Line(me, Tcp().listen(Path(), ""), 5.0)
+        self.bus = Tcp().bus(me, Path(), "")
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        return self.bus.poll(seconds, also)
+        descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
+        return self.line.receive() or self.bus.poll(seconds, descriptors) or self.line.receive()
 
     def close(self, linger: float) -> None:
         self.bus.close(min(linger, 0.2))  # the lost ones never read what is still for them
+        self.line.close(0)
 
 
 class Group:
@@ -62,7 +66,7 @@ class Group:
         """What a supervisor would say to a mover."""
         if to not in self.links:
             me = Identity("run", LAUNCHER, "schema", 1 << 20)
-            self.links[to] = self.control.link(to, self.sockets[to].bus.address, me)
+            self.links[to] = self.control.link(to, self.sockets[to].line.address, me)
         self.links[to].send(tag, note)
 
     def lose(self, rank: int, reason: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.transports.copies import KEPT, ZERO_COPY, Copies
+from flockstep.transports.copies import KEPT, REUSED, Copies
 
-SIZE = ZERO_COPY // 8
+SIZE = REUSED // 8
 
 
 def address(array):

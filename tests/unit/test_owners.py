@@ -18,7 +18,7 @@ from flockstep.launchers.supervisor import Outcome, Supervisor
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarise
 from flockstep.records.events import Event, Lost, Step
 from flockstep.records.summary import Status
-from flockstep.transports.zeromq import Ipc
+from flockstep.transports.kinds import Ipc
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="bsp", workers=4, seed=1)
 EVENTS: list[Event] = [Step(0.5, 0, 1, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)]

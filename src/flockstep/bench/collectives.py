@@ -12,16 +12,18 @@ from flockstep.bench.turns import Figure, take_turns
 from flockstep.bench.ways import Party, Place, Summing, Way
 from flockstep.collectives.auto import CANDIDATES
 from flockstep.collectives.base import Collective
+from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import Measured
 from flockstep.expression import to_text
+from flockstep.transports.base import Transport
+from flockstep.transports.kinds import Ipc, Tcp
 from flockstep.transports.shared_group import SharedGroup, warm_up
 from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.zeromq import Ipc
 
 SIZES = (4 << 10, 1 << 20, 4 << 20, 32 << 20)
 WORKERS = (2, 4)
 ROUNDS = 20
-SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "recursive_doubling", "gloo", "openmpi")
+SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "ring over tcp", "gloo", "openmpi")
 """Measured unless told otherwise."""
 
 
@@ -60,9 +62,9 @@ class InSharedMemory(Way):
 
 
 class _Messages(Summing):
-    def __init__(self, collective: Collective, place: Place):
+    def __init__(self, collective: Collective, transport: Transport, place: Place):
         self.workers, self._collective = place.workers, collective
-        self._post = Post(Ipc(), "".join(filter(str.isalnum, to_text(collective))), place)
+        self._post = Post(transport, "".join(filter(str.isalnum, to_text(collective))), place)
         self.told = self._post.bus.address
 
     def connect(self, told: Sequence[str]) -> None:
@@ -76,14 +78,15 @@ class _Messages(Summing):
 
 
 class ByMessages(Way):
-    """A collective of the registry, over ipc sockets."""
+    """A collective of the registry, over ipc sockets unless told otherwise."""
 
-    def __init__(self, collective: Collective):
-        self.name, self._collective = to_text(collective), collective
+    def __init__(self, collective: Collective, transport: Transport | None = None):
+        self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
+        self._collective, self._transport = collective, transport or Ipc()
 
     def party(self, place: Place) -> Party:
-        """A node on ipc."""
-        return _Messages(self._collective, place)
+        """A node."""
+        return _Messages(self._collective, self._transport, place)
 
 
 class _Gloo(Summing):
@@ -150,7 +153,14 @@ class OpenMpi(Way):
         return _Mpi(place)
 
 
-WAYS: tuple[Way, ...] = (InSharedMemory(True), InSharedMemory(False), *map(ByMessages, CANDIDATES), Gloo(), OpenMpi())
+WAYS: tuple[Way, ...] = (
+    InSharedMemory(True),
+    InSharedMemory(False),
+    *map(ByMessages, CANDIDATES),
+    ByMessages(Ring(), Tcp()),
+    Gloo(),
+    OpenMpi(),
+)
 """Everything that can be measured; one more way is one more entry."""
 
 

@@ -17,25 +17,18 @@ from flockstep.nodes import Cluster, Worker
 from flockstep.programs import Effect
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog
-from flockstep.transports.shared_heap import SharedHeap
-from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import Identity
-
-HEARTBEAT = 60.0
 
 
 class Post:
     """One node on a transport; `node` is what programs are written for."""
 
-    def __init__(self, transport: Transport, name: str, place: Place, heap_start: int | None = None):
+    def __init__(self, transport: Transport, name: str, place: Place):
         me = Identity("bench", place.rank, "0" * 16, place.largest)
-        self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}", HEARTBEAT)
+        self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}")
         random = np.random.default_rng(place.rank)
         self.node = Worker(place.rank, Cluster(place.workers), np.zeros(0), random, _Unused(), None)
         self._runner = Runner(self.node, self, Account(place.rank, None), time.monotonic)
-        if heap_start is not None:
-            memory = SharedMemory.attach(place.segment)
-            self.bus.share(SharedHeap(memory, place.rank, place.workers, 0, heap_start, 16 * place.largest))
         self.node.freeze = self.bus.lend
 
     def connect(self, told: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.bench.post import Post
-from flockstep.bench.turns import Figure, heap_start, take_turns
+from flockstep.bench.turns import Figure, take_turns
 from flockstep.bench.ways import Party, Place, Way, seconds_of
 from flockstep.transports.base import Transport
 from flockstep.transports.shared_group import SharedGroup
@@ -50,8 +50,7 @@ class _Pushing(Party):
 class _ByTransport(_Pushing):
     def __init__(self, transport: Transport, place: Place):
         super().__init__(place)
-        shares = transport.share(1, 0, 1) is not None
-        self._post = Post(transport, "t", place, heap_start(place.workers, place.largest) if shares else None)
+        self._post = Post(transport, str(transport), place)
         self.told = self._post.bus.address
 
     def connect(self, told: Sequence[str]) -> None:

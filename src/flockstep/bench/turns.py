@@ -191,19 +191,9 @@ def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
     """A segment for one way, until the measurement ends; what of it is not used takes no memory."""
     if sys.platform != "linux":
         return ""
-    memory = SharedMemory.create(segment_of(workers, largest))
+    memory = SharedMemory.create(needed(workers, 2 * largest + ROOM))
     stack.callback(lambda: memory.address)
     return memory.address
-
-
-def segment_of(workers: int, largest: int) -> int:
-    """Bytes of the segment that a measurement's processes share: a group's, then a heap's for messages."""
-    return heap_start(workers, largest) + workers * (16 * largest + ROOM)
-
-
-def heap_start(workers: int, largest: int) -> int:
-    """Where the heap for messages begins in it."""
-    return needed(workers, 2 * largest + ROOM)
 
 
 def _figure(way: str, size: int, workers: int, spent: list[float]) -> Figure:

@@ -37,8 +37,7 @@ from flockstep.nodes import Cluster
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog
-from flockstep.transports.shared_group import heap_room_for, needed, room_for, segment_bytes, warm_up
-from flockstep.transports.shared_heap import SharedHeap
+from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import PROTOCOL, Identity
 
@@ -57,7 +56,10 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     run: str
     address: int
     pid: int
-    endpoint: str
+    line: str
+    """Where the node's end of its link to the supervisor listens."""
+    bus: str
+    """Address of its bus."""
     strategy: str
     optimizer: dict[str, str | int | float | bool]
     schema: Schema
@@ -114,14 +116,14 @@ class Member:
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
         me = Identity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
-        self.bus = Transport.parse(ticket.transport).bus(
-            me, Path(ticket.directory), node_name(ticket.address).replace(" ", "-"), ticket.heartbeat
-        )
+        transport, folder = Transport.parse(ticket.transport), Path(ticket.directory)
+        name = node_name(ticket.address).replace(" ", "-")
+        self.line = links.Line(me, transport.listen(folder, f"{name}-line"), ticket.heartbeat)
+        self.bus = transport.bus(me, folder, name)
         self.closed = False
         self.memory: SharedMemory | None = None
         """The segment that all nodes of this run share, if they do."""
         self._linked = False
-        self._told = 0
         self._early: deque[Message] = deque()
 
     def join(
@@ -156,12 +158,8 @@ class Member:
         return self._expect(tag)
 
     def _share(self, segment: str, cluster: Cluster) -> None:
-        """Large payloads go through a segment from now on."""
-        nbytes = self.schema.nbytes
-        self.memory = SharedMemory.attach(segment, segment_bytes(cluster.workers, cluster.servers, nbytes))
-        start, room = needed(cluster.workers, room_for(nbytes)), heap_room_for(nbytes)
-        nodes = cluster.workers, cluster.servers
-        self.bus.share(SharedHeap(self.memory, self.ticket.address, *nodes, start, room))
+        """Sums over all workers can be had in a segment from now on."""
+        self.memory = SharedMemory.attach(segment, needed(cluster.workers, room_for(self.schema.nbytes)))
         if cluster.workers > 1 and self.ticket.address >= 0:
             warm_up()
 
@@ -171,11 +169,9 @@ class Member:
         Raises:
             Interrupted: it is not there any more.
         """
-        self._told += 1
-        message = Message(self.ticket.address, tag, array, note or {}, number=self._told)
         while True:
             try:
-                self.bus.send(LAUNCHER, message)
+                self.line.send(tag, note, array)
                 return
             except Backlog:
                 early = self.bus.poll(PAUSE)
@@ -194,7 +190,15 @@ class Member:
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
         """The next message, from anyone; None if there is none within that time, or `also` can be read."""
-        return self._early.popleft() if self._early else self.bus.poll(seconds, also)
+        if self._early:
+            return self._early.popleft()
+        until = None if seconds is None else time.monotonic() + seconds
+        descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
+        while True:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            message = self.line.receive() or self.bus.poll(left, descriptors)
+            if message is not None or also is not None or left == 0:
+                return message or self.line.receive()
 
     def next(self) -> Message:
         """The next message, from anyone; waits. Without a supervisor this process does not live on (`die_with`)."""
@@ -222,6 +226,7 @@ class Member:
         """Leave; what was sent is still delivered within `linger` seconds. 0 once the supervisor has said the end."""
         self.closed = True
         self.bus.close(linger)
+        self.line.close(linger)
 
     def _hello(self, strategy: str, optimizer: dict[str, str | int | float | bool]) -> None:
         hello = Hello(
@@ -229,6 +234,7 @@ class Member:
             self.ticket.run,
             self.ticket.address,
             os.getpid(),
+            self.line.address,
             self.bus.address,
             strategy,
             optimizer,
@@ -241,9 +247,11 @@ class Member:
         me = self.ticket.address
         others = {address: endpoint for address, endpoint in peers.items() if address != me}
         self.bus.connect(others)
+        early: list[Message] = []
         while not all(map(self.bus.reachable, others)):
-            if (message := self.bus.poll(PATIENCE)) is not None:
-                self._early.append(self._checked(message))
+            if (message := self.receive(PAUSE)) is not None:
+                early.append(self._checked(message))
+        self._early.extend(early)
 
     def _expect(self, tag: str) -> Message:
         early: list[Message] = []

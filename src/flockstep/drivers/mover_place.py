@@ -89,7 +89,7 @@ def sockets_beside(member: Member, max_bytes: int) -> Member:
     _private(Path(ticket.directory))
     beside = Member(ticket, NOTHING, max_bytes)
     try:
-        member.tell(MOVER, None, {"endpoint": beside.bus.address, "largest": max_bytes})
+        member.tell(MOVER, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
         beside.meet_all(MOVER)
         member.tell(MOVER, None, {"met": 1})
         beside.wait_for("go")

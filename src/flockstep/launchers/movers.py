@@ -41,7 +41,7 @@ class Movers:
             shutil.rmtree(at, ignore_errors=True)  # all are connected
             self._tell(there, "go", {})
         elif len(there) == self.workers and not self.met:
-            peers = {address: one.beside.hello.endpoint for address, one in there.items() if one.beside is not None}
+            peers = {address: one.beside.hello.bus for address, one in there.items() if one.beside is not None}
             self._tell(there, MOVER, {"peers": msgspec.json.encode(peers).decode()})
 
     def _add(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control) -> None:
@@ -52,7 +52,9 @@ class Movers:
                     f"{node_name(link.address)} joins with max_bytes={largest} where others have "
                     f"{other.beside.hello.largest}; give every worker the same"
                 )
-        own = msgspec.structs.replace(hello, endpoint=str(note["endpoint"]), schema=NOTHING, largest=largest)
+        own = msgspec.structs.replace(
+            hello, line=str(note["line"]), bus=str(note["bus"]), schema=NOTHING, largest=largest
+        )
         link.beside = Link(control, own)
         for lost in self.lost.values():
             link.beside.tell("lost", {"address": lost.node, "reason": lost.reason})

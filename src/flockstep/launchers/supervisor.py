@@ -252,10 +252,10 @@ class Supervisor:
         if strategy is None or self._initial is None or len(self._links) < self._workers + servers:
             return
         model = self._links[0].hello.schema.nbytes
-        peers = {address: link.hello.endpoint for address, link in self._links.items()}
+        peers = {address: link.hello.bus for address, link in self._links.items()}
         note: dict[str, int | float | str] = {"workers": self._workers, "servers": servers}
         note["peers"] = msgspec.json.encode(peers).decode()
-        if (segment := self._transport.share(self._workers, servers, model)) is not None:
+        if (segment := self._transport.share(self._workers, model)) is not None:
             self._memory, note["memory"] = segment, segment.address
         for link in self._links.values():
             link.tell("welcome", note, self._initial)

@@ -17,20 +17,25 @@ class Transport(Component):
 
     noun: ClassVar[str] = "transport"
 
-    def share(self, workers: int, servers: int, model_bytes: int) -> SharedMemory | None:
-        """A segment for the arrays of so many nodes, each as large as the model at most; None: they share no memory."""
+    @property
+    def lends(self) -> bool:
+        """Whether nodes of one host read large arrays in each other's memory."""
+        return False
+
+    def share(self, workers: int, model_bytes: int) -> SharedMemory | None:
+        """A segment for sums over all workers, who are on one host; None: they may be on several."""
         return None
 
     def clean_up(self, directory: Path) -> None:
         """Take away what `listen` has made beyond that directory; called once, when the run is over."""
         return
 
-    def bus(self, me: Identity, directory: Path, name: str, heartbeat: float) -> Bus:
-        """A bus for the node `me`, which listens as `listen` says; `heartbeat` in seconds."""
-        from flockstep.transports.zeromq import Endpoint
+    def bus(self, me: Identity, directory: Path, name: str) -> Bus:
+        """A bus for the node `me`, called `name`; `directory` is private to the run."""
+        from flockstep.transports.streams import StreamBus
 
-        return Endpoint(me, self.listen(directory, name), heartbeat)
+        return StreamBus(me, self.listen(directory, name), self.lends)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:
-        """The address pattern to bind for a node called `name`; `directory` is private to the run."""
+        """The address to listen at for a node called `name`: ipc://PATH, or tcp://HOST:* for any free port."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from flockstep.errors import PeerLost
+from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.messages import Address, Array, Message
-from flockstep.transports.shared_heap import SharedHeap
 
 LAUNCHER: Address = 1 << 30
 """The address of the process that supervises the run."""
@@ -68,11 +67,11 @@ class Bus(ABC):
 
     @abstractmethod
     def reachable(self, peer: Address) -> bool:
-        """Whether messages have passed both ways between this node and the peer, and the peer is not given up."""
+        """Whether the connection to the peer stands."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer without waiting.
+        """Send a message to a peer without waiting for it; an array that is not lent may change afterwards.
 
         Raises:
             Backlog: too many messages wait for the peer; the same message may be sent again later.
@@ -80,16 +79,12 @@ class Bus(ABC):
         """
 
     @abstractmethod
-    def poll(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """The next message; None if none came within `seconds` (None: no limit), or descriptor `also` can be read.
+    def poll(self, seconds: float | None, also: Collection[int] = ()) -> Message | None:
+        """The next message; None if none came within `seconds` (None: no limit), or a descriptor of `also` can be read.
 
         Raises:
             ProtocolError: a peer sent something that is not as agreed.
         """
-
-    @abstractmethod
-    def share(self, heap: SharedHeap) -> None:
-        """Lend arrays in this memory, which all nodes share, from now on."""
 
     @abstractmethod
     def lend(self, array: Array) -> Array:
@@ -98,3 +93,13 @@ class Bus(ABC):
     @abstractmethod
     def close(self, linger: float) -> None:
         """Close; what was sent is still delivered, for up to `linger` seconds."""
+
+
+def cannot_listen(address: str, why: str) -> ConfigurationError:
+    """The error of a node that cannot listen at ipc://PATH or tcp://HOST:PORT."""
+    way_out = (
+        "use an address of this machine, such as 127.0.0.1"
+        if address.startswith("tcp:")
+        else "set TMPDIR to a folder with a short path, or use --transport tcp"
+    )
+    return ConfigurationError(f"cannot listen on {address}: {why}; {way_out}")

@@ -1,4 +1,4 @@
-"""Copies for messages, in memory that is used again."""
+"""Memory for arrays on their way, which is used again once nobody holds what lies in it."""
 
 from __future__ import annotations
 
@@ -7,49 +7,55 @@ import sys
 import numpy as np
 
 from flockstep.messages import Address, Array, frozen
-from flockstep.transports.shared_heap import SMALLEST, SharedHeap
+from flockstep.transports.shared_heap import SMALLEST, SharedHeap, slot_bytes
 
-ZERO_COPY = 1 << 18
-"""Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
+REUSED = 1 << 16
+"""Bytes from which memory is used again: fresh memory of that size has to be mapped and zeroed page by page, which
+costs more than the copying itself."""
 KEPT = 8
 """Buffers of each size that are kept."""
 
 
 class Copies:
-    """Does what `frozen` does; a large copy goes where an earlier one lay that nobody holds any more.
+    """Read-only copies, as `frozen` makes them, in a heap that other processes read or in buffers that are used again.
 
-    Fresh memory has to be mapped and zeroed page by page, which costs more than the copying itself. Where nodes share
-    memory, copies go there, so that they need not go through a socket.
+    What lies in a buffer is seen by the arrays that hold it: the buffer is free again when they are gone.
     """
 
     def __init__(self) -> None:
         self.heap: SharedHeap | None = None
-        """Memory that the nodes share, if they do."""
+        """Memory that other nodes read, if there is some."""
         self.lost: set[Address] = set()
         """Nodes that have died: what was lent to them is free."""
-        self._buffers: dict[tuple[tuple[int, ...], str], list[Array]] = {}
+        self._buffers: dict[int, list[Array]] = {}
 
     def frozen(self, array: Array) -> Array:
         """A read-only copy of `array`, or `array` itself where nobody can change it."""
         if self.heap is not None and array.nbytes >= SMALLEST:
-            if self.heap.place(array) is not None:
+            if not array.flags.writeable and self.heap.place(array) is not None:
                 return array
             there = self.heap.copy(array, self.lost)
             if there is not None:
                 return there
-        if array.nbytes < ZERO_COPY or not array.flags.writeable:
+        if array.nbytes < REUSED or not array.flags.writeable:
             return frozen(array)
-        buffers = self._buffers.setdefault((array.shape, array.dtype.str), [])
-        buffer = next((buffer for buffer in buffers if sys.getrefcount(buffer) <= _UNUSED), None)
-        if buffer is None:
-            if len(buffers) >= KEPT:
-                return frozen(array)
-            buffer = np.empty(array.shape, array.dtype)
-            buffers.append(buffer)
-        np.copyto(buffer, array)
-        copy = buffer.view()
+        copy: Array = self.room(array.nbytes).view(array.dtype).reshape(array.shape)
+        np.copyto(copy, array)
         copy.flags.writeable = False
         return copy
+
+    def room(self, nbytes: int) -> Array:
+        """An array of that many bytes (uint8) which nobody else holds."""
+        if nbytes < REUSED:
+            return np.empty(nbytes, np.uint8)
+        size = slot_bytes(nbytes)
+        buffers = self._buffers.setdefault(size, [])
+        buffer = next((buffer for buffer in buffers if sys.getrefcount(buffer) <= _UNUSED), None)
+        if buffer is None:
+            buffer = np.empty(size, np.uint8)
+            if len(buffers) < KEPT:
+                buffers.append(buffer)
+        return buffer[:nbytes]
 
 
 def _references() -> int:

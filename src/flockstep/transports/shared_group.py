@@ -10,7 +10,6 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError, ProtocolError
-from flockstep.transports.shared_heap import table_bytes
 from flockstep.transports.shared_memory import SharedMemory
 
 PAGE = 4096
@@ -174,18 +173,6 @@ def warm_up() -> None:
 def room_for(model_bytes: int) -> int:
     """Bytes that each process of a run may allocate: the model a few times over; what is not used takes no memory."""
     return 4 * model_bytes + (1 << 20)
-
-
-def heap_room_for(model_bytes: int) -> int:
-    """Bytes for the messages of one node that are on their way."""
-    return 16 * _rounded(model_bytes) + (1 << 20)
-
-
-def segment_bytes(workers: int, servers: int, model_bytes: int) -> int:
-    """Bytes of the segment of a run: a group of its workers, then a heap of its nodes."""
-    nodes = workers + servers
-    heap = nodes * (table_bytes(nodes) + heap_room_for(model_bytes))
-    return needed(workers, room_for(model_bytes)) + heap
 
 
 def needed(workers: int, room: int) -> int:

@@ -1,12 +1,13 @@
 """Large payloads between processes of one host: written once by the sender, read where they lie by the receivers.
 
-A segment has one region for each node, which alone writes arrays into it. In front of the arrays stands a table: for
-each slot and each node, how many messages with that slot the node is done with. A slot is free again once these are as
-many as were sent.
+Every node has a segment, in which it alone writes arrays. In front of the arrays stand a token, by which others know
+that they have attached to the right segment, and a table: for each slot and each node, how many messages with that
+slot the node is done with. A slot is free again once these are as many as were sent.
 """
 
 from __future__ import annotations
 
+import secrets
 import sys
 import weakref
 from collections import Counter
@@ -15,21 +16,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flockstep.errors import ProtocolError
+from flockstep.errors import CompositionError, ProtocolError
 from flockstep.messages import Address, Array
 from flockstep.transports.shared_memory import SharedMemory
 
 SLOTS = 64
 """Arrays that a node can have lying there at a time."""
+NODES = 1024
+"""Nodes of a run, at most, whose processes can share memory."""
 SMALLEST = 1 << 16
 """Bytes below which a message goes through the socket: there a copy costs less than the bookkeeping."""
 PAGE = 4096
+TOKEN = 16
+"""Bytes of a token, at the start of the segment."""
+FRONT = PAGE + SLOTS * NODES * 8
+"""Bytes before the first array: what of them is not used takes no memory."""
 
 
 @dataclass
 class _Slot:
     """A place for arrays up to a size, its memory as bytes, and how many of them are in use."""
 
+    number: int
     start: int
     array: Array
     nbytes: int = 0
@@ -38,25 +46,28 @@ class _Slot:
 
 
 class SharedHeap:
-    """A node's view of such a segment: its own region, and those of the others."""
+    """The segment that this node writes into; `told` is what another node of this host needs to read there."""
 
-    def __init__(self, memory: SharedMemory, address: Address, workers: int, servers: int, start: int, room: int):
-        """Regions of `room` bytes each begin at byte `start` of the segment, workers' first."""
-        self._memory = memory
-        self._workers, self._nodes = workers, workers + servers
-        self._start = start
-        self._table = table_bytes(self._nodes)
-        self._stride = self._table + room
-        self._me = self._index(address)
-        self._done: dict[int, Array] = {}
+    def __init__(self, room: int):
+        """`room`: bytes of all arrays that lie there at a time, at most.
+
+        Raises:
+            ConfigurationError: this system has no such memory, or not that much.
+        """
+        self._memory = SharedMemory.create(FRONT + room)
+        token = secrets.token_bytes(TOKEN)
+        self._memory.array(np.uint8, TOKEN)[:] = np.frombuffer(token, np.uint8)
+        self.told = f"{token.hex()}@{self._memory.address}"
+        self._done = _table(self._memory)
         self._slots: list[_Slot] = []
-        self._used = self._table
+        self._found: dict[int, _Slot] = {}
+        self._used = FRONT
 
     def copy(self, array: Array, lost: Collection[Address] = ()) -> Array | None:
         """A read-only copy of `array` in a slot; None where none is free. What `lost` nodes hold counts as free."""
-        gone = {self._index(address) for address in lost}
-        fit = [slot for slot in self._slots if len(slot.array) == _room(array.nbytes)]
-        slot = next((slot for slot in fit if self._free(slot, gone)), None) or self._new(array.nbytes)
+        room, gone = slot_bytes(array.nbytes), {address % NODES for address in lost}
+        slot = next((one for one in self._slots if len(one.array) == room and self._free(one, gone)), None)
+        slot = slot or self._new(room)
         if slot is None:
             return None
         slot.nbytes = array.nbytes
@@ -66,72 +77,81 @@ class SharedHeap:
         return view
 
     def place(self, array: Array) -> int | None:
-        """Which slot `array`, made by `copy`, lies in."""
-        base = array.base
-        for i, slot in enumerate(self._slots):
-            if slot.array is base:
-                whole = array.nbytes == slot.nbytes and array.ctypes.data == base.ctypes.data
-                return i if whole else None
-        return None
+        """Number of the slot in which `array`, made by `copy`, lies; None: it lies elsewhere, or is a part of it."""
+        slot = self._found.get(id(array.base))
+        if slot is None or array.nbytes != slot.nbytes or array.ctypes.data != slot.array.ctypes.data:
+            return None
+        return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
         """A message with that slot goes to a node (count -1: it did not go after all); where the array starts."""
         slot = self._slots[place]
-        slot.sent[self._index(to)] += count
+        slot.sent[to % NODES] += count
         return slot.start
-
-    def view(self, source: Address, place: int, start: int, dtype: str, size: int) -> Array:
-        """The array that a message from `source` says; read-only, valid as long as somebody holds it.
-
-        Raises:
-            ProtocolError: there can be none.
-        """
-        nbytes, index = size * np.dtype(dtype).itemsize, self._index(source)
-        inside = self._table <= start and start + nbytes <= self._stride and start % 64 == 0
-        if not (0 <= index < self._nodes and 0 <= place < SLOTS and size >= 0 and inside):
-            raise ProtocolError(f"slot {place} at byte {start} with {nbytes} bytes is none of a region")
-        array: Array = self._memory.array(dtype, size, self._start + index * self._stride + start)
-        array.flags.writeable = False
-        done = self._finished(index)
-        weakref.finalize(array, _count, done, place * self._nodes + self._me).atexit = False
-        return array
-
-    def _index(self, address: Address) -> int:
-        return address if address >= 0 else self._workers - 1 - address
-
-    def _finished(self, index: int) -> Array:
-        """The table of that node's region."""
-        if index not in self._done:
-            start = self._start + index * self._stride
-            self._done[index] = self._memory.array(np.int64, SLOTS * self._nodes, start)
-        return self._done[index]
 
     def _free(self, slot: _Slot, gone: Collection[int]) -> bool:
         if sys.getrefcount(slot.array) > _UNUSED:
             return False
-        number, done = self._slots.index(slot), self._finished(self._me)
-        return all(done[number * self._nodes + to] == n for to, n in slot.sent.items() if to not in gone)
+        done = self._done[slot.number]
+        return all(done[to] == n for to, n in slot.sent.items() if to not in gone)
 
-    def _new(self, nbytes: int) -> _Slot | None:
-        room = _room(nbytes)
-        if len(self._slots) == SLOTS or self._used + room > self._stride:
-            return None
+    def _new(self, room: int) -> _Slot | None:
         start = self._used
+        if len(self._slots) == SLOTS or start + room > self._memory.size:
+            return None
         self._used += room
-        where = self._start + self._me * self._stride + start
-        self._slots.append(_Slot(start, self._memory.array(np.uint8, room, where)))
-        return self._slots[-1]
+        slot = _Slot(len(self._slots), start, self._memory.array(np.uint8, room, start))
+        self._slots.append(slot)
+        self._found[id(slot.array)] = slot
+        return slot
 
 
-def _room(nbytes: int) -> int:
+class Borrowed:
+    """Another node's segment, as the node `me` reads it."""
+
+    def __init__(self, told: str, me: Address):
+        """`told`: what that node says of its heap.
+
+        Raises:
+            CompositionError: it lies on another host, or is another segment than that node's.
+        """
+        token, _, address = told.partition("@")
+        self._memory = SharedMemory.attach(address, FRONT)
+        if self._memory.array(np.uint8, TOKEN).tobytes().hex() != token:
+            raise CompositionError(f"the memory at {address} is not what it should be; use --transport ipc or tcp")
+        self._done = _table(self._memory)
+        self._me = me % NODES
+
+    def view(self, place: int, start: int, dtype: str, size: int) -> Array:
+        """The array that a message says; read-only, valid as long as somebody holds it.
+
+        Raises:
+            ProtocolError: there can be none.
+        """
+        nbytes = size * np.dtype(dtype).itemsize
+        inside = start >= FRONT and start + nbytes <= self._memory.size and start % 64 == 0
+        if not (0 <= place < SLOTS and size >= 0 and inside):
+            raise ProtocolError(f"slot {place} at byte {start} with {nbytes} bytes is none of a heap")
+        array: Array = self._memory.array(dtype, size, start)
+        array.flags.writeable = False
+        weakref.finalize(array, _count, self._done[place], self._me).atexit = False
+        return array
+
+
+def slot_bytes(nbytes: int) -> int:
     """Bytes of the slot for so many: whole pages, of few different sizes, so that lengths that vary share slots."""
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
-def table_bytes(nodes: int) -> int:
-    """Bytes of the table in front of a region."""
-    return -(-SLOTS * nodes * 8 // PAGE) * PAGE
+def heap_room_for(model_bytes: int) -> int:
+    """Bytes for the messages of one node that are on their way."""
+    return 16 * slot_bytes(model_bytes) + (1 << 20)
+
+
+def _table(memory: SharedMemory) -> Array:
+    table: Array = memory.array(np.int64, SLOTS * NODES, PAGE).reshape(SLOTS, NODES)
+    return table
 
 
 def _count(done: Array, entry: int) -> None:
@@ -139,7 +159,7 @@ def _count(done: Array, entry: int) -> None:
 
 
 def _references() -> int:
-    slot = _Slot(0, np.empty(0))
+    slot = _Slot(0, 0, np.empty(0))
     return sys.getrefcount(slot.array)
 
 

@@ -23,6 +23,7 @@ _LOCK_OF_DESCRIPTION = 38
 _NAME = "flockstep"
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 
 
 class SharedMemory:
@@ -65,7 +66,7 @@ class SharedMemory:
         Raises:
             CompositionError: it lies on another host, its process is gone, or it is none of ours.
         """
-        host, _, path = address.partition(":")
+        host, _, path = address.rpartition(":")
         try:
             if sys.platform != "linux" or host != _host():
                 raise OSError("it lies on another host")
@@ -117,8 +118,8 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
 
 
 def _host() -> str:
-    """What tells this host from others, and from itself after a restart."""
-    return _BOOT.read_text().strip()
+    """What tells this host from others, and from itself after a restart; a network namespace counts as a host."""
+    return f"{_BOOT.read_text().strip()}/{_NETWORK.readlink()}"
 
 
 def _lock(kind: int, number: int) -> bytes:

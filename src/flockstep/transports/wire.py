@@ -17,7 +17,7 @@ import numpy as np
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
 from flockstep.messages import Address, Message, Note, Notes, node_name, note_kind
-from flockstep.transports.shared_heap import SharedHeap
+from flockstep.transports.shared_heap import Borrowed
 
 PROTOCOL = 3
 GREETING = "flockstep.hello"
@@ -73,8 +73,8 @@ class Identity:
     model_bytes: int
     incarnation: int = 0
     epoch: int = 0
-    heap: SharedHeap | None = None
-    """Where large payloads lie, if all nodes share memory."""
+    borrowed: dict[Address, Borrowed] = field(default_factory=dict)
+    """The memory of others that this node can read, by node."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
     """The kinds of notes that the strategy declares."""
@@ -122,10 +122,7 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
     who = node_name(sender)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"{who} sent a header of {len(header)} bytes; at most {MAX_HEADER} are allowed")
-    try:
-        head = _decoder.decode(header)
-    except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
-        raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
+    head = _read(header, who)
     _check(head, sender, me)
     array = None
     if head.dtype:
@@ -138,9 +135,38 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
     return Message(head.source, head.tag, array, note, head.step, head.number, head.reply_to)
 
 
+def decode_greeting(header: bytes, me: Identity) -> Message:
+    """What somebody said who has connected, and is not known before.
+
+    Raises:
+        ProtocolError: it is no greeting of this run.
+    """
+    head = _read(header, "somebody")
+    if head.tag != GREETING or head.dtype:
+        raise ProtocolError(f"somebody sent {head.tag!r} instead of a greeting")
+    _check(head, head.source, me)
+    return Message(head.source, head.tag, None, _note(head, me, "somebody"))
+
+
+def _read(header: bytes, who: str) -> Header:
+    try:
+        return _decoder.decode(header)
+    except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
+        raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
+
+
 def _check(head: Header, sender: Address, me: Identity) -> None:
-    who = node_name(sender)
     expected = 0 if head.tag == GREETING else me.heard.get(sender, 0) + 1
+    if (
+        head.number == expected
+        and head.source == sender
+        and head.epoch == me.epoch
+        and head.protocol == PROTOCOL
+        and head.run == me.run
+        and head.schema == me.schema
+    ):
+        return
+    who = node_name(sender)
     rules = (
         (head.protocol == PROTOCOL, f"speaks protocol {head.protocol}, this is {PROTOCOL}; install the same version"),
         (head.run == me.run, f"belongs to run {head.run}, this is {me.run}"),
@@ -148,7 +174,7 @@ def _check(head: Header, sender: Address, me: Identity) -> None:
         (head.schema == me.schema, f"holds a model with schema {head.schema}, this is {me.schema}"),
         (head.epoch == me.epoch, f"is in epoch {head.epoch}, this is {me.epoch}"),
         (
-            head.number == (0 if head.tag == GREETING else expected),
+            head.number == expected,
             f"sent message {head.number} where {expected} was due: one was lost or repeated",
         ),
     )
@@ -176,9 +202,9 @@ def _array(
     if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
     if head.place >= 0 and payload is None:
-        if me.heap is None:
+        if head.source not in me.borrowed:
             raise ProtocolError(f"{who} sent slot {head.place} with {head.tag!r}, but shares no memory with this one")
-        return me.heap.view(head.source, head.place, head.start, head.dtype, head.size)
+        return me.borrowed[head.source].view(head.place, head.start, head.dtype, head.size)
     if payload is None or payload.nbytes != nbytes:
         got = 0 if payload is None else payload.nbytes
         raise ProtocolError(f"{who} sent {got} bytes with {head.tag!r}, whose header announces {nbytes}")

@@ -1,0 +1,78 @@
+"""Transports between processes: of one host, or of several."""
+
+from __future__ import annotations
+
+import ipaddress
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from flockstep.errors import ConfigurationError
+from flockstep.transports.base import Transport
+from flockstep.transports.shared_group import needed, room_for
+from flockstep.transports.shared_memory import SharedMemory
+
+
+@dataclass(frozen=True)
+class Ipc(Transport):
+    """Unix sockets in a directory of the run that only its owner can enter."""
+
+    def listen(self, directory: Path, name: str) -> str:
+        """A socket file in the run's directory."""
+        return f"ipc://{directory / name}"
+
+
+@dataclass(frozen=True)
+class InSharedMemory(Ipc):
+    """Unix sockets for messages; large payloads and sums in shared memory. Linux, on x86-64 or AArch64."""
+
+    def __post_init__(self) -> None:
+        _require_memory("--transport ipc")
+
+    @property
+    def lends(self) -> bool:
+        """All nodes are on one host."""
+        return True
+
+    def share(self, workers: int, model_bytes: int) -> SharedMemory:
+        """A new segment; what of it is not used takes no memory."""
+        return SharedMemory.create(needed(workers, room_for(model_bytes)))
+
+
+@dataclass(frozen=True)
+class Tcp(Transport):
+    """TCP on a free port of `host`; loopback unless told otherwise.
+
+    With `memory`, nodes of one host read large arrays in each other's memory: each attaches to the others' memory and
+    verifies it when they connect. A network namespace counts as a host of its own.
+    """
+
+    host: str = "127.0.0.1"
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            ipaddress.IPv4Address(self.host)
+        except ValueError:
+            raise ConfigurationError(
+                f"host must be an IPv4 address of this machine, got {self.host!r}; use 127.0.0.1"
+            ) from None
+        if self.memory:
+            _require_memory("memory=false")
+
+    @property
+    def lends(self) -> bool:
+        """As told."""
+        return self.memory
+
+    def listen(self, directory: Path, name: str) -> str:
+        """Any free port."""
+        return f"tcp://{self.host}:*"
+
+
+def _require_memory(instead: str) -> None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise ConfigurationError(
+            f"shared memory needs Linux on x86_64 or aarch64, got {sys.platform} on {platform.machine()}; use {instead}"
+        )

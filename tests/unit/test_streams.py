@@ -1,0 +1,378 @@
+"""Connections of a run: addresses, strangers, backlogs, memory and peers that went away, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flockstep.transports.streams as streams
+from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
+from flockstep.messages import Message
+from flockstep.transports import shared_memory
+from flockstep.transports.base import Transport
+from flockstep.transports.bus import Backlog
+from flockstep.transports.kinds import Tcp
+from flockstep.transports.shared_heap import Borrowed
+from flockstep.transports.streams import StreamBus
+from flockstep.transports.wire import GREETING, Identity, encode
+
+Make = Callable[..., StreamBus]
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[StreamBus] = []
+
+    def bus(address: int, transport: str = "tcp", run: str = "run") -> StreamBus:
+        one = Transport.parse(transport).bus(Identity(run, address, "schema", 1 << 20), tmp_path, f"node{len(made)}")
+        assert isinstance(one, StreamBus)
+        made.append(one)
+        return one
+
+    yield bus
+    for one in made:
+        one.close(0)
+
+
+def introduced(make: Make, transport: str = "tcp") -> tuple[StreamBus, StreamBus]:
+    """Two buses that are connected."""
+    first, second = make(0, transport), make(1, transport)
+    join(first, second)
+    return first, second
+
+
+def join(first: StreamBus, second: StreamBus) -> None:
+    first.connect({1: second.address})
+    second.connect({0: first.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+
+
+def arrived(bus: StreamBus, *others: StreamBus) -> Message:
+    """The next message; the others go on meanwhile."""
+    while (message := bus.poll(0.01)) is None:
+        for other in others:
+            assert other.poll(0) is None
+    return message
+
+
+def knocking(bus: StreamBus, *parts: bytes) -> socket.socket:
+    """Somebody who connects and says that."""
+    host, _, port = bus.address.removeprefix("tcp://").rpartition(":")
+    stranger = socket.create_connection((host, int(port)))
+    with contextlib.suppress(OSError):  # it may have been hung up on already
+        stranger.sendall(b"".join(parts))
+    return stranger
+
+
+def framed(header: bytes, payload: bytes | None = None) -> bytes:
+    follows = 0 if payload is None else 1 << 31
+    return struct.pack("<IQ", len(header) | follows, len(payload or b"")) + header + (payload or b"")
+
+
+def greeting(source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0) -> bytes:
+    message = Message(source, tag, note={"memory": 0}, number=number)
+    return framed(encode(message, Identity(run, source, schema, 1 << 20)))
+
+
+def still_works(first: StreamBus, second: StreamBus) -> None:
+    second.send(0, Message(1, "push", number=1))
+    got = arrived(first)
+    assert (got.tag, got.source) == ("push", 1)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc", pytest.param("shared_memory", marks=LINUX)])
+def test_messages_go_both_ways_in_order(make: Make, transport: str) -> None:
+    first, second = introduced(make, transport)
+    arrays = [np.arange(n, dtype=np.float32) for n in (0, 1, 2, 1000, 70_000, 200_000, 5)]
+    for number, array in enumerate(arrays, 1):
+        second.send(0, Message(1, "push", array, number=number))
+    for array in arrays:
+        got = arrived(first, second)
+        assert np.array_equal(got.payload, array)
+        assert not got.payload.flags.writeable
+    assert first.poll(0) is None
+    second.send(0, Message(1, "none", number=len(arrays) + 1))
+    assert arrived(first).array is None
+    assert second.traffic.sent_bytes == first.traffic.received_bytes == sum(array.nbytes for array in arrays)
+    assert second.traffic.messages_sent == first.traffic.messages_received == len(arrays) + 1
+    first.send(1, Message(0, "back", number=1))
+    assert arrived(second).tag == "back"
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_the_array_may_change_once_it_was_sent(make: Make, size: int) -> None:
+    """Also where most of it has to wait, since nobody reads."""
+    first, second = introduced(make)
+    array = np.zeros(size, np.float32)
+    for number in range(1, 21):
+        second.send(0, Message(1, "push", array, number=number))
+        array[:] = number
+    for number in range(20):
+        assert (arrived(first, second).payload == number).all()
+
+
+def test_what_was_received_stays_as_long_as_somebody_holds_it(make: Make) -> None:
+    first, second = introduced(make)
+    held = []
+    for number in range(1, 31):
+        second.send(0, Message(1, "push", np.full(50_000, number, np.float32), number=number))
+        held.append(arrived(first, second).payload)
+    assert [int(array[0]) for array in held] == [int(array[-1]) for array in held] == list(range(1, 31))
+
+
+def test_messages_arrive_while_the_program_is_elsewhere(make: Make) -> None:
+    """More than the sockets hold: the thread beside the program takes it in, and sends what waits."""
+    first, second = introduced(make)
+    for number in range(1, 41):
+        second.send(0, Message(1, "push", np.full(250_000, number, np.float32), number=number))
+    while first._unread < 40 * 1_000_000:
+        pass
+    for number in range(1, 41):
+        got = first.poll(0)
+        assert got is not None
+        assert (got.payload == number).all()
+
+
+def test_an_unknown_peer_cannot_be_reached(make: Make) -> None:
+    first, _ = introduced(make)
+    with pytest.raises(PeerLost, match="worker 5 is not reachable from worker 0"):
+        first.send(5, Message(0, "hello"))
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_peer_that_left_cannot_be_reached(make: Make, given_up: bool) -> None:
+    first, second = introduced(make)
+    if given_up:
+        first.disconnect(1)
+        assert not first.reachable(1)
+    else:
+        second.close(0)
+        while first.reachable(1):
+            first.poll(0.01)
+    with pytest.raises(PeerLost, match="worker 1 is not reachable from worker 0"):
+        first.send(1, Message(0, "push", number=1))
+
+
+def test_what_was_sent_before_closing_arrives(make: Make) -> None:
+    first, second = introduced(make)
+    for number in range(1, 4):
+        second.send(0, Message(1, "push", np.full(10_000, number, np.float32), number=number))
+    second.close(1)
+    assert [int(arrived(first).payload[0]) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "QUEUED", 10)
+    monkeypatch.setattr(streams, "UNREAD", -1)  # else the thread beside it takes in all
+    first, second = introduced(make)
+    large = np.zeros(1 << 16, np.float32)
+    sent = 0
+    with pytest.raises(Backlog, match="worker 0 takes no messages: 10 wait for it"):  # noqa: PT012
+        while sent < 10_000:
+            second.send(0, Message(1, "push", large, number=sent + 1))
+            sent += 1
+    assert sent > 0
+    for number in range(1, 51):
+        got = None
+        while got is None:
+            if sent < 50:
+                with contextlib.suppress(Backlog):
+                    second.send(0, Message(1, "push", large, number=sent + 1))
+                    sent += 1
+            second.poll(0)
+            got = first.poll(0.01)
+        assert got.number == number
+    assert sent == 50
+    assert first.poll(0) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        framed(b""),
+        framed(b"GET / HTTP/1.1"),
+        framed(b"x" * 5000),
+        framed(b"header", b"payload"),
+        greeting(1, run="another"),
+        greeting(1, schema="another"),
+        greeting(0),
+        greeting(-1),
+        greeting(7),
+        greeting(1 << 30),
+        greeting(1, number=1),
+        greeting(1, tag="push", number=1),
+        struct.pack("<IQ", 5, 1 << 60) + b"hello",
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+        bytes(range(256)) * 8,
+    ],
+)
+def test_who_does_not_belong_to_the_run_is_hung_up_on(said: bytes, make: Make) -> None:
+    first, second = introduced(make)
+    with knocking(first, said) as stranger:
+        while not first.rejected:
+            assert first.poll(0.01) is None
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    still_works(first, second)
+
+
+def test_who_says_too_little_does_not_disturb(make: Make) -> None:
+    first, second = introduced(make)
+    with knocking(first), knocking(first, b"\0" * 3) as half, knocking(first, greeting(1)[:20]):
+        half.shutdown(socket.SHUT_WR)
+        assert first.poll(0.01) is None
+        still_works(first, second)
+    assert first.rejected == 0
+
+
+def test_a_stranger_cannot_take_the_name_of_a_peer_that_is_connected(make: Make) -> None:
+    first, second = introduced(make)
+    with knocking(first, greeting(1), framed(b"garbage")):
+        while not first.rejected:
+            assert first.poll(0.01) is None
+        still_works(first, second)
+
+
+def test_who_speaks_before_it_was_let_in_is_hung_up_on(make: Make) -> None:
+    """Nobody knows yet who takes part; who has greeted has to wait for an answer."""
+    first, second = make(0), make(1)
+    push = encode(Message(1, "push", number=1), Identity("run", 1, "schema", 1 << 20))
+    with knocking(first, greeting(1), framed(push)):
+        while not first.rejected:
+            assert first.poll(0.01) is None
+        join(first, second)
+        still_works(first, second)
+
+
+def test_only_so_many_may_stand_without_a_greeting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "STRANGERS", 3)
+    first, second = introduced(make)
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(knocking(first))
+        while first.rejected < 2:
+            assert first.poll(0.01) is None
+        still_works(first, second)
+
+
+def as_peer(make: Make) -> tuple[StreamBus, socket.socket]:
+    """A bus, and a bare socket that it takes for worker 1."""
+    first = make(0)
+    first.connect({1: "tcp://127.0.0.1:9"})
+    peer = knocking(first, greeting(1))
+    while not first.reachable(1):
+        assert first.poll(0.01) is None
+    return first, peer
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (framed(b"garbage"), "worker 1 sent a header that is not protocol"),
+        (struct.pack("<IQ", 1 << 20, 0), "worker 1 announced a header of 1048576 bytes"),
+        (struct.pack("<IQ", 5 | 1 << 31, 1 << 40), "and a payload of 1099511627776; the model has 1048576"),
+    ],
+)
+def test_what_a_peer_says_must_be_as_agreed(said: bytes, sentence: str, make: Make) -> None:
+    first, peer = as_peer(make)
+    with peer:
+        peer.sendall(said)
+        with pytest.raises(ProtocolError, match=sentence):
+            first.poll(10)
+        with pytest.raises(PeerLost):
+            first.send(1, Message(0, "push", number=1))
+
+
+def test_a_message_may_come_in_pieces(make: Make) -> None:
+    first, peer = as_peer(make)
+    array = np.arange(30_000, dtype=np.float32)
+    me = Identity("run", 1, "schema", 1 << 20)
+    data = b"".join(
+        framed(encode(Message(1, "push", array, number=number), me), array.tobytes()) for number in range(1, 4)
+    )
+    cuts = [0, 1, 5, 12, 13, 60, 150, 1000, 120_000, 120_163, 250_000, 250_001, len(data)]
+    got = []
+    with peer:
+        for low, high in itertools.pairwise(cuts):
+            peer.sendall(data[low:high])
+            while (message := first.poll(0.01)) is not None:
+                got.append(message.payload)
+    assert len(got) == 3
+    assert all(np.array_equal(one, array) for one in got)
+
+
+def test_tcp_listens_on_loopback_and_a_free_port_of_its_own(make: Make) -> None:
+    first, second = make(0), make(1)
+    assert first.address.startswith("tcp://127.0.0.1:")
+    assert first.address != second.address
+
+
+@pytest.mark.parametrize("host", ["localhost", "", "::1", "1.2.3", "example.org", "*", "0.0.0.0/0"])
+def test_a_host_must_be_an_address(host: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"host must be an IPv4 address of this machine, got .*; use 127\.0\.0\.1"
+    ):
+        Tcp(host)
+
+
+def test_a_host_of_another_machine_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot listen on tcp://192\.0\.2\.1:\*: .*; use an address of this"):
+        make(0, "tcp(host='192.0.2.1')")  # of a network kept for documentation
+
+
+def test_an_address_in_use_is_refused(make: Make) -> None:
+    with pytest.raises(ConfigurationError, match="Address already in use; use an address of this machine"):
+        StreamBus(Identity("run", 1, "schema", 40), make(0).address)
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
+    address = Transport.parse("ipc").listen(tmp_path / ("x" * 120), "worker-0")
+    with pytest.raises(ConfigurationError, match="; set TMPDIR to a folder with a short path, or use --transport tcp"):
+        StreamBus(Identity("run", 1, "schema", 40), address)
+
+
+@LINUX
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp(memory=true)"])
+def test_large_arrays_stay_in_memory_that_both_reach(make: Make, transport: str) -> None:
+    first, second = introduced(make, transport)
+    array = np.arange(50_000, dtype=np.float32)
+    copy = second.lend(array)
+    assert second.lend(copy) is copy
+    borrowed = first._me.borrowed[1]._memory
+    start = borrowed.array(np.uint8, 1).ctypes.data
+    for number, sent in enumerate((copy, array), 1):
+        second.send(0, Message(1, "push", sent, number=number))
+        got = arrived(first)
+        assert np.array_equal(got.payload, array)
+        assert 0 < got.payload.ctypes.data - start < borrowed.size
+
+
+@LINUX
+def test_between_hosts_nothing_is_lent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = make(0, "tcp(memory=true)"), make(1, "tcp(memory=true)")
+    monkeypatch.setattr(shared_memory, "_host", lambda: "another")
+    join(first, second)
+    assert not first._me.borrowed
+    assert not second._me.borrowed
+    second.send(0, Message(1, "push", np.arange(50_000, dtype=np.float32), number=1))
+    assert arrived(first).payload[-1] == 49_999
+
+
+@LINUX
+def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
+    told = make(0, "tcp(memory=true)").address.partition(" ")[2]
+    assert Borrowed(told, 1) is not None
+    with pytest.raises(CompositionError, match="is not what it should be"):
+        Borrowed("00" * 16 + told[32:], 1)
