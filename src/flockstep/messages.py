@@ -34,15 +34,14 @@ class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 Beside = Note | Fields
 Notes = Mapping[str, type[Note]]
-"""Tag, or "reply to " and a tag → the kind of note that its messages carry."""
+"""Tag, with its channel, or "reply to " and a tag → the kind of note that its messages carry."""
 NO_NOTES: Notes = {}
 """Of who runs no strategy."""
 
 
 def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
     """The kind of note that a message carries; None: none that is declared."""
-    name = tag.partition("/")[0]
-    return notes.get(f"reply to {name}" if reply_to else name)
+    return notes.get(f"reply to {tag}" if reply_to else tag)
 
 
 def server(index: int) -> Address:

@@ -54,8 +54,8 @@ _TABLE: dict[str, dict[str, str]] = {
     "consistency": {
         "bsp": "flockstep.strategies.consistency.bulk_synchronous:BulkSynchronous",
         "ssp": "flockstep.strategies.consistency.stale_synchronous:StaleSynchronous",
-        "cached_ssp": "flockstep.strategies.consistency.cached_stale_synchronous:CachedStaleSynchronous",
-        "essp": "flockstep.strategies.consistency.eager_stale_synchronous:EagerStaleSynchronous",
+        "cached_ssp": "flockstep.strategies.consistency.stale_synchronous:CachedStaleSynchronous",
+        "essp": "flockstep.strategies.consistency.stale_synchronous:EagerStaleSynchronous",
         "bounded_delay": "flockstep.strategies.consistency.bounded_delay:BoundedDelay",
         "value_bound": "flockstep.strategies.consistency.value_bound:ValueBound",
         "backup": "flockstep.strategies.consistency.first_of:BackupWorkers",

@@ -12,11 +12,11 @@ import pytest
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.messages import MASTER
+from flockstep.strategies.access import Copies, GivesUp
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.strategies.broadcast import Broadcast
+from flockstep.strategies.broadcast import Broadcast, Steps
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
 from flockstep.strategies.parameter_server import ParameterServer
-from flockstep.strategies.push_server import PushServer
 from flockstep.testing import strategies as checks
 from flockstep.testing.strategies import check_strategy, run_strategy
 
@@ -48,12 +48,14 @@ def test_conforms(name):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_parameter_server_conforms_with_each_consistency(name, shards):
     consistency = registry.load("consistency", name)()
-    if shards > 1 and consistency.gives_up:
+    if shards > 1 and isinstance(consistency.access, GivesUp):
         with pytest.raises(CompositionError, match=f"got shards={shards}, use shards=1"):
             ParameterServer(consistency, shards=shards)
         return
     # Own steps that are added to a copy round once more.
-    check_strategy(ParameterServer(consistency, shards=shards), alone_is_plain=not consistency.keeps_copies)
+    check_strategy(
+        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, Copies)
+    )
 
 
 @pytest.mark.parametrize("rule", ["backup(2)", "k_sync(2)", "k_batch_sync(3)", "k_async(3)", "k_batch_async(3)"])
@@ -252,7 +254,7 @@ class LeavesUnread(Broadcast):
     async def worker(self, me):
         while me.training:
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params)
+            me.send_all(me.peers, "update", me.params, Steps())
 
     async def finish(self, me):
         me.record_round(me.step)
@@ -263,14 +265,10 @@ class LeavesUnread(Broadcast):
 class LosesAPush(ParameterServer):
     """A server that answers the last push of worker 1, but loses the gradient in it."""
 
-    async def master(self, me):
-        class Loses(PushServer):
-            def _apply(self, me, state, pushes):
-                lost = [push for push in pushes if (push.rank, push.timestamp) == (1, checks.STEPS - 1)]
-                state.leave(lost)
-                super()._apply(me, state, [push for push in pushes if push not in lost])
-
-        await Loses(self.consistency, self.rule, self.decode).serve(me)
+    def _apply(self, me, state, pushes):
+        lost = [push for push in pushes if (push.rank, push.timestamp) == (1, checks.STEPS - 1)]
+        state.leave(lost)
+        super()._apply(me, state, [push for push in pushes if push not in lost])
 
 
 @dataclass(frozen=True)

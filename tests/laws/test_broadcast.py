@@ -13,7 +13,7 @@ from flockstep.arrays.ledger import GRID
 from flockstep.drivers.making import node_random
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.broadcast import Broadcast
+from flockstep.strategies.broadcast import Broadcast, Steps
 from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
 
 COMPUTES = ["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)", "speeds(lognormal(0.05, 1), (1, 7, 2))"]
@@ -220,7 +220,7 @@ class PlainFloats(Broadcast):
                 me.params += message.array
             before = me.params.copy()
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params - before)
+            me.send_all(me.peers, "update", me.params - before, Steps())
 
     async def finish(self, me):
         me.leave(peers=True)
@@ -258,7 +258,7 @@ class ReceiverScales(PlainFloats):
                 me.params += message.array / me.params.dtype.type(1 + me.step)
             before = me.params.copy()
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params - before)
+            me.send_all(me.peers, "update", me.params - before, Steps())
 
 
 @pytest.mark.negative_control("strategy:broadcast")

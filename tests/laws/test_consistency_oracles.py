@@ -12,11 +12,11 @@ import pytest
 
 from flockstep.records.events import Update
 from flockstep.simulation.compute import ComputeModel
+from flockstep.strategies.access import Copies
 from flockstep.strategies.rules.plain import Plain
-from flockstep.strategies.worker_copies import push_and_keep
 from flockstep.testing.strategies import COMPUTE, Bench, equal_bits, run_strategy, small_job
 
-APPLY, PUSH_AND_KEEP = Plain.apply, push_and_keep
+APPLY, EXCHANGE = Plain.apply, Copies.exchange
 
 STEPS = 15
 RATE = 0.1
@@ -317,13 +317,13 @@ def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monke
     """Read-my-writes: the first update of the copy is minus the learning rate, or 1/n of it, times the gradient."""
     seen = []
 
-    async def watched(me, state, pushes, gradient, rule):
+    async def watched(self, me, state, pushes, gradient, full_step):
         before = me.params.copy()
-        await PUSH_AND_KEEP(me, state, pushes, gradient, rule)
+        await EXCHANGE(self, me, state, pushes, gradient, full_step)
         if me.step == 1:
             seen.append((before, gradient.copy(), state.own[0][1].copy()))
 
-    monkeypatch.setattr("flockstep.strategies.parameter_server.push_and_keep", watched)
+    monkeypatch.setattr(Copies, "exchange", watched)
     run, _ = tables(reads, 3, STRAGGLER, weight)
     assert len(seen) == 4
     rate = RATE / 4 if weight == "mean" else RATE
@@ -337,7 +337,7 @@ def test_missing_own_writes_are_noticed(reads, monkeypatch):
     _, theta = tables(reads, 2, STRAGGLER)
     assert apart(table(reads, s=2, compute=STRAGGLER, own_writes=False), theta) > 1e-4
     if reads == "essp":  # a copy that was asked for holds them all
-        monkeypatch.setattr("flockstep.strategies.worker_copies._missing", lambda state, held: [])
+        monkeypatch.setattr("flockstep.strategies.access._missing", lambda state, held: [])
         assert apart(tables(reads, 2, STRAGGLER)[0].server, theta) > 1e-4
 
 

@@ -12,10 +12,10 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Asynchronous, Consistency
 from flockstep.strategies.consistency.bounded_delay import BoundedDelay
-from flockstep.strategies.consistency.eager_stale_synchronous import EagerStaleSynchronous
 from flockstep.strategies.consistency.first_of import BackupWorkers, KBatchSync, KSync
 from flockstep.strategies.consistency.k_async import KAsync, KBatchAsync
 from flockstep.strategies.consistency.softsync import SoftSync
+from flockstep.strategies.consistency.stale_synchronous import EagerStaleSynchronous
 from flockstep.strategies.consistency.value_bound import ValueBound
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import COMPUTE, Sent, equal_bits, run_strategy
@@ -103,7 +103,7 @@ def test_a_step_of_k_async_takes_k_learners_and_none_of_them_twice(seed):
 
 def test_a_dropped_workers_next_gradient_is_of_the_newest_version():
     run = run_strategy("ps(backup(1))", 4, STEPS, compute=STRAGGLER, network="1gbit")
-    versions = [entry.message.note["version"] for entry in run.sent("push", source=3)]
+    versions = [entry.message.note.version for entry in run.sent("push", source=3)]
     assert versions == sorted(versions)
     taken = max(event.step for event in run.of(Step) if event.rank == 3)
     assert taken == STEPS
@@ -140,7 +140,7 @@ def drifts(run, delta):
         if message.tag == "push" and entry.to == MASTER:
             reading.pop(message.source, None)
         elif message.reply_to and message.source == MASTER:
-            version = message.note["version"]
+            version = message.note.version
             held[version] = message.payload
             others = [v for rank, v in reading.items() if v in held]
             if others:

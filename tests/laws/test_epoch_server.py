@@ -85,7 +85,7 @@ def test_the_oracle_notices_another_share_and_no_epochs():
 def test_every_sample_counts_at_most_once_in_an_epoch_and_enough_of_them_do():
     run = run_strategy(f"epoch_server(0.75, {LENGTH})", 4, 3 * LENGTH, compute=STRAGGLER)
     notes = [(e.message.source, e.message.note) for e in run.sent("push") if not e.message.reply_to]
-    pushed = [(rank, note["epoch"], note["turn"]) for rank, note in notes]
+    pushed = [(rank, note.epoch, note.turn) for rank, note in notes]
     assert len(set(pushed)) == len(pushed)
     assert max(turn for _, _, turn in pushed) <= LENGTH
     for epoch in range(3):

@@ -14,7 +14,7 @@ from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.nodes import Worker
 from flockstep.records.events import Snapshot
-from flockstep.strategies.fused import Fused
+from flockstep.strategies.fused import Fused, News
 from flockstep.testing.strategies import Bench, equal_bits, run_strategy
 
 SIZES = (3, 5, 2, 7, 4)
@@ -76,9 +76,7 @@ def test_equals_the_mean_gradient(n, fusion):
 
 def named(run, rank=1):
     """The buffers that one worker was told to average, a list of tensors each."""
-    return [
-        [int(i) for i in entry.message.note["tensors"].split()] for entry in run.sent("go/follow") if entry.to == rank
-    ]
+    return [entry.message.note.tensors for entry in run.sent("go/follow") if entry.to == rank]
 
 
 def test_each_step_names_every_tensor_once_from_the_last_on():
@@ -99,7 +97,7 @@ class AnyOrder(Fused):
     async def announce(self, me: Worker, mean: FlatArray) -> None:
         mean[:] = await me.gradient()
         for tensor in me.random.permutation(len(me.tensors)):
-            me.send(0, "news/lead", None, {"tensor": int(tensor)})
+            me.send(0, "news/lead", None, News(int(tensor)))
 
 
 def test_the_order_is_agreed_on_whatever_is_ready_first():

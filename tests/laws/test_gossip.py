@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flockstep.records.events import Update
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.gossip import TOTAL_MASS, Gossip
+from flockstep.strategies.gossip import TOTAL_MASS, Gossip, Model
 from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
 
 STILL = bowl_job("sgd(lr=0)")
@@ -63,8 +63,8 @@ class Weighed(Watched):
         self.totals.append(held + sum(map(sum, self.flying.values())))
 
     def send(self, to, message):
-        if message.tag == "model" and message.note["mass"]:
-            self.flying[message.source, to].append(message.note["mass"])
+        if message.tag == "model" and message.note.mass:
+            self.flying[message.source, to].append(message.note.mass)
             self.weigh()
         super().send(to, message)
 
@@ -184,18 +184,18 @@ class FloatMass(Gossip):
         state = me.state
         while me.training:
             for message in me.arrived("model"):
-                state.mass += message.note["mass"]
+                state.mass += message.note.mass
                 me.record_update(message.source)
             await me.gradient()
             part = state.mass / 3
             state.mass -= part
-            me.send(int(me.random.choice(me.peers)), "model", me.params, {"mass": part})
+            me.send(int(me.random.choice(me.peers)), "model", me.params, Model(part, 0))
 
     async def finish(self, me):
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "model":
-                me.state.mass += message.note["mass"]
+                me.state.mass += message.note.mass
                 me.record_update(message.source)
 
 
@@ -214,7 +214,7 @@ class KeepsItsMass(Gossip):
         send = me.send
 
         def cheat(to, tag, array, note):
-            me.state.mass += note["mass"]
+            me.state.mass += note.mass
             send(to, tag, array, note)
 
         me.send = cheat
@@ -230,7 +230,7 @@ class EqualWeights(Gossip):
             for message in me.arrived("model"):
                 me.params += (message.array - me.params) / 2
             me.optimizer_step(await me.gradient())
-            me.send(int(me.random.choice(me.peers)), "model", me.params, {"mass": 0})
+            me.send(int(me.random.choice(me.peers)), "model", me.params, Model(0, 0))
 
 
 def test_the_mass_notices_a_cheat():

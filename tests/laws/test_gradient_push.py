@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flockstep.errors import ConfigurationError
 from flockstep.records.events import Step, Update
 from flockstep.strategies import gradient_push
-from flockstep.strategies.gradient_push import UNIT, GradientPush
+from flockstep.strategies.gradient_push import UNIT, GradientPush, Mass
 from flockstep.testing.strategies import Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import facts
@@ -192,7 +192,7 @@ class Weighed(Watched):
     def weigh(self):
         pushed = [message for queue in self.flying.values() for message in queue]
         held = [runner.node.state for runner in self.runners.values()]
-        self.totals.append(sum(s.mass for s in held) + sum(m.note["mass"] for m in pushed))
+        self.totals.append(sum(s.mass for s in held) + sum(m.note.mass for m in pushed))
         self.sums.append(sum(s.x for s in held) + sum(m.payload for m in pushed))
 
     def send(self, to, message):
@@ -294,7 +294,7 @@ class Inflates(GradientPush):
         send_all = me.send_all
 
         def cheat(to, tag, array=None, note=None):
-            send_all(to, tag, array, {"mass": note["mass"] + 1} if note else None)
+            send_all(to, tag, array, Mass(note.mass + 1) if note else None)
 
         me.send_all = cheat
         await super().worker(me)
@@ -364,7 +364,7 @@ def test_a_lost_message_loses_x_and_omega_together(topology, tau):
     run = run_strategy(strategy, 4, 200, job=STILL, replicas=start, faults=["drops(0, 1, 1)"])
     lost = next(e for e in run.simulation.log if isinstance(e, Sent) and (e.message.source, e.to) == (0, 1)).message
     mass = sum(run.nodes[rank].state.mass for rank in range(4))
-    assert mass == 4 * UNIT - lost.note["mass"]
+    assert mass == 4 * UNIT - lost.note.mass
     left = (start.sum(0) - lost.payload) / (mass / UNIT)
     assert np.abs(run.replicas - left).max() < 1e-12
     assert np.abs(left - start.mean(0)).max() > 1e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -159,8 +158,9 @@ def test_leaves_of_different_size_do_not_change_what_a_gradient_counts(workers, 
 
 
 def view(**changes):
-    values = {"slowest": 0, "workers": 4, "live": 4, "lost": 0, "version": 0, "computing": 0}
-    return View(**{**values, **changes}, drift=lambda: 0.0, waiting=lambda rank: False)
+    values = {"slowest": 0, "workers": 4, "live": 4, "lost": 0, "version": 0, "reading": {}}
+    memory = {"params": np.zeros(1), "kept": {}, "moved": True}
+    return View(**{**values, **memory, **changes}, waiting=lambda rank: False)
 
 
 def pushes(count, version=0):
@@ -183,8 +183,9 @@ def test_the_falling_value_bound_is_delta_over_the_root_of_the_version(version):
     """v_t = v_0 / sqrt(t) (Wei et al. 2013); delta / t would refuse what has moved by three quarters of that."""
     rule, reads = ValueBound(1.0, decreasing=True), [object()]
     for moved, admitted in ((0.75 / np.sqrt(version), True), (1.01 / np.sqrt(version), False)):
-        now = replace(view(version=version, computing=1), drift=lambda moved=moved: moved)
+        now = view(version=version, reading={0: 2}, params=np.array([-moved]), kept={1: np.ones(1), 2: np.zeros(1)})
         assert bool(rule.admitted(reads, now)) == admitted
+        assert set(now.kept) == {2}, "nobody computes on version 1 any more"
 
 
 @pytest.mark.parametrize(

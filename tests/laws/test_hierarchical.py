@@ -137,7 +137,7 @@ class SendsMeans(Watched):
 
     def send(self, to, message):
         if message.tag == "sum":
-            array = message.array / np.float32(len(str(message.note["ranks"]).split()) * 3 / 7)
+            array = message.array / np.float32(len(message.note.ranks) * 3 / 7)
             message = Message(message.source, message.tag, array, message.note, number=message.number)
         super().send(to, message)
 

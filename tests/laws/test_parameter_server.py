@@ -154,8 +154,8 @@ def test_every_push_is_answered_once_and_nothing_else_travels(consistency, shard
             assert [m.tag for m in there] == ["push"] * STEPS + [BYE]
             assert [m.reply_to for m in back] == [m.number for m in there[:STEPS]]
             assert [m.step for m in there[:STEPS]] == list(range(1, STEPS + 1))
-            versions = [m.note["version"] for m in there[:STEPS]]
-            assert versions == [0, *(m.note["version"] for m in back[:-1])]
+            versions = [m.note.version for m in there[:STEPS]]
+            assert versions == [0, *(m.note.version for m in back[:-1])]
     assert len(sent) == n * shards * (2 * STEPS + 1)
 
 
@@ -224,7 +224,7 @@ def replies(run):
 def pushed_rates(run):
     """Learning rates in order of (step, rank)."""
     pushes = [message for _, _, message in run.sent("push") if not message.reply_to]
-    return [message.note["lr"] for message in sorted(pushes, key=lambda m: (m.step, m.source))]
+    return [message.note.lr for message in sorted(pushes, key=lambda m: (m.step, m.source))]
 
 
 def replay(run, lr):

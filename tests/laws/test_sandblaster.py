@@ -80,7 +80,7 @@ def test_backup_tasks_hide_a_slow_worker_and_count_once(backups):
     text, pace = f"sandblaster(6, {backups}, 10, 2)", "speeds(constant(1), (1, 1, 20))"
     run = run_strategy(text, 3, STEPS, job=JOB, compute=pace, network="ideal")
     sent = [entry.message for entry in run.sent("ask/shard", 0) + run.sent("ask/shard", 1) + run.sent("ask/shard", 2)]
-    keys = [(m.source, m.note["evaluation"], m.note["portion"]) for m in sent if m.note["op"] == "portion"]
+    keys = [(m.source, m.note.evaluation, m.note.portion) for m in sent if m.note.op == "portion"]
     portions = [(evaluation, portion) for _, evaluation, portion in keys[::2]]  # one message to each shard
     assert (len(portions) > len(set(portions))) == (backups > 0)
     evaluations = max(evaluation for evaluation, portion in set(portions) if (evaluation, 5) in set(portions))
@@ -92,7 +92,7 @@ def test_with_backups_an_evaluation_does_not_wait_for_the_slowest():
     times = []
     for backups in (0, 1):
         run = run_strategy(f"sandblaster(6, {backups})", 3, 20, job=JOB, compute=pace, network="ideal")
-        whole = max(e.message.note["evaluation"] for e in run.sent("work"[:4]) if "evaluation" in e.message.note)
+        whole = max(e.message.note.evaluation for e in run.sent("work"[:4]))
         times.append(run.seconds / whole)
     assert times[1] < times[0] / 2
 
@@ -125,8 +125,8 @@ def test_a_portion_that_counts_twice_is_noticed(monkeypatch):
     """Shards that add whatever comes add backups' results again."""
 
     def add(state: ShardState, message: Message) -> None:
-        if int(message.note["evaluation"]) > state.evaluation:
-            state.evaluation = int(message.note["evaluation"])
+        if message.note.evaluation > state.evaluation:
+            state.evaluation = message.note.evaluation
             state.shard.vectors["sum"] = np.zeros_like(message.payload)
         state.shard.vectors["sum"] = state.shard.vectors["sum"] + message.payload
 

@@ -17,8 +17,9 @@ from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.frameworks.torch import TorchEngine
 from flockstep.messages import MASTER, Message, server
 from flockstep.strategies.sufficient_factors import SufficientFactors
-from flockstep.strategies.sufficient_factors_server import FactorServer, unpacked
+from flockstep.strategies.sufficient_factors_server import Factored, FactorServer, unpacked
 from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.transports.wire import Identity, decode, encode
 
 STEPS = 8
 FEATURES, CLASSES, BATCH = 30, 20, 4
@@ -158,10 +159,18 @@ def test_packing_is_undone():
             Packing(23, wrong)
 
 
-@pytest.mark.parametrize("text", ["0,2,2", "0,2,2,x", "22,2,2,1", "0,2,2,2"])
-def test_factors_that_do_not_fit_are_refused(text):
+@pytest.mark.parametrize("layer", [(22, 2, 2, 1), (0, 2, 2, 2)])
+def test_factors_that_do_not_fit_are_refused(layer):
     with pytest.raises(ProtocolError, match="worker 1 sent"):
-        unpacked(Message(1, "push", np.zeros(7), {"layers": text}), 23)
+        unpacked(Message(1, "push", np.zeros(7), Factored(0, 0.1, [layer])), 23)
+
+
+@pytest.mark.parametrize("layer", [[0, 2, 2], [0, 2, 2, "x"]])
+def test_a_push_whose_layers_are_no_rectangles_is_refused(layer):
+    peer, me = (Identity("run", address, "s", 100, notes=FactorServer.notes) for address in (1, 2))
+    header = encode(Message(1, "push", None, {"version": 0, "lr": 0.1, "layers": [layer]}, number=1), peer)
+    with pytest.raises(ProtocolError, match=r"worker 1 sent 'push' with a note that is no Factored: .*layers"):
+        decode(header, None, 1, me)
 
 
 class Twice(nn.Module):

@@ -165,7 +165,7 @@ class Held(Note, frozen=True):
 @pytest.mark.parametrize("note", [None, {"version": 1}, Held(1)])
 def test_a_note_that_the_strategy_does_not_declare_is_not_sent(note):
     hand = Hand()
-    hand.node.notes = {"push": Pushed}
+    hand.node.notes = {"push/bucket": Pushed}
     with pytest.raises(TypeError, match=r"'push/bucket' is declared with Pushed in the strategy's `notes`"):
         hand.node.send(1, "push/bucket", None, note)
     with pytest.raises(TypeError, match="'pull' is declared with no Note"):

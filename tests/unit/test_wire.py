@@ -165,7 +165,7 @@ class Held(Note, frozen=True):
     version: int
 
 
-NOTES = {"push": Pushed, "reply to push": Held}
+NOTES = {"push": Pushed, "push/bucket": Pushed, "reply to push": Held, "reply to push/bucket": Held}
 
 
 @pytest.mark.parametrize("channel", ["", "/bucket"])

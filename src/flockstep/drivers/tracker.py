@@ -242,7 +242,7 @@ class Progress:
     def heard(self, message: Message) -> None:
         """A message says how far its sender is; a server's note may say how many `steps` its workers took."""
         source = message.source
-        step = message.step if source >= 0 else int(message.note.get("steps", 0))
+        step = message.step if source >= 0 else getattr(message.note, "steps", 0)
         if step > self.seen.get(source, 0):
             self.total += step - self.seen.get(source, 0)
             self.seen[source] = step

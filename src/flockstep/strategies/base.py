@@ -47,7 +47,8 @@ class Strategy(Component):
 
     noun: ClassVar[str] = "strategy"
     notes: ClassVar[Notes] = {}
-    """What travels beside the arrays: the kind of note of the messages with a tag, or of a "reply to " a tag."""
+    """What travels beside arrays: tag ("push", "push/channel"), or "reply to push", → the kind of note of the messages
+    with that tag."""
 
     @property
     @abstractmethod

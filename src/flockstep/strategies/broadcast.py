@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flockstep.arrays.ledger import Ledger, on_grid
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
-from flockstep.messages import Message
+from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+class Steps(Note, frozen=True):
+    """Beside an update: the number of steps in it."""
+
+    count: int = 1
 
 
 @dataclass
@@ -28,6 +35,8 @@ class Broadcast(Strategy):
     are equal, in every bit: updates lie on a grid on which addition is exact in any order. A round of everyone moves by
     the sum of n updates; scale = 1/n makes it one large-batch step. Momentum belongs to the sender.
     """
+
+    notes: ClassVar[Notes] = {"update": Steps}
 
     scale: float = 1.0
 
@@ -54,7 +63,7 @@ class Broadcast(Strategy):
         while me.training:
             absorb_arrived(me, me.state)
             update = own_update(me, me.state, await me.gradient(), self.scale)
-            me.send_all(me.peers, "update", update)
+            me.send_all(me.peers, "update", update, Steps())
 
     async def finish(self, me: Worker) -> None:
         """Absorb what is still in flight."""
@@ -98,4 +107,4 @@ async def drain(me: Worker, state: BroadcastState) -> None:
 def _add(me: Worker, state: BroadcastState, message: Message) -> None:
     if state.ledger is not None:
         state.ledger.add(message.payload)
-    me.record_update(message.source, max(0, me.step - message.step), int(message.note.get("count", 1)))
+    me.record_update(message.source, max(0, me.step - message.step), message.note.count)

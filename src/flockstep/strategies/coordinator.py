@@ -5,13 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import slices
-from flockstep.messages import BYE, Message
+from flockstep.messages import BYE, Message, Note
 from flockstep.nodes import Server
 from flockstep.strategies.portions import Portions
 from flockstep.strategies.vector_shards import direction, tell
 
 ARMIJO = 1e-4
 """The share of the expected decrease that a step must achieve (Armijo 1966)."""
+
+
+class Report(Note, frozen=True):
+    """Of a worker that asks for work: what it has done, or, to begin with, what it may do."""
+
+    evaluation: int = 0
+    portion: int = 0
+    loss: float = 0.0
+    """Sum over the portion's samples."""
+    budget: int | None = None
+    """Portions that it may compute."""
+    size: int = 0
+    """Number of training samples."""
+
+
+class Work(Note, frozen=True):
+    """A portion, -1 where there is none, and its samples."""
+
+    evaluation: int
+    portion: int
+    start: int
+    stop: int
 
 
 @dataclass
@@ -116,10 +138,10 @@ class Coordinator:
                 self._give(me, work)
             return
         note = message.note
-        if "budget" in note:
-            self.granted[message.source], self.size = int(note["budget"]), int(note["size"])
-        elif int(note["evaluation"]) == self.evaluation:
-            self.portions.done(int(note["portion"]), float(note["loss"]))
+        if note.budget is not None:
+            self.granted[message.source], self.size = note.budget, note.size
+        elif note.evaluation == self.evaluation:
+            self.portions.done(note.portion, note.loss)
         if over:
             self._reply(me, message, -1)
         else:
@@ -136,5 +158,4 @@ class Coordinator:
 
     def _reply(self, me: Server, work: Message, portion: int) -> None:
         part = slices(self.size, self.portions.count)[portion] if portion >= 0 else slice(0, 0)
-        note = {"evaluation": self.evaluation, "portion": portion, "start": part.start, "stop": part.stop}
-        me.reply(work, None, note)
+        me.reply(work, None, Work(self.evaluation, portion, part.start, part.stop))

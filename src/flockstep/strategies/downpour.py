@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.messages import Address, Fields, Message, server
+from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.access import Held, Pushed
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.downpour_replica import Replica, Shard
@@ -19,7 +21,15 @@ from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pa
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 
-Request = tuple[Address, FlatArray | None, Fields]
+
+class Sum(Pushed, frozen=True):
+    """Beside a sum of gradients: also how many they are, and whether it asks for the parameters."""
+
+    count: int
+    fetch: bool
+
+
+Request = tuple[Address, FlatArray | None, Sum | None]
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,13 @@ class Downpour(Strategy):
     before is here. With overlap=False it is waited for at once: 1 and 1 is then `asgd`, half as stale.
     Staleness counts the updates by others since the first of the accrued gradients was computed.
     """
+
+    notes: ClassVar[Notes] = {
+        "push": Sum,
+        "reply to push": Held,
+        "reply to fetch": Held,
+        "parameters": Held,
+    }
 
     n_push: int = field(default=1, metadata=SHOWN | searched(1, 32))
     n_fetch: int = field(default=1, metadata=SHOWN | searched(1, 32))
@@ -93,7 +110,7 @@ class Downpour(Strategy):
             await state.take(me, wait=fetch)
             pushes = self._pushes(me, state, fetch) if push else []
             me.optimizer_step(gradient)
-            asked = pushes or [(server(i), None, {}) for i in range(self.shards) if fetch]
+            asked = pushes or [(server(i), None, None) for i in range(self.shards) if fetch]
             if fetch and not self.overlap:
                 replies = await me.ask_all("push" if push else "fetch", asked)
                 for i, reply in enumerate(replies):
@@ -119,20 +136,20 @@ class Downpour(Strategy):
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
-            if message.tag == "fetch" or message.note.get("fetch"):
+            if message.tag == "fetch" or (message.tag == "push" and message.note.fetch):
                 self.rule.read(me, state.rule, message.source)
                 if self.overlap:
-                    me.send(message.source, "parameters", me.params, {"version": me.version})
+                    me.send(message.source, "parameters", me.params, Held(me.version))
                 else:
-                    me.reply(message, me.params, {"version": me.version})
+                    me.reply(message, me.params, Held(me.version))
 
     def _push(self, me: Server, state: Shard, message: Message) -> None:
         note, rank, dtype = message.note, message.source, me.params.dtype.name
         total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
-        count = int(note["count"])
+        count = note.count
         steps = max(1, count)
         mean = total if steps == 1 else total / total.dtype.type(steps)
-        push = Push(rank, message.step - 1, int(note["version"]), float(note["lr"]), mean)
+        push = Push(rank, message.step - 1, note.version, note.lr, mean)
         late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push], steps)
         if count:
             me.record_update(rank, late, count, weight / count)
@@ -143,8 +160,7 @@ class Downpour(Strategy):
         for i, part in enumerate(slices(len(me.params), self.shards)):
             update, outbox = state.accrued[part], state.outboxes[i]
             data = pack(self.filters, self.codec, update, me.params[part], outbox, me.random, flush)
-            note = {"version": state.since[i], "lr": me.lr, "count": state.count, "fetch": int(fetch)}
-            pushes.append((server(i), data, note))
+            pushes.append((server(i), data, Sum(state.since[i], me.lr, state.count, fetch)))
             state.pushed(i)
         state.accrued[:], state.count = 0, 0
         return pushes

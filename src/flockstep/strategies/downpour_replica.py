@@ -44,7 +44,7 @@ class Replica:
     def place(self, me: Worker, shard: int, fetched: Message) -> None:
         """Replace a shard's part of the replica by what was fetched."""
         me.params[slices(len(me.params), len(self.seen))[shard]] = fetched.payload
-        self.seen[shard] = int(fetched.note["version"]) + self.flying.pop(shard, 0)
+        self.seen[shard] = fetched.note.version + self.flying.pop(shard, 0)
 
     async def collect(self, me: Worker, wait: bool) -> None:
         """Keep the parameters that have arrived by now; `wait` for those still on their way."""

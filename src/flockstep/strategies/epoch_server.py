@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.messages import BYE, MASTER, Message
+from flockstep.messages import BYE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.access import Pushed
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
+
+
+class Batch(Pushed, frozen=True):
+    """Beside a gradient: also its epoch, and that it is batch `turn` of so many that the worker has in it."""
+
+    epoch: int
+    batches: int
+    turn: int
+
+
+class Current(Note, frozen=True):
+    """Beside parameters: their version, and the epoch that the server is in."""
+
+    version: int
+    epoch: int
 
 
 @dataclass
@@ -45,6 +61,8 @@ class EpochServer(Strategy):
     under way is still applied, and counts for nothing. share = 1 waits for everyone. Where workers die, the epoch ends
     with what the others can give.
     """
+
+    notes: ClassVar[Notes] = {"push": Batch, "reply to push": Current}
 
     share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
     length: int = field(default=10, metadata=SHOWN | searched(2, 64))
@@ -86,12 +104,12 @@ class EpochServer(Strategy):
         while me.training and (left := self._batches(me, state.epoch)):
             gradient = await me.gradient_of(me.rank, turn=state.epoch * self.length + state.turn)
             state.turn += 1
-            note = {"version": state.version, "lr": me.lr, "epoch": state.epoch, "batches": left, "turn": state.turn}
+            note = Batch(state.version, me.lr, state.epoch, left, state.turn)
             reply = await me.ask(MASTER, "push", gradient, note)  # type: ignore[arg-type]
             me.params[:] = reply.payload
-            state.version = int(reply.note["version"])
-            if int(reply.note["epoch"]) > state.epoch:
-                state.epoch, state.turn = int(reply.note["epoch"]), 0
+            state.version = reply.note.version
+            if reply.note.epoch > state.epoch:
+                state.epoch, state.turn = reply.note.epoch, 0
 
     def _batches(self, me: Worker, epoch: int) -> int:
         """How many batches a worker has in that epoch; the last may be shorter."""
@@ -112,15 +130,14 @@ class EpochServer(Strategy):
 
     def _push(self, me: Server, state: Epochs, message: Message) -> None:
         note, rank = message.note, message.source
-        version = int(note["version"])
-        push = Push(rank, message.step - 1, version, float(note["lr"]), message.payload)
-        late, [weight] = me.version - version, self.rule.apply(me, state.rule, [push])
+        push = Push(rank, message.step - 1, note.version, note.lr, message.payload)
+        late, [weight] = me.version - note.version, self.rule.apply(me, state.rule, [push])
         me.record_update(rank, late, weight=weight)
-        current = int(note["epoch"]) == state.epoch
+        current = note.epoch == state.epoch
         state.count += current
-        if state.count >= math.ceil(self.share * int(note["batches"]) * me.cluster.workers - 1e-9):
+        if state.count >= math.ceil(self.share * note.batches * me.cluster.workers - 1e-9):
             self._end(me, state)
-        if current and int(note["epoch"]) == state.epoch and note["turn"] == note["batches"]:
+        if current and note.epoch == state.epoch and note.turn == note.batches:
             state.waiting.append(message)
         else:
             self._answer(me, state, message)
@@ -133,4 +150,4 @@ class EpochServer(Strategy):
 
     def _answer(self, me: Server, state: Epochs, message: Message) -> None:
         self.rule.read(me, state.rule, message.source)
-        me.reply(message, me.params, {"version": me.version, "epoch": state.epoch})
+        me.reply(message, me.params, Current(me.version, state.epoch))

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
-from flockstep.errors import ConfigurationError
+from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.expression import SIZED
-from flockstep.messages import Fields
+from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+class News(Note, frozen=True):
+    """A tensor that is complete, by index; None: worker 0 is done with a buffer."""
+
+    tensor: int | None
+
+
+class Named(Note, frozen=True):
+    """The tensors to average next, by index."""
+
+    tensors: list[int]
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,8 @@ class Fused(Strategy):
     whichever order backward completes tensors on each. The original looks every few milliseconds instead of whenever
     the last buffer is done. In processes of their own all tensors are complete at once: after backward.
     """
+
+    notes: ClassVar[Notes] = {"news/lead": News, "go/follow": Named}
 
     fusion: float = field(default=64.0, metadata=SIZED)
     collective: Collective = field(default_factory=Ring)
@@ -61,18 +76,17 @@ class Fused(Strategy):
         """Compute; tell worker 0 of each tensor in the order in which backward completes them."""
         async for part, gradient in me.gradient_parts(me.tensors[::-1]):
             mean[part] = gradient[part]
-            me.send(0, "news/lead", None, {"tensor": me.tensors.index(part)})
+            me.send(0, "news/lead", None, News(me.tensors.index(part)))
 
     async def _lead(self, me: Worker) -> None:
         """Worker 0: name what is complete on everyone, one buffer after the other."""
         heard: Counter[int] = Counter()
         ready: list[int] = []
-        early: list[Fields] = []
+        early: list[News] = []
         left, busy = len(me.tensors), False
         while left or busy:
             note = (await me.receive("news")).note
-            if "tensor" in note:
-                tensor = int(note["tensor"])
+            if (tensor := note.tensor) is not None:
                 if heard[tensor] == me.workers:  # of the next step: its sender knew before that this one was over
                     early.append(note)
                     continue
@@ -83,7 +97,7 @@ class Fused(Strategy):
             if ready and not busy:
                 batch = self._fused(me, ready)
                 ready, left, busy = ready[len(batch) :], left - len(batch), True
-                me.send_all(range(me.workers), "go/follow", None, {"tensors": " ".join(map(str, batch))})
+                me.send_all(range(me.workers), "go/follow", None, Named(batch))
         for note in early:
             me.send(0, "news/lead", None, note)
 
@@ -96,7 +110,9 @@ class Fused(Strategy):
         """Average what worker 0 names, until every tensor has been."""
         left = len(me.tensors)
         while left:
-            named = [int(i) for i in str((await me.receive("go", 0)).note["tensors"]).split()]
+            named = (await me.receive("go", 0)).note.tensors
+            if not all(0 <= i < len(me.tensors) for i in named):
+                raise ProtocolError(f"worker 0 named the tensors {named}; there are 0 to {len(me.tensors) - 1}")
             parts = [me.tensors[i] for i in named]
             buffer = np.concatenate([mean[part] for part in parts])
             await self.collective.average(me, buffer)
@@ -107,4 +123,4 @@ class Fused(Strategy):
                 start += size
             left -= len(parts)
             if me.rank == 0:
-                me.send(0, "news/lead", None, {"idle": 1})
+                me.send(0, "news/lead", None, News(None))

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
-from flockstep.messages import Message
+from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
+
+
+class Model(Note, frozen=True):
+    """Beside a model: its mass, and its number among its sender's."""
+
+    mass: int
+    number: int
+
+
+class Have(Note, frozen=True):
+    """A model has arrived."""
+
+    number: int
 
 
 @dataclass(eq=False)
@@ -54,6 +68,8 @@ class Gossip(Strategy):
     until that has come, and is given up then.
     """
 
+    notes: ClassVar[Notes] = {"model": Model, "have": Have}
+
     p: float = field(default=0.1, metadata=searched(0.01, 1.0, whole=False))
     acknowledged: bool = False
 
@@ -83,7 +99,7 @@ class Gossip(Strategy):
             for message in me.arrived("model"):
                 absorb(me, state, message)
                 if self.acknowledged:
-                    me.send(message.source, "have", note={"number": message.note["number"]})
+                    me.send(message.source, "have", note=Have(message.note.number))
             if self.acknowledged:
                 settle(me, state, me.arrived("have"))
             me.optimizer_step(await me.gradient())
@@ -94,7 +110,7 @@ class Gossip(Strategy):
                 peer, state.sent = peers[int(me.random.integers(len(peers)))], state.sent + 1
                 if self.acknowledged:
                     state.loans.append(Loan(peer, state.sent, half, me.params.copy()))
-                me.send(peer, "model", me.params, {"mass": half, "number": state.sent})
+                me.send(peer, "model", me.params, Model(half, state.sent))
 
     async def finish(self, me: Worker) -> None:
         """Absorb what is still in flight."""
@@ -110,7 +126,7 @@ class Gossip(Strategy):
 
 def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) -> None:
     """Forget what has arrived; take back what never will."""
-    arrived = {(message.source, int(message.note["number"])) for message in acknowledgements}
+    arrived = {(message.source, message.note.number) for message in acknowledgements}
     last = {peer: max(number for other, number in arrived if other == peer) for peer, _ in arrived}
     open_loans = [loan for loan in state.loans if (loan.peer, loan.number) not in arrived]
     lost = [loan for loan in open_loans if loan.peer in me.lost or loan.number < last.get(loan.peer, 0)]
@@ -127,8 +143,8 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:
     """Take a peer's model and mass in."""
-    if int(message.note["mass"]):
-        add(me, state, int(message.note["mass"]), message.payload)
+    if message.note.mass:
+        add(me, state, message.note.mass, message.payload)
         me.record_update(message.source, max(0, me.step - message.step))
 
 

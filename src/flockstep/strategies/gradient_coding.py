@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,18 @@ import numpy.typing as npt
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import WORKERS, searched
-from flockstep.messages import BYE, MASTER, Message
+from flockstep.messages import BYE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 
 Code = npt.NDArray[np.float64]
+
+
+class Coded(Note, frozen=True):
+    """Beside a coded gradient: its step, and the learning rate."""
+
+    turn: int
+    lr: float
 
 
 @dataclass
@@ -38,6 +45,8 @@ class GradientCoding(Strategy):
     their plain sum, so that the result does not depend, in any bit, on who was late. `cyclic` (any n): worker i holds
     blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero (the paper's algorithm 2).
     """
+
+    notes: ClassVar[Notes] = {"coded": Coded}
 
     s: int = field(default=1, metadata=searched(1, WORKERS, log=False))
     scheme: Literal["fractional", "cyclic"] = "fractional"
@@ -88,7 +97,7 @@ class GradientCoding(Strategy):
                     break
                 coded += me.params.dtype.type(row[block]) * got
             else:
-                me.send(MASTER, "coded", coded, {"turn": turn, "lr": me.lr})
+                me.send(MASTER, "coded", coded, Coded(turn, me.lr))
                 got = await me.receive("fresh")
             assert isinstance(got, Message)
             me.params[:] = got.payload
@@ -102,7 +111,7 @@ class GradientCoding(Strategy):
                 state.gone.add(message.source)
                 if len(state.gone) > s:
                     raise PeerLost(f"{len(state.gone)} workers are lost, gradient coding with s={s} bears {s}; raise s")
-            if message.tag != "coded" or message.note["turn"] != me.version:
+            if message.tag != "coded" or message.note.turn != me.version:
                 continue
             state.arrived[message.source] = message.payload
             if len(state.arrived) == n - s:
@@ -113,7 +122,7 @@ class GradientCoding(Strategy):
                         total += me.params.dtype.type(weight) * state.arrived[rank]
                 for rank in range(n):
                     me.record_update(rank, 0)
-                me.update(total / me.params.dtype.type(n), float(message.note["lr"]))
+                me.update(total / me.params.dtype.type(n), message.note.lr)
                 state.arrived = {}
                 me.send_all([rank for rank in range(n) if rank not in state.gone], "fresh", me.params)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import searched
+from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.topologies.base import Topology
@@ -18,6 +20,12 @@ from flockstep.topologies.requirements import require_column_stochastic
 
 UNIT = 1 << 48
 """The mass omega = 1, in indivisible units: integers are conserved exactly, floats are not."""
+
+
+class Mass(Note, frozen=True):
+    """Beside a share of x: the same share of omega · 2^48."""
+
+    mass: int
 
 
 @dataclass
@@ -47,6 +55,8 @@ class GradientPush(Strategy):
     `synch_freq` + 1; they take in early messages at once, here the delay is fixed and no bit depends on time. Momentum
     is the optimizer's, on x, as in the authors' code. A lost message loses x together with its omega.
     """
+
+    notes: ClassVar[Notes] = {"push": Mass}
 
     topology: Topology = field(default_factory=OnePeerExponentialGraph)
     tau: int = field(default=0, metadata=searched(0, 4, log=False))
@@ -114,7 +124,7 @@ def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
             shares.setdefault(share, []).append(j)
             kept -= share
     for share, others in shares.items():
-        me.send_all(others, "push", fraction(state.x, share, whole), {"mass": share})
+        me.send_all(others, "push", fraction(state.x, share, whole), Mass(share))
     state.x[:] = fraction(state.x, kept, whole)
     state.mass = kept
     state.sent += 1
@@ -133,7 +143,7 @@ async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], round
             except PeerLost:
                 continue  # its x and its omega are lost together
             state.x += message.payload
-            state.mass += int(message.note["mass"])
+            state.mass += message.note.mass
             me.record_update(j, max(0, me.step - message.step))
         state.rounds += 1
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.messages import BYE, MASTER, Address, server
+from flockstep.messages import BYE, MASTER, Address, Notes, server
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.access import Pushed
 from flockstep.strategies.base import Cell, Clips, ResultPolicy, Strategy, Traits
-from flockstep.strategies.server_tree import LeafState, RootState, serve_leaf, serve_root
+from flockstep.strategies.server_tree import NOTES, LeafState, RootState, serve_leaf, serve_root
 
 Level = Literal["synchronous", "asynchronous"]
 
@@ -39,6 +40,8 @@ class Hierarchical(Strategy):
     is shorter. The staleness of a gradient is the number of the root's updates since the parameters that it was
     computed on.
     """
+
+    notes: ClassVar[Notes] = NOTES
 
     group: int = field(default=4, metadata=SHOWN | searched(2, WORKERS))
     leaf: Level = "synchronous"
@@ -89,9 +92,9 @@ class Hierarchical(Strategy):
         state: ReadState = me.state
         while me.training:
             gradient = await me.gradient()
-            reply = await me.ask(self._leaf_of(me), "push", gradient, {"version": state.version, "lr": me.lr})
+            reply = await me.ask(self._leaf_of(me), "push", gradient, Pushed(state.version, me.lr))
             me.params[:] = reply.payload
-            state.version = int(reply.note["version"])
+            state.version = reply.note.version
 
     async def finish(self, me: Worker) -> None:
         """Leave one's leaf; it tells the root when all have."""

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
+from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.transports.shared_memory import SharedMemory
+
+
+class Stopped(Note, frozen=True):
+    """Of a worker that has stopped writing: how many coordinates it has updated."""
+
+    updated: int
+
+
+class Place(Note, frozen=True):
+    """Where the shared memory is."""
+
+    address: str
 
 
 @dataclass
@@ -43,6 +57,8 @@ class Hogwild(Strategy):
     way, and what is missing at the end is recorded as `lost_updates`, of `updates` (both in coordinates). `locked` lets
     one worker update at a time, for comparison. In virtual time updates take no time, so that none is lost.
     """
+
+    notes: ClassVar[Notes] = {"stopped": Stopped, "memory": Place}
 
     count: bool = True
     locked: bool = False
@@ -100,13 +116,13 @@ class Hogwild(Strategy):
         if me.rank == 0:
             for peer in me.peers:
                 with contextlib.suppress(PeerLost):
-                    updated += int((await me.receive("stopped", peer)).note["updated"])
+                    updated += (await me.receive("stopped", peer)).note.updated
             me.send_all(me.peers, "count")
             if self.count and not me.lost:  # what the dead had updated is not known
                 me.record_figure("updates", updated)
                 me.record_figure("lost_updates", updated - int(segment.counts.sum()))
         elif 0 in me.peers:
-            me.send(0, "stopped", None, {"updated": updated})
+            me.send(0, "stopped", None, Stopped(updated))
             with contextlib.suppress(PeerLost):
                 await me.receive("count", 0)
         me.params[:] = segment.params
@@ -127,12 +143,12 @@ async def attached(me: Worker) -> Segment:
     if me.rank == 0:
         memory = SharedMemory.create(offset + 8 * len(me.params))
         memory.array(me.params.dtype, len(me.params))[:] = me.params
-        me.send_all(me.peers, "memory", None, {"address": memory.address})
+        me.send_all(me.peers, "memory", None, Place(memory.address))
         for peer in me.peers:
             with contextlib.suppress(PeerLost):
                 await me.receive("attached", peer)
     else:
-        memory = SharedMemory.attach(str((await me.receive("memory", 0)).note["address"]))
+        memory = SharedMemory.attach((await me.receive("memory", 0)).note.address)
         me.send(0, "attached")
     params: FlatArray = memory.array(me.params.dtype, len(me.params))
     counts: npt.NDArray[np.int64] = memory.array(np.int64, len(me.params), offset)  # type: ignore[assignment]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
-from flockstep.messages import Message
+from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.tree_server import family
+
+
+class Snapshot(Note, frozen=True):
+    """Beside a sum or mean of snapshots: whether any of their workers was still training."""
+
+    training: bool
 
 
 @dataclass
@@ -43,6 +50,8 @@ class PenalisedAveraging(Strategy):
     After their last steps workers go on with rounds until one holds nothing but final replicas. A worker alone has no
     rounds.
     """
+
+    notes: ClassVar[Notes] = {"snapshot/round": Snapshot, "mean/round": Snapshot}
 
     rho: float = field(default=0.5, metadata=searched(0.05, 5.0, whole=False))
     gamma: float = 0.5
@@ -83,7 +92,7 @@ class PenalisedAveraging(Strategy):
         while training:
             if state.task is None:
                 state.task = me.background("round", self.round(me, me.params.copy(), False))
-            training = bool((await me.finished(state.task)).note["training"])
+            training = (await me.finished(state.task)).note.training
             state.task = None
         me.leave()
 
@@ -103,12 +112,12 @@ class PenalisedAveraging(Strategy):
         for child in children:
             heard = await whole(me, "snapshot", child)
             total += heard.payload
-            training |= bool(heard.note["training"])
+            training |= heard.note.training
         if parent is None:
             total /= me.workers
-            mean = Message(me.rank, "mean", total, {"training": int(training)})
+            mean = Message(me.rank, "mean", total, Snapshot(training))
         else:
-            me.send(parent, "snapshot", total, {"training": int(training)})
+            me.send(parent, "snapshot", total, Snapshot(training))
             mean = await whole(me, "mean", parent)
         me.send_all(reversed(children), "mean", mean.payload, mean.note)  # the largest subtree first
         return mean

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, node_name
+from flockstep.messages import BYE, Notes, node_name
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.rewiring import Bridges, within_reach
+from flockstep.strategies.rewiring import Bridge, Bridges, within_reach
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
 from flockstep.topologies.requirements import require_doubly_stochastic, require_symmetric
@@ -28,6 +29,8 @@ class NeighbourAveraging(Strategy):
     change from step to step. Neighbours of a dead worker keep what they gave to it, and are joined with each other
     unless the graph changes anyhow; the paper has no failures.
     """
+
+    notes: ClassVar[Notes] = {"bridge": Bridge}
 
     topology: Topology = field(default_factory=RingGraph)
 

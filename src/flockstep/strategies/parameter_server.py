@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
@@ -12,31 +14,32 @@ from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
-from flockstep.messages import Address, Fields, Message, server
+from flockstep.messages import BYE, Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.access import Copies, Fresh, GivesUp, Held, Pushed
 from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
-from flockstep.strategies.consistency import BulkSynchronous, Consistency
+from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push, Read, View
 from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
-from flockstep.strategies.late_workers import gradient_unless_late, push_and_take
-from flockstep.strategies.push_server import PushServer
+from flockstep.strategies.finite import require_finite_update
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
 from flockstep.strategies.server_state import PushState, ServerState
-from flockstep.strategies.worker_copies import push_and_keep, renew
 
 
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
     """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
 
-    A worker computes g at the w it has read, pushes g, and reads again: unless `consistency` has workers keep copies,
-    the push asks for the parameters too, and is answered when the read is admitted. A server applies what `consistency`
+    A worker computes g at the w it has read, pushes g, and reads again as `consistency` has workers come by parameters:
+    mostly the push asks for them too, and is answered when the read is admitted. A server applies what `consistency`
     releases, as `rule` says, with the optimiser of the job rebuilt on the server. The staleness of a gradient is the
     number of updates between the version it was computed on and the one it is applied to (Zhang et al. 2016). Shards
     decide independently of each other. `filters` choose the entries that travel; others go with a later push.
     """
+
+    notes: ClassVar[Notes] = {"push": Pushed, "reply to push": Held, "reply to read": Fresh, "fresh": Fresh}
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
     shards: int = 1
@@ -48,17 +51,18 @@ class ParameterServer(Strategy):
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigurationError(f"shards must be >= 1, got {self.shards}; 1 is a single server")
-        if self.shards > 1 and self.consistency.gives_up:
+        access = self.consistency.access
+        if self.shards > 1 and isinstance(access, GivesUp):
             raise CompositionError(
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
             )
-        if self.consistency.keeps_copies and self.rule.compares_reads:
+        if isinstance(access, Copies) and self.rule.compares_reads:
             raise CompositionError(
                 f"{self.rule} goes by what workers have read, unknown to servers with {self.consistency}: a copy "
                 "and steps of one's own; use a consistency without copies, such as ssp, or another rule"
             )
-        if self.filters and (self.consistency.gives_up or not isinstance(self.feedback, NoFeedback)):
+        if self.filters and (isinstance(access, GivesUp) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
                 "filters keep what they withhold, for a push that is certain: they go without feedback, and without a "
                 f"rule that gives up gradients, got {self.feedback} and {self.consistency}; leave one out"
@@ -80,8 +84,8 @@ class ParameterServer(Strategy):
         """As the consistency rule schedules; one that drops late gradients still has everyone on the same version."""
         scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async", 4: "sync"}
         when = scheduling[self.consistency.completeness]
-        eager = self.consistency.eager
-        how: Exchange = "reduce" if when == "sync" else "ad hoc with eager scatter" if eager else "ad hoc"
+        eager: Exchange = "ad hoc with eager scatter" if self.consistency.access.eager else "ad hoc"
+        how: Exchange = "reduce" if when == "sync" else eager
         return Cell("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
 
     @property
@@ -100,36 +104,34 @@ class ParameterServer(Strategy):
 
     def master_state(self, me: Server) -> ServerState:
         """Everyone computes on version 0."""
-        return PushServer(self.consistency, self.rule, self.decode).start(me)
+        ranks = range(me.cluster.workers)
+        state = ServerState(dict.fromkeys(ranks, 0), rule=self.rule.start(me), reading=dict.fromkeys(ranks, 0))
+        self.consistency.keep(state.kept, 0, me.params)
+        return state
 
     async def worker(self, me: Worker) -> None:
-        """Compute, push, take the parameters that come back; or those that come by themselves."""
+        """Compute, push, come by the parameters for the next gradient."""
         state: PushState = me.state
-        parts = slices(len(me.params), self.shards)
+        access, full_step = self.consistency.access, self.consistency.full_step(me.workers)
         while me.training:
-            gives_up = self.consistency.gives_up
-            gradient = await (gradient_unless_late(me, state) if gives_up else me.gradient())
-            if gradient is None:
-                continue
-            pushes: list[tuple[Address, FlatArray, Fields]] = []
-            for i, part in enumerate(parts):
-                data = self._encoded(me, state, i, gradient, part)
-                pushes.append((server(i), data, {"version": state.versions[i], "lr": me.lr}))
-            if self.consistency.keeps_copies:
-                await push_and_keep(me, state, pushes, gradient, self.consistency)
-                continue
-            if gives_up:
-                await push_and_take(me, state, pushes)
-                continue
-            for i, reply in enumerate(await me.ask_all("push", pushes)):
-                me.params[parts[i]] = reply.payload
-                state.versions[i] = int(reply.note["version"])
+            gradient = await self.gradient(me, state)
+            if gradient is not None:
+                await access.exchange(me, state, self.pushes(me, state, gradient), gradient, full_step)
 
     async def finish(self, me: Worker) -> None:
-        """Where servers send by themselves, take what they send last; leave."""
-        if self.consistency.eager:
-            await renew(me, me.state, self.consistency, me.step)
+        """Take what servers send last; leave."""
+        await self.consistency.access.finish(me, me.state)
         await super().finish(me)
+
+    def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
+        """The next gradient; None where the worker has given it up."""
+        return self.consistency.access.gradient(me, state)
+
+    def pushes(self, me: Worker, state: PushState, gradient: FlatArray) -> list[tuple[Address, FlatArray, Pushed]]:
+        """What each shard is sent of a gradient."""
+        parts = slices(len(me.params), self.shards)
+        data = [self._encoded(me, state, i, gradient, part) for i, part in enumerate(parts)]
+        return [(server(i), one, Pushed(state.versions[i], me.lr)) for i, one in enumerate(data)]
 
     def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, part: slice) -> FlatArray:
         piece, params = gradient[part], me.params[part]
@@ -138,13 +140,64 @@ class ParameterServer(Strategy):
         data, state.errors[i] = encoded(me, self.codec, self.feedback, piece, state.errors[i], part)
         return data
 
-    async def master(self, me: Server) -> None:
-        """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
-        await PushServer(self.consistency, self.rule, self.decode).serve(me)
-
     def decode(self, me: Server, message: Message) -> FlatArray:
         """The gradient (K,) that a push stands for."""
         if not self.filters:
             return decoded(me, self.codec, self.feedback, message)
         inbox = me.state.inboxes.setdefault(message.source, Inbox())
         return unpack(self.filters, self.codec, message.payload, len(me.params), me.params.dtype.name, inbox)
+
+    async def master(self, me: Server) -> None:
+        """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
+        state: ServerState = me.state
+        state.reopen(me.version)
+        async for message in me.messages():
+            if message.tag == "push":
+                self._push(me, state, message)
+            elif message.tag == "read":
+                state.reads.append(Read(message.source, message.step, 0, message))
+                self._settle(me, state, moved=False)
+            elif message.tag == BYE:
+                moved = state.depart(message.source, lost=bool(message.note.get("lost")))
+                self._settle(me, state, moved, left=True)
+        for group in self.consistency.flushed(state.pushes, self._view(me, state, moved=True)):
+            self._apply(me, state, group)
+
+    def _push(self, me: Server, state: ServerState, message: Message) -> None:
+        gradient = self.decode(me, message)
+        require_finite_update(me, message, gradient)
+        rank, clock, version = message.source, message.step, message.note.version
+        state.pushes.append(Push(rank, clock - 1, version, message.note.lr, gradient))
+        moved = state.advance(rank, clock)
+        self.consistency.access.pushed(me, state, Read(rank, clock, version, message))
+        self._settle(me, state, moved)
+
+    def _settle(self, me: Server, state: ServerState, moved: bool, left: bool = False) -> None:
+        """Apply what is released now, answer who is admitted now."""
+        own, news = self.consistency, moved or left
+        for group in own.released(state.pushes, self._view(me, state, news)):
+            self._apply(me, state, group)
+        view = self._view(me, state, news)
+        state.leave(own.dropped(state.pushes, view))
+        admitted = own.admitted(state.reads, view)
+        state.leave(reads=admitted)
+        for rank in own.access.answer(me, state, admitted, moved):
+            self.rule.read(me, state.rule, rank)
+            state.reading[rank] = me.version
+
+    def _view(self, me: Server, state: ServerState, moved: bool) -> View:
+        workers, live = me.cluster.workers, len(state.clocks) - len(state.done)
+
+        def waiting(rank: int) -> bool:
+            return any(push.rank == rank for push in state.pushes)
+
+        counts = state.slowest, workers, live, len(me.lost), me.version
+        return View(*counts, state.reading, me.params, state.kept, moved, waiting)
+
+    def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
+        share, before = len(group) / self.consistency.full_step(me.cluster.workers), me.version
+        weights = self.rule.apply(me, state.rule, group, share)
+        for push, weight in zip(group, weights, strict=True):
+            me.record_update(push.rank, before - push.version, weight=weight)
+        state.leave(group)
+        self.consistency.keep(state.kept, me.version, me.params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,10 @@ from flockstep.arrays.ledger import Ledger, on_grid
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
+from flockstep.messages import Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.broadcast import BroadcastState, absorb_arrived, drain, own_update
+from flockstep.strategies.broadcast import Broadcast, BroadcastState, Steps, absorb_arrived, drain, own_update
 
 
 @dataclass
@@ -38,6 +39,8 @@ class PartialBroadcast(Strategy):
     as "drop", but a worker moves by the mean of its own update and those that arrived since its last step, which is not
     `broadcast` even with share = 1.
     """
+
+    notes: ClassVar[Notes] = Broadcast.notes
 
     share: float = field(default=0.25, metadata=searched(0.05, 1.0, whole=False))
     rest: Literal["drop", "average", "defer"] = "defer"
@@ -75,7 +78,7 @@ class PartialBroadcast(Strategy):
             update = (held_update if averages else own_update)(me, state, gradient, self.scale)
             chosen = [peer for peer in me.peers if me.random.random() < self.share]
             if self.rest != "defer":
-                me.send_all(chosen, "update", update)
+                me.send_all(chosen, "update", update, Steps())
             elif me.peers:
                 state.owed[me.peers] += update
                 for peer in me.peers:
@@ -124,6 +127,6 @@ def average_arrived(me: Worker, state: PartialState) -> None:
 def pay(me: Worker, state: PartialState, peer: int) -> None:
     """Send what a peer is owed; what the dtype of the parameters cannot hold of it stays owed."""
     update = on_grid(state.owed[peer].astype(me.params.dtype))
-    me.send(peer, "update", update, {"count": state.counts[peer]})
+    me.send(peer, "update", update, Steps(state.counts[peer]))
     state.owed[peer] -= update
     state.counts[peer] = 0

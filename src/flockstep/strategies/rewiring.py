@@ -9,7 +9,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
-from flockstep.messages import Address, Message
+from flockstep.messages import Address, Message, Note
 from flockstep.nodes import Worker
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, mixing
@@ -48,6 +48,12 @@ def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(j) for j in np.flatnonzero(row) if j != rank) for rank, row in enumerate(near))
 
 
+class Bridge(Note, frozen=True):
+    """Beside a model over a new edge: the weight that its sender offers."""
+
+    weight: float
+
+
 @dataclass
 class Bridges:
     """A worker's exchanges over new edges.
@@ -68,7 +74,7 @@ class Bridges:
         for j in map(int, np.flatnonzero(extra > 0)):
             if j != me.rank and j not in self.sent:
                 self.sent[j] = me.params.copy(), float(extra[j])
-                me.send(j, "bridge", me.params, {"weight": float(extra[j])})
+                me.send(j, "bridge", me.params, Bridge(float(extra[j])))
 
     def cross(self, me: Worker) -> None:
         """Move by what has come in by now; does not wait."""
@@ -90,6 +96,6 @@ class Bridges:
 
     def _move(self, me: Worker, message: Message) -> None:
         model, weight = self.sent.pop(message.source)
-        share = me.params.dtype.type(min(weight, float(message.note["weight"])))
+        share = me.params.dtype.type(min(weight, message.note.weight))
         me.params += share * (message.payload - model)
         me.record_update(message.source, max(0, me.step - message.step))

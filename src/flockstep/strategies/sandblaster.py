@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.messages import MASTER, Address, Fields, Message, server
+from flockstep.messages import MASTER, Message, Notes, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.coordinator import Coordinator
+from flockstep.strategies.coordinator import Coordinator, Report, Work
 from flockstep.strategies.portions import Portions
-from flockstep.strategies.vector_shards import ASK, Shard, zeros
+from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard, zeros
 
 
 @dataclass
@@ -46,6 +47,8 @@ class Sandblaster(Strategy):
     until Armijo's condition holds. A portion's gradient is a worker's step for the books; who takes how many depends
     on their speeds, and training ends when together they have taken what they were granted.
     """
+
+    notes: ClassVar[Notes] = {"work": Report, "reply to work": Work, ASK: Asked, f"reply to {ASK}": Answer}
 
     portions: int = 16
     backups: int = 1
@@ -89,24 +92,20 @@ class Sandblaster(Strategy):
         """Take a portion, fetch what is new, compute, push to the shards, report."""
         state: Fetched = me.state
         parts = slices(len(me.params), self.shards)
-        report: Fields = {"budget": me.steps or 0, "size": me.train_size}
+        report = Report(budget=me.steps or 0, size=me.train_size)
         while True:
             work = (await me.ask(MASTER, "work", None, report)).note
-            evaluation, portion = int(work["evaluation"]), int(work["portion"])
-            if evaluation != state.evaluation:
-                asked: list[tuple[Address, FlatArray | None, Fields]] = [
-                    (server(i), None, {"op": "fetch"}) for i in range(self.shards)
-                ]
+            if work.evaluation != state.evaluation:
+                asked = [(server(i), None, Asked("fetch")) for i in range(self.shards)]
                 for part, reply in zip(parts, await me.ask_all(ASK, asked), strict=True):
                     me.params[part] = reply.payload
-                state.evaluation = evaluation
-            if portion < 0:
+                state.evaluation = work.evaluation
+            if work.portion < 0:
                 return
-            start, stop = int(work["start"]), int(work["stop"])
-            gradient = (await me.gradient_over(start, stop)) * (stop - start)
-            key: Fields = {"op": "portion", "evaluation": evaluation, "portion": portion}
+            gradient = (await me.gradient_over(work.start, work.stop)) * (work.stop - work.start)
+            key = Asked("portion", evaluation=work.evaluation, portion=work.portion)
             await me.ask_all(ASK, [(server(i), gradient[part], key) for i, part in enumerate(parts)])
-            report = {"evaluation": evaluation, "portion": portion, "loss": me.loss * (stop - start)}
+            report = Report(work.evaluation, work.portion, me.loss * (work.stop - work.start))
 
     async def master(self, me: Server) -> None:
         """Serve the shard in the background; the first server coordinates meanwhile."""
@@ -124,19 +123,19 @@ async def _serve(me: Server, state: ShardState) -> None:
     vectors = state.shard.vectors
     while True:
         message = await me.receive("ask")
-        if message.note["op"] == "fetch":
-            me.reply(message, vectors["trial"].astype(me.params.dtype))
-        elif message.note["op"] == "portion":
+        if message.note.op == "fetch":
+            me.reply(message, vectors["trial"].astype(me.params.dtype), Answer())
+        elif message.note.op == "portion":
             _add(state, message)
-            me.reply(message)
+            me.reply(message, None, Answer())
         else:
-            me.reply(message, None, {"value": state.shard.obey(message.note)})
+            me.reply(message, None, Answer(state.shard.answer(message.note)))
             me.params[:] = vectors["w"]
 
 
 def _add(state: ShardState, message: Message) -> None:
     """Add a portion's gradient, unless it is of an earlier evaluation or here already."""
-    evaluation, portion = int(message.note["evaluation"]), int(message.note["portion"])
+    evaluation, portion = message.note.evaluation, message.note.portion
     if evaluation > state.evaluation:
         state.evaluation, state.added, state.early = evaluation, 0, {}
         state.shard.vectors["sum"] = zeros(len(state.shard.vectors["sum"]))

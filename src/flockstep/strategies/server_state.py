@@ -1,4 +1,4 @@
-"""What the programs of a parameter server remember."""
+"""What the programs of a parameter server remember, and what waits at its servers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from flockstep.arrays.schema import FlatArray
-from flockstep.strategies.consistency import Push, Read
+from flockstep.messages import Message
 from flockstep.strategies.filters.packet import Inbox, Outbox
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """A gradient that a server has received and not applied."""
+
+    rank: int
+    timestamp: int
+    version: int
+    """The server's version that it was computed on."""
+    lr: float
+    gradient: FlatArray
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A worker that waits for parameters."""
+
+    rank: int
+    clock: int
+    version: int
+    """The version that it has."""
+    message: Message
 
 
 @dataclass
@@ -44,8 +65,8 @@ class ServerState:
     """Workers that have left because they had no more to do; their clocks still count."""
     inboxes: dict[int, Inbox] = field(default_factory=dict)
     """The lists of keys of each worker whose pushes are filtered."""
-    snapshots: dict[int, FlatArray] = field(default_factory=dict)
-    """Old versions, where the consistency rule compares them with the present one."""
+    kept: dict[int, FlatArray] = field(default_factory=dict)
+    """Old versions, where the consistency rule keeps them."""
     told: dict[int, int] = field(default_factory=dict)
     """Worker → the newest version sent to it, where servers send new versions to those that are late."""
 
@@ -85,11 +106,3 @@ class ServerState:
             self.pushes = [push for push in self.pushes if id(push) not in gone]
         if reads:
             self.reads = [read for read in self.reads if id(read) not in gone]
-
-    def drift(self, params: FlatArray) -> float:
-        """The largest absolute change since the oldest version that somebody computes on."""
-        versions = self.reading.values()
-        for version in [version for version in self.snapshots if version < min(versions, default=version + 1)]:
-            del self.snapshots[version]
-        oldest = min(versions, default=None)
-        return 0.0 if oldest is None else float(np.max(np.abs(params - self.snapshots[oldest]), initial=0.0))

@@ -6,25 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
-from flockstep.messages import Note
+from flockstep.messages import Notes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
+from flockstep.strategies.access import Held, Pushed
 from flockstep.strategies.base import Cell, Strategy, Traits
 
 CHANNEL = "slices"
-
-
-class Pushed(Note, frozen=True):
-    """The version that a gradient was computed on, and its learning rate."""
-
-    version: int
-    lr: float
-
-
-class Served(Note, frozen=True):
-    """The version of a slice."""
-
-    version: int
 
 
 @dataclass
@@ -47,7 +35,7 @@ class SliceServers(Strategy):
     of updates of that slice since it was read.
     """
 
-    notes: ClassVar = {"push": Pushed, "reply to push": Served}
+    notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": Held}
 
     @property
     def traits(self) -> Traits:
@@ -87,7 +75,7 @@ class SliceServers(Strategy):
         while (push := await me.receive("push", rank)).array is not None:
             me.record_update(rank, state.version - push.note.version, weight=1.0)
             self._step(me, push.array, push.note.lr)
-            me.reply(push, own, Served(state.version))
+            me.reply(push, own, Held(state.version))
         me.send(me.rank, "ended")
 
     async def _exchange(self, me: Worker, gradient: FlatArray) -> None:

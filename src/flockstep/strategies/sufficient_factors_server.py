@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,13 +12,23 @@ from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
-from flockstep.messages import Address, Fields, Message, server
+from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
+from flockstep.strategies.access import Asks, Pushed
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
+
+Rectangle = tuple[int, int, int, int]
+"""Where a layer lies: offset, rows, columns, products."""
+
+
+class Factored(Pushed, frozen=True):
+    """Beside a gradient of which some layers are factors: also which."""
+
+    layers: list[Rectangle]
 
 
 @dataclass(frozen=True)
@@ -30,11 +41,13 @@ class FactorServer(ParameterServer):
     `rule`, from which this differs by rounding alone.
     """
 
+    notes: ClassVar[Notes] = {**ParameterServer.notes, "push": Factored}
+
     consistency: Consistency = field(default_factory=Asynchronous, metadata=SHOWN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.consistency.keeps_copies or self.consistency.gives_up:
+        if not isinstance(self.consistency.access, Asks):
             raise CompositionError(
                 "factors are pushed and answered, so consistency must neither keep copies nor give up gradients, "
                 f"got {self.consistency}; use ps"
@@ -54,20 +67,18 @@ class FactorServer(ParameterServer):
         require_layers(self, me)
         return super().worker_state(me)
 
-    async def worker(self, me: Worker) -> None:
-        """Compute, push in the smaller form, take the parameters that come back."""
-        state: PushState = me.state
-        layers = tuple(layer for layer in me.layers if layer.factors < layer.dense)
-        parts = slices(len(me.params), self.shards)
-        while me.training:
-            packed = await (me.gradient_in_factors(layers) if layers else me.gradient())
-            pushes: list[tuple[Address, FlatArray, Fields]] = []
-            for i, (there, payload) in enumerate(divided(packed, Packing(len(me.params), layers), parts)):
-                note: Fields = {"version": state.versions[i], "lr": me.lr, "layers": to_text(there)}
-                pushes.append((server(i), payload, note))
-            for i, reply in enumerate(await me.ask_all("push", pushes)):
-                me.params[parts[i]] = reply.payload
-                state.versions[i] = int(reply.note["version"])
+    def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
+        """The next gradient, with layers as factors where that is smaller."""
+        layers = smaller(me)
+        return me.gradient_in_factors(layers) if layers else me.gradient()
+
+    def pushes(self, me: Worker, state: PushState, gradient: FlatArray) -> list[tuple[Address, FlatArray, Pushed]]:
+        """What each shard is sent of a gradient, in the smaller form."""
+        parts, packing = slices(len(me.params), self.shards), Packing(len(me.params), smaller(me))
+        return [
+            (server(i), payload, Factored(state.versions[i], me.lr, [rectangle(layer) for layer in layers]))
+            for i, (layers, payload) in enumerate(divided(gradient, packing, parts))
+        ]
 
     def decode(self, me: Server, message: Message) -> FlatArray:
         """The gradient (K,), multiplied out of its factors."""
@@ -95,9 +106,14 @@ def divided(
         yield layers, out
 
 
-def to_text(layers: tuple[Layer, ...]) -> str:
-    """What a push says of the layers that it holds factors of."""
-    return " ".join(f"{layer.offset},{layer.rows},{layer.columns},{layer.products}" for layer in layers)
+def smaller(me: Worker) -> tuple[Layer, ...]:
+    """The layers that are smaller as factors."""
+    return tuple(layer for layer in me.layers if layer.factors < layer.dense)
+
+
+def rectangle(layer: Layer) -> Rectangle:
+    """What a push says of a layer that it holds factors of."""
+    return layer.offset, layer.rows, layer.columns, layer.products
 
 
 def unpacked(message: Message, size: int) -> FlatArray:
@@ -106,15 +122,15 @@ def unpacked(message: Message, size: int) -> FlatArray:
     Raises:
         ProtocolError: what it says does not fit its payload, or the model.
     """
-    text, packed = str(message.note["layers"]), message.payload
-    if not text:
+    layers, packed = message.note.layers, message.payload
+    if not layers:
         return packed
     try:
-        packing = Packing(size, [Layer(*map(int, layer.split(","))) for layer in text.split()])
-    except (ValueError, TypeError, ConfigurationError) as error:
-        raise ProtocolError(f"worker {message.source} sent factors of layers {text!r}: {error}") from None
+        packing = Packing(size, [Layer(*layer) for layer in layers])
+    except (ValueError, ConfigurationError) as error:
+        raise ProtocolError(f"worker {message.source} sent factors of layers {layers}: {error}") from None
     if packed.size != packing.size:
         raise ProtocolError(
-            f"worker {message.source} sent {packed.size} elements for layers {text!r}, which need {packing.size}"
+            f"worker {message.source} sent {packed.size} elements for layers {layers}, which need {packing.size}"
         )
     return packing.dense(packed)

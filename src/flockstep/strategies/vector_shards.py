@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.messages import Fields, server
+from flockstep.errors import ProtocolError
+from flockstep.messages import Note, server
 from flockstep.nodes import Server
 
 ASK = "ask/shard"
 """Tag of what is asked of a shard, in the channel of the background task that serves it; the note's `op` says what."""
+Operation = Literal["dot", "set", "add", "scale"]
+
+
+class Asked(Note, frozen=True):
+    """What is asked of a shard: its slice of the trial parameters, to add up a portion's gradient, or a command."""
+
+    op: Literal["fetch", "portion", "dot", "set", "add", "scale"]
+    a: str = ""
+    b: str = ""
+    by: float = 1.0
+    evaluation: int = 0
+    portion: int = 0
+
+
+class Answer(Note, frozen=True):
+    """The value of a dot product, otherwise 0."""
+
+    value: float = 0.0
 
 
 @dataclass
@@ -21,13 +41,24 @@ class Shard:
 
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
-    def obey(self, note: Fields) -> float:
+    def answer(self, asked: Asked) -> float:
+        """Carry out one command, as `_obey` says.
+
+        Raises:
+            ProtocolError: there is no vector of that name.
+        """
+        try:
+            return self._obey(asked)
+        except KeyError as name:
+            raise ProtocolError(f"a shard has no vector {name} to {asked.op}; it has {sorted(self.vectors)}") from None
+
+    def _obey(self, asked: Asked) -> float:
         """Carry out one command; the value of a dot product, otherwise 0.
 
         dot a b: aᵀ b. set a b: a ← b. add a b by: a ← a + by b. scale a by: a ← by a.
         """
-        a, b, by = str(note["a"]), str(note.get("b", "")), float(note.get("by", 1.0))
-        match note["op"]:
+        a, b, by = asked.a, asked.b, asked.by
+        match asked.op:
             case "dot":
                 return float(self.vectors[a] @ self.vectors[b])
             case "set":
@@ -39,11 +70,11 @@ class Shard:
         return 0.0
 
 
-async def tell(me: Server, op: str, a: str, b: str = "", by: float = 1.0) -> float:
+async def tell(me: Server, op: Operation, a: str, b: str = "", by: float = 1.0) -> float:
     """Send one command to every shard; the sum of their answers, in order of shards."""
-    note: Fields = {"op": op, "a": a, "b": b, "by": by}
-    replies = await me.ask_all(ASK, [(server(i), None, note) for i in range(me.cluster.servers)])
-    return sum(float(reply.note["value"]) for reply in replies)
+    asked = Asked(op, a, b, by)
+    replies = await me.ask_all(ASK, [(server(i), None, asked) for i in range(me.cluster.servers)])
+    return float(sum(reply.note.value for reply in replies))
 
 
 async def direction(me: Server, pairs: Sequence[int]) -> None:

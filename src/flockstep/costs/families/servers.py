@@ -16,6 +16,7 @@ from flockstep.costs.bounded import Bound, bounded
 from flockstep.costs.collecting import Collecting
 from flockstep.costs.forms import form, no_form
 from flockstep.costs.setting import Setting, StepCost, step
+from flockstep.strategies.access import Asks
 from flockstep.strategies.consistency.asynchronous import Asynchronous
 from flockstep.strategies.consistency.base import Consistency
 from flockstep.strategies.consistency.bounded_delay import BoundedDelay
@@ -115,7 +116,7 @@ def _(rule: KBatchAsync, strategy: ParameterServer, setting: Setting) -> StepCos
 
 @waits.register
 def _(rule: StaleSynchronous, strategy: ParameterServer, setting: Setting) -> StepCost:
-    if rule.keeps_copies:
+    if not isinstance(rule.access, Asks):
         raise no_form(rule, "how often a worker asks, or is sent, a copy depends on the others' clocks")
     return _bounded(strategy, setting, Bound(rule.s, held=True), staleness.ssp_bound(setting.workers, rule.s))
 

@@ -6,37 +6,16 @@ A worker's clock counts the gradients it has pushed; a gradient's timestamp is t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar, Literal
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
-from flockstep.messages import Message
-
-
-@dataclass(frozen=True, eq=False)
-class Push:
-    """A gradient that a server has received and not applied."""
-
-    rank: int
-    timestamp: int
-    version: int
-    """The server's version that it was computed on."""
-    lr: float
-    gradient: FlatArray
-
-
-@dataclass(frozen=True, eq=False)
-class Read:
-    """A worker that waits for parameters."""
-
-    rank: int
-    clock: int
-    version: int
-    """The version that it has."""
-    message: Message
+from flockstep.strategies.access import Access, Asks
+from flockstep.strategies.server_state import Push as Push
+from flockstep.strategies.server_state import Read as Read
 
 
 @dataclass(frozen=True)
@@ -53,10 +32,14 @@ class View:
     """Workers that died."""
     version: int
     """Updates applied so far."""
-    computing: int
-    """Live workers that wait for nothing."""
-    drift: Callable[[], float]
-    """The largest absolute change of a parameter since the oldest version that somebody computes on."""
+    reading: Mapping[int, int]
+    """Live worker that waits for nothing → the version that it computes on."""
+    params: FlatArray
+    """The parameters as they are now."""
+    kept: dict[int, FlatArray]
+    """Old versions that the rule has kept."""
+    moved: bool
+    """Whether the slowest clock has moved, or somebody has left, since the rule was asked last."""
     waiting: Callable[[int], bool]
     """Whether a worker, by rank, has pushed a gradient that is neither applied nor dropped."""
 
@@ -65,22 +48,15 @@ class Consistency(Component):
     """Which reads are admitted, and which gradients are released, from what is pending."""
 
     noun: ClassVar[str] = "consistency"
-    by_clocks: ClassVar[bool] = False
-    """Nothing changes for those that wait already as long as the slowest clock stands still."""
-    eager: ClassVar[bool] = False
-    """Servers send fresh parameters to everyone whenever the slowest clock advances, instead of when asked."""
-    keeps_copies: ClassVar[bool] = False
-    """Workers compute on a copy of their own, and do not ask for parameters with every push."""
-    gives_up: ClassVar[bool] = False
-    """Workers give up a gradient of an older version as soon as there is a newer one."""
-    gathers: int = 0
-    """Gradients of different workers that a step waits for, as in `Traits`."""
-    bounds_values: ClassVar[bool] = False
-    """It looks at `View.drift`, for which old versions are kept."""
 
     @property
-    def slack(self) -> int:
-        """Clocks by which a worker's copy may lag behind it, where workers keep copies."""
+    def access(self) -> Access:
+        """How workers come by the parameters."""
+        return Asks()
+
+    @property
+    def gathers(self) -> int:
+        """Gradients of different workers that a step waits for, as in `Traits`."""
         return 0
 
     @property
@@ -113,6 +89,9 @@ class Consistency(Component):
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """The groups of gradients to apply now, in order; m of them make m / full_step of a step along their mean."""
 
+    def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
+        """There is a new version, which a rule may copy to `kept`."""
+
     def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
         """Those that will never be applied."""
         return []
@@ -123,9 +102,10 @@ class Consistency(Component):
 
 
 class ClockRule(Consistency):
-    """A rule that decides from the clocks alone; `slowest` is the least clock of the live workers."""
+    """A rule that decides from the clocks alone; `slowest` is the least clock of the live workers.
 
-    by_clocks: ClassVar[bool] = True
+    As long as that stands still, nothing changes for those that wait already: only the newest is looked at.
+    """
 
     @abstractmethod
     def admits(self, clock: int, slowest: int) -> bool:
@@ -137,11 +117,11 @@ class ClockRule(Consistency):
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """Those whose clocks are admitted."""
-        return [read for read in reads if self.admits(read.clock, view.slowest)]
+        return [read for read in (reads if view.moved else reads[-1:]) if self.admits(read.clock, view.slowest)]
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """As the clocks say."""
-        return self.releases(pending, view.slowest)
+        return self.releases(pending if view.moved else pending[-1:], view.slowest)
 
 
 def by_timestamp(pushes: Sequence[Push]) -> list[list[Push]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import SHOWN, WORKERS, searched
+from flockstep.strategies.access import Access, GivesUp
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -17,7 +19,10 @@ class FirstOf(Consistency):
     Each gradient counts as 1/needed of a step, also towards the end of a run, where fewer workers have any left.
     """
 
-    gives_up: ClassVar[bool] = True
+    @property
+    def access(self) -> Access:
+        """Who is late gives up."""
+        return GivesUp()
 
     @property
     def completeness(self) -> Literal[1, 2, 3, 4]:
@@ -29,9 +34,9 @@ class FirstOf(Consistency):
         """Any number of deaths, as long as enough workers live."""
         return True
 
+    @abstractmethod
     def needed(self, workers: int) -> int:
         """How many gradients make a step."""
-        raise NotImplementedError
 
     def full_step(self, workers: int) -> int:
         """As many as a step takes."""
@@ -83,7 +88,7 @@ class BackupWorkers(FirstOf):
             raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for everyone")
 
     @property
-    def gathers(self) -> int:  # type: ignore[override]
+    def gathers(self) -> int:
         """All but b."""
         return -self.b
 
@@ -111,7 +116,7 @@ class KSync(FirstOf):
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     @property
-    def gathers(self) -> int:  # type: ignore[override]
+    def gathers(self) -> int:
         """k."""
         return self.k
 
@@ -130,23 +135,22 @@ class KSync(FirstOf):
 
 
 @dataclass(frozen=True)
-class KBatchSync(KSync):
+class KBatchSync(FirstOf):
     """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches of a step, whoever computes them.
 
     A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
     """
 
-    gathers: ClassVar[int] = 0  # type: ignore[misc]
-
-    @property
-    def least(self) -> int:
-        """One worker can compute all k batches."""
-        return 1
+    k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""
         if self.k < 1:
             raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; 1 steps after each")
+
+    def needed(self, workers: int) -> int:
+        """K."""
+        return self.k
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """Everyone."""

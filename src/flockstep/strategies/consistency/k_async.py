@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
@@ -31,7 +31,7 @@ class KAsync(Consistency):
         return 3
 
     @property
-    def gathers(self) -> int:  # type: ignore[override]
+    def gathers(self) -> int:
         """k."""
         return self.k
 
@@ -67,7 +67,10 @@ class KAsync(Consistency):
 class KBatchAsync(KAsync):
     """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whoever they are from."""
 
-    gathers: ClassVar[int] = 0  # type: ignore[misc]
+    @property
+    def gathers(self) -> int:
+        """Whoever they are from."""
+        return 0
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""

@@ -8,7 +8,8 @@ from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
+from flockstep.strategies.access import Access, Copies, SentCopies
+from flockstep.strategies.consistency.base import ClockRule, Push, View, by_timestamp
 
 
 @dataclass(frozen=True)
@@ -53,3 +54,39 @@ class StaleSynchronous(ClockRule):
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
         """Those with t - s + 1 <= slowest clock, by timestamp, then rank."""
         return by_timestamp([push for push in pending if push.timestamp - self.s + 1 <= slowest])
+
+    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+        """Whatever is left, where workers do not wait for their last push."""
+        return by_timestamp(pending)
+
+
+@dataclass(frozen=True)
+class CachedStaleSynchronous(StaleSynchronous):
+    """Stale synchronous parallel as SSPTable does it (Ho et al. 2013, section 3): asking only when it must.
+
+    The same bound s as `ssp`, but a worker computes on its copy until that is older than the bound allows, and only
+    then asks for another: fewer messages, and staler gradients. Its own updates that the copy does not hold yet are
+    added to it (read-my-writes) as `essp` does.
+    """
+
+    @property
+    def access(self) -> Access:
+        """A copy, renewed when it is older than the bound."""
+        return Copies(self.s)
+
+
+@dataclass(frozen=True)
+class EagerStaleSynchronous(StaleSynchronous):
+    """Eager stale synchronous parallel, ESSP (Dai et al. 2015, section 4).
+
+    The same bound s as `ssp`, but nobody asks: whenever the slowest clock advances, servers send fresh parameters to
+    everyone. A worker computes on the newest copy that has arrived, and waits only where that is older than the bound
+    allows. Its own updates that the copy does not hold yet are added to it (read-my-writes), each as a step of its own
+    optimizer times 1/n (times 1 with `weight="sum"`), until their version arrives. That is what the servers add with
+    the rule `plain` and sgd without momentum; otherwise it is an approximation until the servers' copy arrives.
+    """
+
+    @property
+    def access(self) -> Access:
+        """A copy, which servers renew."""
+        return SentCopies(self.s)

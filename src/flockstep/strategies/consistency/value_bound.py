@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
+import numpy as np
+
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
@@ -24,7 +27,6 @@ class ValueBound(Consistency):
 
     delta: float = field(default=0.1, metadata=SHOWN | searched(0.01, 1.0, whole=False))
     decreasing: bool = False
-    bounds_values: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.delta > 0:
@@ -47,7 +49,18 @@ class ValueBound(Consistency):
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
         """All, or none."""
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
-        return list(reads) if view.computing == 0 or view.drift() < bound else []
+        return list(reads) if not view.reading or self._drift(view) < bound else []
+
+    def _drift(self, view: View) -> float:
+        """The largest absolute change since the oldest version that somebody computes on; older ones are dropped."""
+        oldest = min(view.reading.values())
+        for version in [version for version in view.kept if version < oldest]:
+            del view.kept[version]
+        return float(np.max(np.abs(view.params - view.kept[oldest]), initial=0.0))
+
+    def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
+        """Every version, until nobody computes on it any more."""
+        kept[version] = params.copy()
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """Each at once."""
