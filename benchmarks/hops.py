@@ -15,10 +15,19 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import torch
+import numpy as np
 
 import flockstep
-from flockstep.testing.strategies import run_strategy
+from flockstep.arrays.schema import Schema
+from flockstep.drivers.loop import Loop
+from flockstep.drivers.plan import LocalOptimizer, Plan
+from flockstep.drivers.virtual import Simulation
+from flockstep.nodes import Cluster
+from flockstep.optimizers.sgd import SGD
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+from flockstep.testing.strategies import Bench
 
 OURS = str(Path(flockstep.__file__).parent)
 
@@ -41,26 +50,28 @@ def calls(action: Callable[[], object]) -> Counter[str]:
 
 
 def own_loop(strategy: str) -> Counter[str]:
-    """Calls of one step of a script's own loop."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 2)
-    optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
-    x = torch.ones(3, 4)
+    """Calls of one step of a script's own loop in plain numpy, which no framework's own calls are part of."""
+    params, gradients = np.ones(20, np.float32), np.zeros(20, np.float32)
+    arguments = Schema.of({"w": (20,)}), Strategy.parse(strategy), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
+    loop = Loop(params, gradients, *arguments)
     for _ in range(5):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(x).sum().backward()
-    found = calls(optimizer.step)
-    optimizer.finish()
+        loop.step()
+    found = calls(loop.step)
+    loop.finish()
     return found
 
 
-def virtual(strategy: str, workers: int = 4, steps: int = 100) -> Counter[str]:
-    """Calls of a run in virtual time, less those of one with half the steps; for half the steps of all workers."""
-    long, short = (
-        calls(partial(run_strategy, strategy, workers, n, evaluate_every=steps)) for n in (steps, steps // 2)
-    )
+def virtual(strategy: str, workers: int, steps: int) -> Counter[str]:
+    """Calls of a run in virtual time with so many steps, less those of one with half of them."""
+    bench, rule = Bench(workers), Strategy.parse(strategy)
+    compute, network = ComputeModel.parse("exponential(0.05)"), Network.parse("1gbit")
+
+    def run(count: int) -> None:
+        cluster = Cluster(workers, rule.servers_for(workers))
+        plan = Plan(rule, cluster, bench.engine.optimizer, bench.parts, 8, count, 0, "mean", steps)
+        Simulation(bench.engine, plan, compute, network, list[object]().append).run()
+
+    long, short = calls(partial(run, steps)), calls(partial(run, steps // 2))
     return Counter({name: count - short[name] for name, count in long.items()})
 
 

@@ -66,11 +66,34 @@ def steps(count):
 FOREVER = 10**9
 
 
-def launched(body: str, folder: Path, workers: int = 2, before: str = NUMPY) -> RealRun:
+def launched(body: str, folder: Path, workers: int = 2, before: str = NUMPY, seed: int = 0) -> RealRun:
     """Most scripts do with numpy what `flockstep.distribute` does with PyTorch: they start ten times as fast."""
     script = folder / "script.py"
     script.write_text(before + body)
-    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=before == TORCH)
+    return RealRun(
+        ["launch", "-n", str(workers), "--seed", str(seed), str(script)], folder / "run", torch=before == TORCH
+    )
+
+
+def test_the_seed_decides_which_peers_gossip_draws(tmp_path: Path) -> None:
+    """The same at every launch with one seed: nodes draw from streams of (seed, rank), not of their own."""
+    body = """
+start("gossip(0.5)")
+worker, sent, send = optimizer._worker, [], optimizer._worker.send
+worker.send = lambda to, *message: (sent.append(to), send(to, *message))
+steps(40)
+optimizer.finish()
+(HERE / f"peers-{rank}").write_text(str(sent))
+"""
+    drawn = []
+    for number, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert launched(body, folder, 4, seed=seed).end().code == 0
+        drawn.append([(folder / f"peers-{rank}").read_text() for rank in range(4)])
+    assert drawn[0] == drawn[1]
+    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+    assert len(set(drawn[0])) == 4
 
 
 def outcome(body: str, folder: Path, workers: int = 2, before: str = NUMPY) -> Ended:

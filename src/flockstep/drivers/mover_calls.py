@@ -54,7 +54,6 @@ class Calls:
         self.rank, self.workers, self.max_bytes = pump.party.rank, pump.party.workers, max_bytes
         self._pump = pump
         self._lock = Lock()
-        self._seeds = np.random.SeedSequence((0x30FE, pump.party.rank))
         self._uses: Counter[str] = Counter()
         self._memories: dict[str, Any] = {}
         self._windows: dict[str, Window] = {}
@@ -159,7 +158,7 @@ class Calls:
 
     def _random(self) -> np.random.Generator:
         with self._lock:
-            return np.random.default_rng(self._seeds.spawn(1)[0])
+            return np.random.default_rng(self._pump.party.seeds.spawn(1)[0])
 
 
 class Collectives(Calls):

@@ -43,9 +43,10 @@ class _Unbroken(Mailbox):
 class Party(Worker):
     """One rank of a mover. All of it happens on one thread: the driver's."""
 
-    def __init__(self, rank: int, workers: int, port: Port, hear: Callable[[Message], bool]):
+    def __init__(self, rank: int, workers: int, seed: int, port: Port, hear: Callable[[Message], bool]):
         """`hear` is shown every message first, and says whether that was all there is to do."""
-        random = np.random.default_rng(np.random.SeedSequence((0x30FE, rank)))
+        self.seeds = np.random.SeedSequence((seed, 0x30FE, rank))
+        random = np.random.default_rng(self.seeds)
         super().__init__(rank, Cluster(workers), np.empty(0, np.float32), random, _Unused(), None)
         self.port = port
         self.mailbox = _Unbroken()

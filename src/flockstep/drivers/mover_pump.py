@@ -79,7 +79,7 @@ class Pump:
     """Moves a party's messages on a thread of its own; without a member there is nobody but oneself."""
 
     def __init__(self, rank: int, workers: int, member: Member | None, hear: Callable[[Message], bool]):
-        self.party = Party(rank, workers, self, self._hears)
+        self.party = Party(rank, workers, 0 if member is None else member.ticket.seed, self, self._hears)
         self.account = Account(rank, None, None if member is None else member.bus.traffic)
         self.flow = Flow()
         self.failure: FlockstepError | None = None
