@@ -97,12 +97,6 @@ class Wanted:
     source: Address | None = None
     reply_to: int | None = None
 
-    def matches(self, message: Message) -> bool:
-        """Whether it is that one; what answers a request is only for who waits for the answer."""
-        if self.reply_to is not None:
-            return message.reply_to == self.reply_to and message.source == self.source
-        return not message.reply_to and self.tag in (None, message.tag) and self.source in (None, message.source)
-
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
             return f"the others in {self.tag!r}"
@@ -121,7 +115,8 @@ class Mailbox:
         self._replies: dict[tuple[Address | None, int], Message] = {}
         self._arrivals = 0
         self._heard: dict[Address, int] = {}
-        self._missing: dict[Address, int] = {}
+        self.missing: dict[Address, int] = {}
+        """Node → the number of the first of its messages that got lost."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values())) + len(self._replies)
@@ -143,7 +138,7 @@ class Mailbox:
         if message.number:
             source, due = message.source, self._heard.get(message.source, 0) + 1
             if message.number > due:
-                self._missing.setdefault(source, due)
+                self.missing.setdefault(source, due)
             self._heard[source] = message.number
 
     def clear(self, but: str) -> None:
@@ -157,9 +152,9 @@ class Mailbox:
         Raises:
             ProtocolError: the numbers of its messages have a gap.
         """
-        if source in self._missing:
+        if source in self.missing:
             raise ProtocolError(
-                f"message {self._missing[source]} from {node_name(source)} got lost, and what came after it cannot be "
+                f"message {self.missing[source]} from {node_name(source)} got lost, and what came after it cannot be "
                 "used without it; start the run again"
             )
 

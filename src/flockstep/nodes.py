@@ -32,7 +32,18 @@ from flockstep.messages import (
     server,
 )
 from flockstep.optimizers.base import Optimizer, OptimizerState
-from flockstep.programs import Effect, NeedGradient, NeedWork, Port, Rendezvous, SharedSum, Stepper, Task, suspend
+from flockstep.programs import (
+    GRADIENT,
+    Effect,
+    NeedGradient,
+    NeedWork,
+    Port,
+    Rendezvous,
+    SharedSum,
+    Stepper,
+    Task,
+    suspend,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,8 @@ class Node:
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
+        self.leaving: set[Address] = set()
+        """Nodes that send no more but answers; only among ranks of a mover."""
         self.schema: Schema | None = None
         """What the model's flat array holds; set by the driver. Without it the array counts as one tensor."""
         self.held = slice(0, len(params))
@@ -149,7 +162,8 @@ class Node:
         wanted = Wanted(None if tag is None else tag + self._channel, source)
         message: Message | None = self.mailbox.take(wanted)
         if message is None:
-            self.require_coming(wanted)
+            if self.departed or self.leaving:
+                self.require_coming(wanted)
             message = yield wanted
         return message
 
@@ -239,7 +253,7 @@ class Node:
     def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
         if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
             tag += self._channel
-        kind = note_kind(self.notes, tag, reply_to)
+        kind = note_kind(self.notes, tag, reply_to) if self.notes else None
         if type(note) is not kind and (kind or isinstance(note, Note)):
             declared = kind.__name__ if kind else "no Note"
             raise TypeError(f"{tag!r} is declared with {declared} in the strategy's `notes`, and sent with {note!r}")
@@ -252,10 +266,30 @@ class Node:
         return number
 
     @types.coroutine
+    def receive_array(self, tag: str, source: Address) -> Generator[Effect, Any, Array]:
+        """The array of the next message with that tag from that node, none of whose messages may be missing.
+
+        Raises:
+            PeerLost: the node has left or was lost.
+            ProtocolError: one of its messages got lost, or this one has no array.
+        """
+        wanted = Wanted(tag + self._channel, source)
+        message = self.mailbox.take(wanted)
+        if message is None:
+            if self.departed or self.leaving:
+                self.require_coming(wanted)
+            message = yield wanted
+        if self.mailbox.missing:
+            self.mailbox.require_all(source)
+        array = message.array
+        return message.payload if array is None else array
+
+    @types.coroutine
     def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:
         message: Message | None = self.mailbox.take(wanted)
         if message is None:
-            self.require_coming(wanted)
+            if self.departed or self.leaving:
+                self.require_coming(wanted)
             message = yield wanted
         return message
 
@@ -336,9 +370,12 @@ class Worker(Node):
         """The learning rate of the next step."""
         return self.stepper.lr
 
-    def gradient(self) -> Awaitable[Array]:
+    @types.coroutine
+    def gradient(self) -> Generator[Effect, Any, Array]:
         """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
-        return self._gradient(NeedGradient())
+        gradient: Array = yield GRADIENT
+        self.step += 1
+        return gradient
 
     def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
         """The same, given up as soon as a message with that tag is here: then that message. Counts as a step anyway.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.collectives.binomial_tree import BinomialTree
 from flockstep.collectives.double_tree import DoubleTree, trees
 from flockstep.collectives.hierarchical import HierarchicalCollective
@@ -193,7 +193,7 @@ class WrongPartner(RecursiveDoubling):
     async def all_reduce(self, me, array):
         for distance in (1, 1):
             me.send(me.rank ^ distance, "double", array)
-            array += await received(me, "double", me.rank ^ distance)
+            array += await me.receive_array("double", me.rank ^ distance)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class MissingHop(Pipelined):
         await Pipelined.all_reduce(self, me, array[part])
         rest = array[part.stop :]
         if me.rank:
-            rest += await received(me, "up", me.rank - 1)
+            rest += await me.receive_array("up", me.rank - 1)
         if me.rank < me.workers - 1:
             me.send(me.rank + 1, "up", rest)
 
@@ -217,7 +217,7 @@ class UnequalOrder(Collective):
     async def all_reduce(self, me, array):
         me.send_all(me.peers, "array", array)
         for peer in me.peers:
-            array += await received(me, "array", peer)
+            array += await me.receive_array("array", peer)
 
 
 @pytest.mark.negative_control(

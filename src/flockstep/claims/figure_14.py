@@ -13,7 +13,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.programs_alone import Program, run_once, spend
-from flockstep.collectives.exchange import broadcast_on_tree, children, parent, received
+from flockstep.collectives.exchange import broadcast_on_tree, children, parent
 from flockstep.collectives.layouts import Times
 from flockstep.collectives.subgroup import among
 from flockstep.nodes import Worker
@@ -47,10 +47,10 @@ def naive_server(n: int) -> tuple[Program, int]:
     async def program(me: Worker) -> None:
         if me.rank < n:
             me.send(n, "gradient", model(n))
-            await received(me, "model", n)
+            await me.receive_array("model", n)
             return
         for rank in range(n):
-            await received(me, "gradient", rank)
+            await me.receive_array("gradient", rank)
         await spend(me, (n - 1) * n + UPDATE * n)
         me.send_all(range(n), "model", model(n))
 
@@ -62,18 +62,18 @@ def tree_server(n: int) -> tuple[Program, int]:
 
     async def program(me: Worker) -> None:
         if me.rank == n:
-            await received(me, "gradient", 0)
+            await me.receive_array("gradient", 0)
             await spend(me, UPDATE * n)
             me.send(0, "model", model(n))
             return
         for child in children(me.rank, n):
-            await received(me, "reduce", child)
+            await me.receive_array("reduce", child)
             await spend(me, n)
         if me.rank:
             me.send(parent(me.rank, n), "reduce", model(n))
         else:
             me.send(n, "gradient", model(n))
-            await received(me, "model", n)
+            await me.receive_array("model", n)
         await broadcast_on_tree(among(me, range(n)), model(n), 0)
 
     return program, n + 1
@@ -86,13 +86,13 @@ def scatter_server(n: int) -> tuple[Program, int]:
         share = np.ones(SHARE)
         if me.rank == n:
             for rank in range(n):
-                await received(me, "gradient", rank)
+                await me.receive_array("gradient", rank)
             await spend(me, UPDATE * n)
             me.send_all(range(n), "model", share)
             return
         await _around(me, n, units=1)
         me.send(n, "gradient", share)
-        await received(me, "model", n)
+        await me.receive_array("model", n)
         await _around(me, n, units=0)
 
     return program, n + 1
@@ -104,9 +104,9 @@ def asynchronous_worker(n: int) -> tuple[Program, int]:
     async def program(me: Worker) -> None:
         if me.rank == 0:
             me.send(1, "gradient", model(n))
-            await received(me, "model", 1)
+            await me.receive_array("model", 1)
             return
-        await received(me, "gradient", 0)
+        await me.receive_array("gradient", 0)
         await spend(me, UPDATE * n)
         me.send(0, "model", model(n))
 
@@ -119,7 +119,7 @@ def asynchronous_all(n: int) -> tuple[Program, int]:
     async def program(me: Worker) -> None:
         if me.rank < n:
             me.send(n, "gradient", model(n))
-            await received(me, "model", n)
+            await me.receive_array("model", n)
             return
         for _ in range(n):
             message = await me.receive("gradient")
@@ -138,7 +138,7 @@ def distributed_server(n: int) -> tuple[Program, int]:
             for hop in range(1, n):
                 me.send((me.rank + hop) % n, tag, share)
             for hop in range(1, n):
-                await received(me, tag, (me.rank - hop) % n)
+                await me.receive_array(tag, (me.rank - hop) % n)
             await spend(me, units)
 
     return program, n
@@ -151,7 +151,7 @@ def doubling(n: int) -> tuple[Program, int]:
         distance = 1
         while distance < n:
             me.send(me.rank ^ distance, "double", model(n))
-            await received(me, "double", me.rank ^ distance)
+            await me.receive_array("double", me.rank ^ distance)
             await spend(me, n)
             distance *= 2
         await spend(me, UPDATE * n)
@@ -175,7 +175,7 @@ async def _around(me: Worker, n: int, units: int) -> None:
     share = np.ones(SHARE)
     for _ in range(n - 1):
         me.send((me.rank + 1) % n, "hop", share)
-        await received(me, "hop", (me.rank - 1) % n)
+        await me.receive_array("hop", (me.rank - 1) % n)
         await spend(me, units)
 
 

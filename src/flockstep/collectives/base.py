@@ -12,7 +12,6 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import Link
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
-from flockstep.collectives.exchange import received as received  # for those written over this module
 from flockstep.expression import Component
 from flockstep.nodes import Worker
 
@@ -58,7 +57,7 @@ class Collective(Component):
         view = array[parts[rank]]
         own = view.copy()
         for source in range(n):
-            piece = own if source == rank else await received(me, "scatter", source)
+            piece = own if source == rank else await me.receive_array("scatter", source)
             if source:
                 view += piece
             else:
@@ -75,7 +74,7 @@ class Collective(Component):
         gathered = [array] * n
         for hop in range(n - 1):
             me.send((rank + 1) % n, "pass", gathered[(rank - hop) % n])
-            gathered[(rank - hop - 1) % n] = await received(me, "pass", (rank - 1) % n)
+            gathered[(rank - hop - 1) % n] = await me.receive_array("pass", (rank - 1) % n)
         return gathered
 
     async def barrier(self, me: Worker) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
 
@@ -59,13 +59,13 @@ class DoubleTree(Collective):
         for place, chunks in work:  # as a leaf first, for then there is nothing to wait for
             for chunk in chunks:
                 for child in place.children:
-                    chunk += await received(me, "up", child)
+                    chunk += await me.receive_array("up", child)
                 if place.parent is not None:
                     me.send(place.parent, "up", chunk)
         for place, chunks in reversed(work):
             for chunk in chunks:
                 if place.parent is not None:
-                    chunk[:] = await received(me, "down", place.parent)
+                    chunk[:] = await me.receive_array("down", place.parent)
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:

@@ -6,18 +6,6 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Worker
 
 
-async def received(me: Worker, tag: str, source: int) -> FlatArray:
-    """The array of the next message with that tag from that worker, none of whose messages may be missing.
-
-    Raises:
-        PeerLost: the worker has left or was lost.
-        ProtocolError: one of its messages got lost.
-    """
-    message = await me.receive(tag, source)
-    me.mailbox.require_all(source)
-    return message.payload
-
-
 def children(rank: int, workers: int, root: int = 0) -> list[int]:
     """A rank's children in the binomial tree on `root`: r+1, r+2, r+4, … counted from the root, nearest first."""
     place, found, distance = (rank - root) % workers, [], 1
@@ -36,7 +24,7 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
 async def reduce_on_tree(me: Worker, array: FlatArray, root: int) -> None:
     """Add up the arrays along a binomial tree: `array` becomes that of the subtree, on the root the sum of all."""
     for child in children(me.rank, me.workers, root):
-        array += await received(me, "reduce", child)
+        array += await me.receive_array("reduce", child)
     if me.rank != root:
         me.send(parent(me.rank, me.workers, root), "reduce", array)
 
@@ -44,7 +32,7 @@ async def reduce_on_tree(me: Worker, array: FlatArray, root: int) -> None:
 async def broadcast_on_tree(me: Worker, array: FlatArray, root: int) -> None:
     """Replace `array` by the root's, down a binomial tree; the largest subtree is served first."""
     if me.rank != root:
-        array[:] = await received(me, "broadcast", parent(me.rank, me.workers, root))
+        array[:] = await me.receive_array("broadcast", parent(me.rank, me.workers, root))
     me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.costs import doublings
-from flockstep.collectives.exchange import received
 from flockstep.nodes import Worker
 
 
@@ -14,7 +13,7 @@ async def fold(me: Worker, array: FlatArray) -> int:
     if me.rank >= power:
         me.send(me.rank - power, "fold", array)
     elif me.rank + power < me.workers:
-        array += await received(me, "fold", me.rank + power)
+        array += await me.receive_array("fold", me.rank + power)
     return power
 
 
@@ -22,7 +21,7 @@ async def unfold(me: Worker, array: FlatArray) -> None:
     """Give the result to those that had folded."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:
-        array[:] = await received(me, "unfold", me.rank - power)
+        array[:] = await me.receive_array("unfold", me.rank - power)
     elif me.rank + power < me.workers:
         me.send(me.rank + power, "unfold", array)
 

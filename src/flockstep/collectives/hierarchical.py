@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.subgroup import among
 from flockstep.errors import ConfigurationError
@@ -39,11 +39,11 @@ class HierarchicalCollective(Collective):
         r, full = self._grid(me.workers)
         if me.rank >= full:
             me.send(me.rank - r, "fold", array)
-            array[:] = await received(me, "unfold", me.rank - r)
+            array[:] = await me.receive_array("unfold", me.rank - r)
             return
         folded = me.rank + r >= full and me.rank + r < me.workers
         if folded:
-            array += await received(me, "fold", me.rank + r)
+            array += await me.receive_array("fold", me.rank + r)
         first = me.rank - me.rank % r
         here = among(me, range(first, first + r))
         part, view = await INNER.reduce_scatter(here, array)

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.collectives.exchange import received
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
 from flockstep.topologies.base import Topology
@@ -43,5 +42,5 @@ async def neighbour_average(
     mixed = np.full_like(array, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
     shares = matrix[me.rank].astype(array.dtype)
     for j in map(int, np.flatnonzero(matrix[me.rank])):
-        mixed += shares[j] * (array if j == me.rank else await received(me, "neighbour", j))
+        mixed += shares[j] * (array if j == me.rank else await me.receive_array("neighbour", j))
     array[:] = mixed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
 
@@ -30,12 +30,12 @@ class Pipelined(Collective):
         last, chunks = me.workers - 1, [array[part] for part in slices(len(array), self.chunks)]
         for chunk in chunks:
             if me.rank > 0:
-                chunk += await received(me, "up", me.rank - 1)
+                chunk += await me.receive_array("up", me.rank - 1)
             if me.rank < last:
                 me.send(me.rank + 1, "up", chunk)
         for chunk in chunks:
             if me.rank < last:
-                chunk[:] = await received(me, "down", me.rank + 1)
+                chunk[:] = await me.receive_array("down", me.rank + 1)
             if me.rank > 0:
                 me.send(me.rank - 1, "down", chunk)
 

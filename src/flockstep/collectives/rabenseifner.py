@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.collectives.recursive_doubling import gathered_by_doubling
 from flockstep.nodes import Worker
@@ -27,7 +27,7 @@ class Rabenseifner(Collective):
         await self.reduce_scatter(me, array)
         for partner, kept, given in reversed(list(_halvings(me.workers, len(array), me.rank))):
             me.send(partner, "double", array[kept])
-            array[given] = await received(me, "double", partner)
+            array[given] = await me.receive_array("double", partner)
         await unfold(me, array)
 
     async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
@@ -35,7 +35,7 @@ class Rabenseifner(Collective):
         await fold(me, array)
         for partner, kept, given in _halvings(me.workers, len(array), me.rank):
             me.send(partner, "halve", array[given])
-            array[kept] += await received(me, "halve", partner)
+            array[kept] += await me.receive_array("halve", partner)
         part = self.share(me.workers, len(array), me.rank)
         return part, array[part]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, node_name
@@ -31,7 +31,7 @@ class RecursiveDoubling(Collective):
             while distance < power:
                 partner = me.rank ^ distance
                 me.send(partner, "double", array)
-                array += await received(me, "double", partner)
+                array += await me.receive_array("double", partner)
                 distance *= 2
         await unfold(me, array)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
-from flockstep.collectives.base import Collective, received
+from flockstep.collectives.base import Collective
 from flockstep.nodes import Worker
 
 
@@ -21,18 +21,20 @@ class Ring(Collective):
 
     async def all_reduce(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
-        if me.sum_together(array):
+        if me.together is not None and me.sum_together(array):
             return
         n, rank = me.workers, me.rank
         chunks = [array[part] for part in slices(len(array), n)]
         await self.reduce_scatter(me, array)
         for hop in range(n - 1):
             me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
-            chunks[(rank - hop) % n][:] = await received(me, "gather", (rank - 1) % n)
+            chunks[(rank - hop) % n][:] = await me.receive_array("gather", (rank - 1) % n)
 
     async def average(self, me: Worker, array: FlatArray) -> None:
         """Replace `array` by the mean over all workers."""
-        if me.workers > 1 and not me.sum_together(array, me.workers):
+        if me.together is not None and me.sum_together(array, me.workers):
+            return
+        if me.workers > 1:
             await self.all_reduce(me, array)
             array /= me.workers
 
@@ -42,7 +44,7 @@ class Ring(Collective):
         parts = slices(len(array), n)
         for hop in range(n - 1):
             me.send((rank + 1) % n, "reduce", array[parts[(rank - hop) % n]])
-            array[parts[(rank - hop - 1) % n]] += await received(me, "reduce", (rank - 1) % n)
+            array[parts[(rank - hop - 1) % n]] += await me.receive_array("reduce", (rank - 1) % n)
         return parts[(rank + 1) % n], array[parts[(rank + 1) % n]]
 
     def share(self, workers: int, size: int, rank: int) -> slice:

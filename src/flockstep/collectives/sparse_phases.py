@@ -8,7 +8,6 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.costs import doublings
-from flockstep.collectives.exchange import received
 from flockstep.collectives.streams import Stream
 from flockstep.nodes import Worker
 
@@ -18,16 +17,16 @@ async def summed_by_doubling(me: Worker, stream: Stream, dtype: str) -> Stream:
     power, size = 1 << doublings(me.workers), stream.size
     if me.rank >= power:
         me.send(me.rank - power, "fold", stream.wire)
-        arrived = await received(me, "unfold", me.rank - power)
+        arrived = await me.receive_array("unfold", me.rank - power)
         return Stream.arrived(arrived.copy(), size, dtype)  # whoever asked for the sum may change it
     folded = me.rank + power < me.workers
     if folded:
-        stream = stream.plus(Stream.arrived(await received(me, "fold", me.rank + power), size, dtype))
+        stream = stream.plus(Stream.arrived(await me.receive_array("fold", me.rank + power), size, dtype))
     distance = 1
     while distance < power:
         partner = me.rank ^ distance
         me.send(partner, "double", stream.wire)
-        stream = stream.plus(Stream.arrived(await received(me, "double", partner), size, dtype))
+        stream = stream.plus(Stream.arrived(await me.receive_array("double", partner), size, dtype))
         distance *= 2
     if folded:
         me.send(me.rank + power, "unfold", stream.wire)
@@ -45,7 +44,9 @@ async def summed_parts(me: Worker, size: int, values: FlatArray, indices: FlatAr
     total = Stream.of(length, np.zeros(0, numpy_dtype(dtype)), np.zeros(0, np.uint32))
     for source in range(n):
         here = source == rank
-        piece = whole.cut(parts[rank]) if here else Stream.arrived(await received(me, "part", source), length, dtype)
+        piece = (
+            whole.cut(parts[rank]) if here else Stream.arrived(await me.receive_array("part", source), length, dtype)
+        )
         total = total.plus(piece)
     return total
 
@@ -60,7 +61,7 @@ async def gathered_parts(me: Worker, own: Stream, size: int, dtype: str, codec: 
     for hop in range(me.workers):  # around the ring, what came last goes on
         source = (me.rank - hop) % me.workers
         if hop:
-            message = await received(me, "sum", (me.rank - 1) % me.workers)
+            message = await me.receive_array("sum", (me.rank - 1) % me.workers)
         if hop < me.workers - 1:
             me.send((me.rank + 1) % me.workers, "sum", message)
         part = parts[source]

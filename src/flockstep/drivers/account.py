@@ -49,6 +49,16 @@ class Account:
             self._spans += 1
             self.emit(Span(self.address, kind, start, end))
 
+    def waited_for(self, start: float, sent: float, end: float) -> None:
+        """Count time in which a message was waited for: to be sent, then to come."""
+        sent = max(start, sent)
+        if self.steps < SPAN_STEPS:
+            self.spent("wait", start, sent)
+            self.spent("comm", sent, end)
+        else:
+            self.seconds["wait"] += sent - start
+            self.seconds["comm"] += end - sent
+
     def step(self, t: float, loss: float | None) -> None:
         """Close the books of a worker's step."""
         self.steps += 1

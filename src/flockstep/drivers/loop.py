@@ -104,10 +104,19 @@ class Loop:
 
     def step(self) -> None:
         """The gradients of one mini-batch are in the flat array: let the strategy use them."""
-        self._require_running("call finish() after the last step()")
-        with self._watched():
-            self._show_gradient()
+        if self.finished:
+            self._require_running("call finish() after the last step()")
+        if self.watch is not None:
+            self.watch.check()
+        try:
+            if self._member is not None:
+                self._show_gradient()
             self._runner.advance(self.gradients)
+        except FlockstepError as error:
+            self._fail(error)
+            raise
+        if self.watch is not None:
+            self._note()
 
     @property
     def finished(self) -> bool:
@@ -196,13 +205,14 @@ class Loop:
             self.watch.check()
         with self._telling():
             yield
-        if self.watch is not None:
-            self.watch.note()
-            self._tell_of_values()
+        self._note()
 
-    def _tell_of_values(self) -> None:
-        """Warn once, and mark the record, if parameters are not finite any more."""
-        if self._diverged or self.watch is None or (name := self.watch.not_finite()) is None:
+    def _note(self) -> None:
+        """Take the model as it is for right; warn once, and mark the record, if it is not finite any more."""
+        if self.watch is None:
+            return
+        self.watch.note()
+        if self._diverged or (name := self.watch.not_finite()) is None:
             return
         self._diverged = True
         step = self._worker.run_step

@@ -80,7 +80,7 @@ class Calls:
         if array is not None and array.nbytes and to != self.rank:
             note = {**note, "counted": 1}
             self._pump.flow.take(to, array.nbytes, party.gone, None)
-        if to in party.departed or (to in party.closing and not closing):
+        if to in party.departed or (to in party.leaving and not closing):
             raise PeerLost(f"{party.end_of(to)}; worker {self.rank} has something for it")
         self._pump.ask(lambda: party.send(to, tag, array, note))
 

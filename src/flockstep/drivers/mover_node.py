@@ -51,7 +51,6 @@ class Party(Worker):
         self.port = port
         self.mailbox = _Unbroken()
         self.reasons: dict[Address, str] = {}
-        self.closing: set[Address] = set()
         self._hear = hear
         self._calls: dict[str, tuple[Task | None, str]] = {}
         self._others: dict[str, dict[str, Address]] = {}
@@ -64,12 +63,12 @@ class Party(Worker):
 
     def gone(self, rank: Address) -> bool:
         """Whether that rank sends no more arrays."""
-        return rank in self.departed or rank in self.closing
+        return rank in self.departed or rank in self.leaving
 
     def deliver(self, message: Message) -> None:
         """A message has arrived, or one to oneself was sent."""
         if message.tag == CLOSING:
-            self.closing.add(message.source)
+            self.leaving.add(message.source)
             self._advance_tasks()
         elif message.tag.startswith(CALLED_OFF):
             self._called_off(message)

@@ -81,6 +81,7 @@ class Runner:
     def __init__(self, node: Node, road: Road, account: Account, clock: Callable[[], float]):
         self.node = node
         self.account = account
+        self.recorded = account.emit is not None
         self.clock = clock
         self.waiting: Effect | None = None
         self.done = False
@@ -129,11 +130,13 @@ class Runner:
 
         Of one that is not `whole`, only the part that is waited for is there.
         """
-        if gradient is not None and not self._needless():
+        need = self.waiting
+        if gradient is not None and (type(need) is not NeedGradient or need.unless is None or not self._needless()):
             self.give(gradient, loss, 0 if whole else self.awaited)
         self._road.bring(self)
         while not self.done:
-            if not self._needless():
+            need = self.waiting
+            if type(need) is not NeedGradient or need.unless is None or not self._needless():
                 if gradient is None or not whole or not self.partly:
                     return True
                 self.give(gradient, loss)
@@ -155,11 +158,12 @@ class Runner:
         except StopIteration:
             self._end()
             return
-        if self.clock() > self._since:
+        if self.recorded and self.clock() > self._since:
             self._lap("comm")
         self.waiting = effect
         if type(effect) is NeedGradient:
-            self._need(effect)
+            if self.partly or self.every or self.source is not None:
+                self._need(effect)
         elif self.node.address < 0:
             self._idle()
 
@@ -172,7 +176,8 @@ class Runner:
         need, node = self.waiting, self.node
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
-        self._lap("compute")
+        if self.recorded:
+            self._lap("compute")
         if loss is not None:
             if not math.isfinite(loss):
                 raise Diverged(
@@ -181,11 +186,11 @@ class Runner:
                 )
             node.loss = loss
         # What lies behind the size was never written, and a program may have changed the parts that it has had.
-        end = self._checked if self.partly else need.size(len(node.params))
+        end = self._checked if self.partly else need.size(len(node.params)) if need.layers else len(node.params)
         if begin < end:
             require_finite_gradient(node, gradient, begin, end)
         self._checked, self.partly = begin, need.share if need.share < 1 else 0.0
-        if need.closes:
+        if need.closes and self.recorded:
             self._step(loss)
         self.resume(gradient)
 
@@ -216,17 +221,21 @@ class Runner:
             if taken_over(node, message):
                 return
         waiting = self.waiting
-        if type(waiting) is Wanted and self._direct(waiting, message):
+        if (  # nothing that lies in the mailbox is what the program waits for, so this need not either
+            type(waiting) is Wanted
+            and waiting.tag in (None, message.tag)
+            and waiting.source in (None, message.source)
+            and waiting.reply_to is None
+            and not message.reply_to
+            and message.tag != BYE
+            and not node.tasks
+            and (self.reception is None or not self.reception.stopped)
+        ):
             node.mailbox.hear(message)
             self.go_on(message, sent_at)
         else:
             node.deliver(message)
             self.wake(sent_at)
-
-    def _direct(self, waiting: Wanted, message: Message) -> bool:
-        """Whether a message needs not wait in the mailbox: nothing that lies there is what the program waits for."""
-        stopped = self.reception is not None and self.reception.stopped
-        return waiting.matches(message) and message.tag != BYE and not self.node.tasks and not stopped
 
     def lose(self, address: Address) -> None:
         """That node is dead."""
@@ -247,15 +256,15 @@ class Runner:
 
     def go_on(self, value: Message | PeerLost | None, sent_at: float | None = None) -> None:
         """Resume the program after it has waited: for its message to be sent, then for it to come."""
-        if sent_at is None:
+        if not self.recorded:
+            pass
+        elif sent_at is None:
             self._lap("wait")
         else:
-            now, since = self.clock(), self._since
-            if sent_at > since:
-                self.account.spent("wait", since, sent_at)
-                since = sent_at
-            self.account.spent("comm", since, now)
-            self._since = now
+            now = self.clock()
+            if now > self._since:
+                self.account.waited_for(self._since, sent_at, now)
+                self._since = now
         self.resume(value)
 
     def collect(self) -> None:
@@ -289,15 +298,13 @@ class Runner:
         """The program waits for a gradient."""
         if not self.partly < need.share:
             self.partly = 0.0
-        if not self.partly and self.every and self.hand_in is not None and self.node.step % self.every == 0:
+        if self.every and not self.partly and self.hand_in is not None and self.node.step % self.every == 0:
             self.hand_in(self.node.step // self.every)
         if self.source is not None:
             self.source(need)
 
     def _needless(self) -> bool:
         """Whether the gradient that is waited for is not needed any more; then the program has gone on."""
-        if not isinstance(self.waiting, NeedGradient) or self.waiting.unless is None:
-            return False
         self._road.collect()
         found = self.needless()
         if found is not None:
@@ -332,5 +339,6 @@ class Runner:
         if now > since:
             slept, account.waited = min(account.waited, now - since), 0.0
             account.spent(kind, since, now - slept)
-            account.spent("wait", now - slept, now)
+            if slept:
+                account.spent("wait", now - slept, now)
         self._since = now

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
-from flockstep.collectives.base import received
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
@@ -65,13 +64,13 @@ class MajorityVote(Strategy):
             own = signs[parts[me.rank]]
             ayes = own.astype(np.int32)
             for rank in me.peers:
-                ayes += unpacked(await received(me, "vote", rank), len(own))
+                ayes += unpacked(await me.receive_array("vote", rank), len(own))
             won = 2 * ayes >= me.workers
             me.send_all(me.peers, "outcome", np.packbits(won))
             signs[parts[me.rank]] = won
             for rank in me.peers:
                 part = parts[rank]
-                signs[part] = unpacked(await received(me, "outcome", rank), part.stop - part.start)
+                signs[part] = unpacked(await me.receive_array("outcome", rank), part.stop - part.start)
             me.record_round()
             me.optimizer_step(np.where(signs, mean.dtype.type(1), mean.dtype.type(-1)))
 

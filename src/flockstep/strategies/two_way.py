@@ -10,7 +10,6 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.half import Half
-from flockstep.collectives.base import received
 from flockstep.errors import CompositionError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.momentum import Momentum
@@ -76,14 +75,16 @@ class TwoWay(Strategy):
             sent = self._scatter(me, gradient, parts)
             codec = codec_for(me, self.codec, self.feedback, own)
             size, dtype = own.stop - own.start, gradient.dtype.name
-            pieces = [sent if rank == me.rank else await received(me, "gradient", rank) for rank in range(me.workers)]
+            pieces = [
+                sent if rank == me.rank else await me.receive_array("gradient", rank) for rank in range(me.workers)
+            ]
             mean = mean_of([codec.decode(piece, size, dtype) for piece in pieces])
             data, state.mean = encoded(me, self.codec, self.feedback, mean, state.mean, own)
             me.send_all(me.peers, "mean", data)
             total = np.empty_like(gradient)
             for rank, part in enumerate(parts):
                 codec = codec_for(me, self.codec, self.feedback, part)
-                piece = data if rank == me.rank else await received(me, "mean", rank)
+                piece = data if rank == me.rank else await me.receive_array("mean", rank)
                 total[part] = codec.decode(piece, part.stop - part.start, dtype)
             me.record_round()
             me.optimizer_step(total)
