@@ -280,9 +280,13 @@ class Node:
                 self.require_coming(wanted)
             message = yield wanted
         if self.mailbox.missing:
-            self.mailbox.require_all(source)
+            self.require_all(source)
         array = message.array
         return message.payload if array is None else array
+
+    def require_all(self, source: Address) -> None:
+        """Raise `ProtocolError` if a message of that node got lost: what came after it is of no use to a sum."""
+        self.mailbox.require_all(source)
 
     @types.coroutine
     def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:

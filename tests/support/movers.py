@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from flockstep.drivers.mover import Mover
@@ -23,6 +24,7 @@ class Sockets:
     """What a mover needs of its membership."""
 
     def __init__(self, rank: int, most: int):
+        self.ticket = SimpleNamespace(seed=0)
         me = Identity("run", rank, "schema", most)
         self.line = Line(me, Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")

@@ -14,8 +14,8 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.programs_alone import Program, run_once, spend
 from flockstep.collectives.exchange import broadcast_on_tree, children, parent
+from flockstep.collectives.group import Subgroup
 from flockstep.collectives.layouts import Times
-from flockstep.collectives.subgroup import among
 from flockstep.nodes import Worker
 
 SHARE = 8192
@@ -74,7 +74,7 @@ def tree_server(n: int) -> tuple[Program, int]:
         else:
             me.send(n, "gradient", model(n))
             await me.receive_array("model", n)
-        await broadcast_on_tree(among(me, range(n)), model(n), 0)
+        await broadcast_on_tree(Subgroup(me, range(n)), model(n), 0)
 
     return program, n + 1
 

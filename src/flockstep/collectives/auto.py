@@ -9,6 +9,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.binomial_tree import BinomialTree
 from flockstep.collectives.costs import Link
 from flockstep.collectives.double_tree import DoubleTree
+from flockstep.collectives.group import Group
 from flockstep.collectives.pipelined import Pipelined
 from flockstep.collectives.rabenseifner import Rabenseifner
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
@@ -17,7 +18,6 @@ from flockstep.collectives.table import nearest, read_table
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
 from flockstep.messages import HEADER_BYTES
-from flockstep.nodes import Worker
 
 CANDIDATES: tuple[Collective, ...] = (
     RecursiveDoubling(),
@@ -62,11 +62,11 @@ class Auto(Collective):
         link = Link(self.latency, 1 / self.bandwidth, HEADER_BYTES)
         return min(CANDIDATES, key=lambda candidate: candidate.cost(workers, nbytes, link))
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers, by the collective of its size."""
         await self.choose(me.workers, array.nbytes).all_reduce(me, array)
 
-    async def average(self, me: Worker, array: FlatArray) -> None:
+    async def average(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the mean over all workers, by the collective of its size."""
         await self.choose(me.workers, array.nbytes).average(me, array)
 

@@ -12,8 +12,8 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import Link
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
+from flockstep.collectives.group import Group
 from flockstep.expression import Component
-from flockstep.nodes import Worker
 
 
 class Collective(Component):
@@ -27,7 +27,7 @@ class Collective(Component):
     noun: ClassVar[str] = "collective"
 
     @abstractmethod
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` on every worker by the sum over all workers, identical in every bit on all of them.
 
         Raises:
@@ -35,15 +35,15 @@ class Collective(Component):
             ProtocolError: a message got lost, so that another one would be taken for it.
         """
 
-    async def reduce(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+    async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
         """Replace `array` on `root` by the sum; on others it holds a part of it afterwards. Along a binomial tree."""
         await reduce_on_tree(me, array, root)
 
-    async def broadcast(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+    async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
         """Replace `array` on every worker by that of `root`. Along a binomial tree."""
         await broadcast_on_tree(me, array, root)
 
-    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+    async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each worker with its `share` of the sum: which part of `array` that is, and the view that holds it.
 
         The rest of `array` is undefined afterwards. Every worker sends each other one its share; a share is summed in
@@ -68,7 +68,7 @@ class Collective(Component):
         """The part of `size` elements that `reduce_scatter` leaves with that rank; all of them together are all."""
         return slices(size, workers)[rank]
 
-    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+    async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
         """The arrays of all workers, in order of rank; they may differ in size. Around a ring: n-1 messages each."""
         n, rank = me.workers, me.rank
         gathered = [array] * n
@@ -77,17 +77,17 @@ class Collective(Component):
             gathered[(rank - hop - 1) % n] = await me.receive_array("pass", (rank - 1) % n)
         return gathered
 
-    async def barrier(self, me: Worker) -> None:
+    async def barrier(self, me: Group) -> None:
         """Return once every worker has got here: ⌈log2 P⌉ messages each, without an array."""
         await signal_all(me)
 
-    async def average(self, me: Worker, array: FlatArray) -> None:
+    async def average(self, me: Group, array: FlatArray) -> None:
         """Replace `array` on every worker by the mean over all workers."""
         if me.workers > 1:
             await self.all_reduce(me, array)
             array /= me.workers
 
-    async def sum_encoded(self, me: Worker, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
+    async def sum_encoded(self, me: Group, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
         """The sum (size,) over all workers of what their encodings stand for, identical in every bit on all of them.
 
         Encodings of a linear codec are added term by term on their way; others are gathered, and decoded in order of

@@ -8,7 +8,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.exchange import children
-from flockstep.nodes import Worker
+from flockstep.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class BinomialTree(Collective):
     subtrees of r+1, r+2, r+4, … in that order, as far as r is a multiple of twice the distance.
     """
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         await self.reduce(me, array)
         await self.broadcast(me, array)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
+from flockstep.collectives.group import Group
 from flockstep.errors import ConfigurationError
-from flockstep.nodes import Worker
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DoubleTree(Collective):
         if self.chunks < 1:
             raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 8 is usual")
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         places = trees(me.workers, me.rank)
         halves = slices(len(array), 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.nodes import Worker
+from flockstep.collectives.group import Group
 
 
 def children(rank: int, workers: int, root: int = 0) -> list[int]:
@@ -21,7 +21,7 @@ def parent(rank: int, workers: int, root: int = 0) -> int:
     return (root + (place & (place - 1))) % workers
 
 
-async def reduce_on_tree(me: Worker, array: FlatArray, root: int) -> None:
+async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
     """Add up the arrays along a binomial tree: `array` becomes that of the subtree, on the root the sum of all."""
     for child in children(me.rank, me.workers, root):
         array += await me.receive_array("reduce", child)
@@ -29,19 +29,19 @@ async def reduce_on_tree(me: Worker, array: FlatArray, root: int) -> None:
         me.send(parent(me.rank, me.workers, root), "reduce", array)
 
 
-async def broadcast_on_tree(me: Worker, array: FlatArray, root: int) -> None:
+async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
     """Replace `array` by the root's, down a binomial tree; the largest subtree is served first."""
     if me.rank != root:
         array[:] = await me.receive_array("broadcast", parent(me.rank, me.workers, root))
     me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
 
 
-async def signal_all(me: Worker) -> None:
+async def signal_all(me: Group) -> None:
     """Return once every worker has got here (dissemination barrier: Hensgen, Finkel & Manber 1988): ⌈log2 n⌉ rounds."""
     distance = 1
     while distance < me.workers:
         me.send((me.rank + distance) % me.workers, "barrier")
         source = (me.rank - distance) % me.workers
         await me.receive("barrier", source)
-        me.mailbox.require_all(source)
+        me.require_all(source)
         distance *= 2

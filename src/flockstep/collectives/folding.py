@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.costs import doublings
-from flockstep.nodes import Worker
+from flockstep.collectives.group import Group
 
 
-async def fold(me: Worker, array: FlatArray) -> int:
+async def fold(me: Group, array: FlatArray) -> int:
     """2^⌊log2 n⌋, the number of workers that go on; rank r of them has added the array of rank r + 2^⌊log2 n⌋."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:
@@ -17,7 +17,7 @@ async def fold(me: Worker, array: FlatArray) -> int:
     return power
 
 
-async def unfold(me: Worker, array: FlatArray) -> None:
+async def unfold(me: Group, array: FlatArray) -> None:
     """Give the result to those that had folded."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:

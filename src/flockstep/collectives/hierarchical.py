@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
+from flockstep.collectives.group import Group, Subgroup
 from flockstep.collectives.ring import Ring
-from flockstep.collectives.subgroup import among
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN
-from flockstep.nodes import Worker
 
 INNER = Ring()
 
@@ -34,7 +33,7 @@ class HierarchicalCollective(Collective):
         if self.group < 1:
             raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; take those of one host")
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         r, full = self._grid(me.workers)
         if me.rank >= full:
@@ -45,9 +44,9 @@ class HierarchicalCollective(Collective):
         if folded:
             array += await me.receive_array("fold", me.rank + r)
         first = me.rank - me.rank % r
-        here = among(me, range(first, first + r))
+        here = Subgroup(me, range(first, first + r))
         part, view = await INNER.reduce_scatter(here, array)
-        await self.outer.all_reduce(among(me, range(me.rank % r, full, r)), view)
+        await self.outer.all_reduce(Subgroup(me, range(me.rank % r, full, r)), view)
         for rank, piece in enumerate(await INNER.all_gather(here, array[part])):
             array[INNER.share(r, len(array), rank)] = piece
         if folded:

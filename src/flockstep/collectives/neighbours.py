@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.arrays.schema import FlatArray
+from flockstep.collectives.group import Group
 from flockstep.errors import ConfigurationError
-from flockstep.nodes import Worker
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import hearing, mixing
 
 
 async def neighbour_average(
-    me: Worker, array: FlatArray, weights: npt.ArrayLike | Sequence[Sequence[float]] | Topology, turn: int = 0
+    me: Group, array: FlatArray, weights: npt.ArrayLike | Sequence[Sequence[float]] | Topology, turn: int = 0
 ) -> None:
     """Replace `array` on worker i by Σ_j W_ij · (worker j's array), summed in order of rank.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
+from flockstep.collectives.group import Group
 from flockstep.errors import ConfigurationError
-from flockstep.nodes import Worker
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Pipelined(Collective):
         if self.chunks < 1:
             raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 16 is usual")
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         last, chunks = me.workers - 1, [array[part] for part in slices(len(array), self.chunks)]
         for chunk in chunks:

@@ -9,8 +9,8 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
+from flockstep.collectives.group import Group
 from flockstep.collectives.recursive_doubling import gathered_by_doubling
-from flockstep.nodes import Worker
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Rabenseifner(Collective):
     doubling, in every bit. Where n is no power of two, workers fold as there (the paper saves some of that).
     """
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         await self.reduce_scatter(me, array)
         for partner, kept, given in reversed(list(_halvings(me.workers, len(array), me.rank))):
@@ -30,7 +30,7 @@ class Rabenseifner(Collective):
             array[given] = await me.receive_array("double", partner)
         await unfold(me, array)
 
-    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+    async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each of 2^k workers with a chunk of the sum; those that had to fold with none."""
         await fold(me, array)
         for partner, kept, given in _halvings(me.workers, len(array), me.rank):
@@ -44,7 +44,7 @@ class Rabenseifner(Collective):
         whole = slice(0, size if rank < 1 << costs.doublings(workers) else 0)
         return [whole, *(kept for _, kept, _ in _halvings(workers, size, rank))][-1]
 
-    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+    async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
         """The arrays of all workers: for n = 2^k in k messages each; otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 

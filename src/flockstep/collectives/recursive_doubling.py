@@ -10,9 +10,9 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.folding import fold, is_power, rounds_with_folds, sent_in_folds, unfold
+from flockstep.collectives.group import Group
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, node_name
-from flockstep.nodes import Worker
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RecursiveDoubling(Collective):
     result back at the end. Addition commutes, so partners compute the same bits.
     """
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         power = await fold(me, array)
         if me.rank < power:
@@ -35,7 +35,7 @@ class RecursiveDoubling(Collective):
                 distance *= 2
         await unfold(me, array)
 
-    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+    async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
         """The arrays of all workers: for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
@@ -53,7 +53,7 @@ class RecursiveDoubling(Collective):
         return rounds_with_folds(workers, 1)
 
 
-async def gathered_by_doubling(me: Worker, array: FlatArray) -> list[FlatArray]:
+async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
     """The arrays of all 2^k workers, in order of rank; they may differ in size, not in dtype. k messages each."""
     held = {me.rank: array}
     distance = 1
@@ -63,7 +63,7 @@ async def gathered_by_doubling(me: Worker, array: FlatArray) -> list[FlatArray]:
         sizes = ",".join(str(len(held[rank])) for rank in ranks)
         me.send(partner, "double", np.concatenate([held[rank] for rank in ranks]), {"sizes": sizes})
         message = await me.receive("double", partner)
-        me.mailbox.require_all(partner)
+        me.require_all(partner)
         start = 0
         for rank, size in zip(ranks, _sizes(message, len(ranks)), strict=True):
             held[rank ^ distance] = message.payload[start : start + size]

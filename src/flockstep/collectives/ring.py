@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
-from flockstep.nodes import Worker
+from flockstep.collectives.group import Group
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Ring(Collective):
     share memory add up in the same order where the arrays lie, which counts as the same bytes and messages.
     """
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers."""
         if me.together is not None and me.sum_together(array):
             return
@@ -30,7 +30,7 @@ class Ring(Collective):
             me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
             chunks[(rank - hop) % n][:] = await me.receive_array("gather", (rank - 1) % n)
 
-    async def average(self, me: Worker, array: FlatArray) -> None:
+    async def average(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the mean over all workers."""
         if me.together is not None and me.sum_together(array, me.workers):
             return
@@ -38,7 +38,7 @@ class Ring(Collective):
             await self.all_reduce(me, array)
             array /= me.workers
 
-    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+    async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each worker with the chunk of its right neighbour's number: n-1 messages of about K/n elements."""
         n, rank = me.workers, me.rank
         parts = slices(len(array), n)

@@ -13,11 +13,11 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.base import Collective
 from flockstep.collectives.costs import Link
+from flockstep.collectives.group import Group
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.sparse_phases import gathered_parts, summed_by_doubling, summed_parts
 from flockstep.collectives.streams import INDEX_BYTES, Stream, threshold
-from flockstep.nodes import Worker
 
 Algorithm = Literal["auto", "ssar_doubling", "ssar_split", "dsar"]
 SMALL = 65536
@@ -42,11 +42,11 @@ class Sparse(Collective):
     dense: Collective = field(default_factory=Ring)
     second: Codec | None = None
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers, by the dense collective."""
         await self.dense.all_reduce(me, array)
 
-    async def sum_encoded(self, me: Worker, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
+    async def sum_encoded(self, me: Group, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
         """The sum over all workers of what their encodings stand for, identical in every bit on all of them."""
         if not codec.sparse or (codec.linear and self.algorithm == "auto"):
             return await self.dense.sum_encoded(me, data, codec, size, dtype)
@@ -66,7 +66,7 @@ class Sparse(Collective):
             return "dsar"
         return "ssar_doubling" if elements * (INDEX_BYTES + width) <= SMALL else "ssar_split"
 
-    async def _elements(self, me: Worker, codec: Codec, own: int, size: int, dtype: str) -> float:
+    async def _elements(self, me: Group, codec: Codec, own: int, size: int, dtype: str) -> float:
         """Mean number of elements of a stream, the same on all ranks: from the codec's size if that is always so."""
         if codec.exact_size:
             return min(size, codec.wire_bytes(size, dtype) / (INDEX_BYTES + numpy_dtype(dtype).itemsize))

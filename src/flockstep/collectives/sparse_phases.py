@@ -8,11 +8,11 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.costs import doublings
+from flockstep.collectives.group import Group
 from flockstep.collectives.streams import Stream
-from flockstep.nodes import Worker
 
 
-async def summed_by_doubling(me: Worker, stream: Stream, dtype: str) -> Stream:
+async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
     """The sum of all streams by recursive doubling; workers beyond 2^k fold first, as in the dense one."""
     power, size = 1 << doublings(me.workers), stream.size
     if me.rank >= power:
@@ -33,7 +33,7 @@ async def summed_by_doubling(me: Worker, stream: Stream, dtype: str) -> Stream:
     return stream
 
 
-async def summed_parts(me: Worker, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
+async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
     """The sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's elements."""
     n, rank, parts = me.workers, me.rank, slices(size, me.workers)
     whole = Stream(size, values + values.dtype.type(0), indices)
@@ -51,7 +51,7 @@ async def summed_parts(me: Worker, size: int, values: FlatArray, indices: FlatAr
     return total
 
 
-async def gathered_parts(me: Worker, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
+async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
     """All parts, each from the worker that summed it: as they are, or `dense`, with `codec` if there is one."""
     parts = slices(size, me.workers)
     total: FlatArray = np.zeros(size, numpy_dtype(dtype))

@@ -9,12 +9,12 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.base import Collective
+from flockstep.collectives.group import Group
 from flockstep.errors import CompositionError, ConfigurationError, MissingDependency
-from flockstep.nodes import Worker
 from flockstep.programs import completed
 
 if TYPE_CHECKING:
-    from flockstep.transports.process_groups import Group
+    from flockstep.transports.process_groups import Group as ProcessGroup
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -36,7 +36,7 @@ class TorchDistributed(Collective):
         if self.backend not in BACKENDS:
             raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}; try gloo")
 
-    async def all_reduce(self, me: Worker, array: FlatArray) -> None:
+    async def all_reduce(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the sum over all workers: 2(n-1)/n K elements each."""
         if me.workers == 1:
             return
@@ -44,7 +44,7 @@ class TorchDistributed(Collective):
         _book(me, 2 * (me.workers - 1) * array.nbytes // me.workers, 2 * (me.workers - 1))
         await completed(work)
 
-    async def reduce(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+    async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
         """Replace `array` on `root` by the sum: (n-1)/n K elements each on average."""
         if me.workers == 1:
             return
@@ -52,7 +52,7 @@ class TorchDistributed(Collective):
         _book(me, (me.workers - 1) * array.nbytes // me.workers, 1)
         await completed(work)
 
-    async def broadcast(self, me: Worker, array: FlatArray, root: int = 0) -> None:
+    async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
         """Replace `array` on every worker by that of `root`: (n-1)/n K elements each on average."""
         if me.workers == 1:
             return
@@ -60,7 +60,7 @@ class TorchDistributed(Collective):
         _book(me, (me.workers - 1) * array.nbytes // me.workers, 1)
         await completed(work)
 
-    async def reduce_scatter(self, me: Worker, array: FlatArray) -> tuple[slice, FlatArray]:
+    async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
         """Leave each worker with its share of the sum: (n-1)/n K elements each, shares filled up to one size."""
         n, parts = me.workers, slices(len(array), me.workers)
         view = array[parts[me.rank]]
@@ -76,7 +76,7 @@ class TorchDistributed(Collective):
             view[:] = own[: len(view)]
         return parts[me.rank], view
 
-    async def all_gather(self, me: Worker, array: FlatArray) -> list[FlatArray]:
+    async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
         """The arrays of all workers, in order of rank: n-1 times the largest array each, and the sizes before."""
         n = me.workers
         if n == 1:
@@ -93,12 +93,12 @@ class TorchDistributed(Collective):
         await completed(work)
         return [row[: int(size[0])] for row, size in zip(gathered, sizes, strict=True)]
 
-    async def barrier(self, me: Worker) -> None:
+    async def barrier(self, me: Group) -> None:
         """Return once every worker has got here."""
         if me.workers > 1:
             await completed(self._group(me).meet())
 
-    def _group(self, me: Worker) -> Group:
+    def _group(self, me: Group) -> ProcessGroup:
         """The workers as a group, made when it is first needed.
 
         Raises:
@@ -112,14 +112,14 @@ class TorchDistributed(Collective):
             )
         if self.backend not in meeting.held:
             try:
-                from flockstep.transports.process_groups import Group
+                from flockstep.transports.process_groups import Group as ProcessGroup
             except ModuleNotFoundError:
                 raise MissingDependency.of("PyTorch", "torch", str(self)) from None
-            meeting.held[self.backend] = Group(self.backend, meeting)
+            meeting.held[self.backend] = ProcessGroup(self.backend, meeting)
         group = meeting.held[self.backend]
         return group  # type: ignore[return-value]
 
 
-def _book(me: Worker, nbytes: int, messages: int) -> None:
+def _book(me: Group, nbytes: int, messages: int) -> None:
     assert me.rendezvous is not None
     me.rendezvous.moved(nbytes, nbytes, messages)
