@@ -41,15 +41,9 @@ class AllReduce(Strategy):
     def __post_init__(self) -> None:
         check_composition(self.codec, self.feedback)
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-
-    @property
-    def cell(self) -> Cell:
-        """Gradients are all-reduced; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Kept:
         """Nothing kept back."""

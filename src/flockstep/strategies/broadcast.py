@@ -44,15 +44,9 @@ class Broadcast(Strategy):
         if not 0 < self.scale < float("inf"):
             raise ConfigurationError(f"scale must be > 0 and finite, got {self.scale}; 1 sums the workers' updates")
 
-    @property
-    def traits(self) -> Traits:
-        """Complete, with unbounded delay; workers may die."""
-        return Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """Every update reaches every replica: one model, held by all, once the queues drain."""
-        return Cell("central", "async", "ad hoc", "p2p mesh")
+    # Complete, with unbounded delay; workers may die.
+    traits = Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
+    cell = Cell("central", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> BroadcastState:
         """The ledger starts at the initial parameters."""

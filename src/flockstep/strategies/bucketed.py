@@ -42,15 +42,9 @@ class Bucketed(Strategy):
         if self.accumulate < 1:
             raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous where every step exchanges; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-
-    @property
-    def cell(self) -> Cell:
-        """Gradients are all-reduced; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous where every step exchanges; a dead worker stops everyone.
+    traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Held:
         """Nothing is held back."""

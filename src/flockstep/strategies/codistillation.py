@@ -41,15 +41,9 @@ class Codistillation(Strategy):
         if self.burn_in < 0:
             raise ConfigurationError(f"burn_in must be >= 0 steps, got {self.burn_in}; 0 learns from the first copies")
 
-    @property
-    def traits(self) -> Traits:
-        """Updates reach others through predictions only; workers may die."""
-        return Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
-
-    @property
-    def cell(self) -> Cell:
-        """Independent trainers that send copies to each other."""
-        return Cell("decentral", "async", "ad hoc", "p2p mesh")
+    # Updates reach others through predictions only; workers may die.
+    traits = Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
+    cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> Teachers:
         """No copy yet."""

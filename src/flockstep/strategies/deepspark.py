@@ -60,10 +60,8 @@ class AdaptiveElasticAveraging(ElasticAveraging):
                 f"1.8 / workers"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """As those of easgd; needs the loss of each step."""
-        return Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+    # As those of easgd; needs the loss of each step.
+    traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def ceiling(self, workers: int, lr: float) -> float:
         """The largest alpha; never less than the one to start from, unless that is not stable."""

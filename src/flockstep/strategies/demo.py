@@ -46,15 +46,9 @@ class Demo(Strategy):
             raise ConfigurationError(f"beta must be in [0, 1], got {self.beta}; 0.999 is usual")
         Dct(self.k, self.chunk)
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
-
-    @property
-    def cell(self) -> Cell:
-        """Parts of momenta are gathered by all; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Momentum:
         """No momentum."""

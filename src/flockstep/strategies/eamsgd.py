@@ -40,10 +40,8 @@ class ElasticMomentum(ElasticAveraging):
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, the paper's 0.99")
 
-    @property
-    def traits(self) -> Traits:
-        """As those of easgd; needs to know the job's optimiser."""
-        return Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
+    # As those of easgd; needs to know the job's optimiser.
+    traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def worker_state(self, me: Worker) -> Velocity:
         """At rest.

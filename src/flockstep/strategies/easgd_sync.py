@@ -33,20 +33,10 @@ class SynchronousElasticAveraging(Strategy):
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / workers, that is beta = 0.9"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """Replicas are never equal; a dead worker stops everyone."""
-        return Traits(completeness=4, survives=False, results=("server", "mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """The master takes in everyone's parameters at once."""
-        return Cell("decentral", "sync", "reduce", "dedicated master")
-
-    @property
-    def servers(self) -> int:
-        """One master holds the centre."""
-        return 1
+    # Replicas are never equal; a dead worker stops everyone.
+    traits = Traits(completeness=4, survives=False, results=("server", "mean", "rank0", "best"))
+    cell = Cell("decentral", "sync", "reduce", "dedicated master")
+    servers = 1
 
     def check(self, workers: int) -> None:
         """beta = p alpha must not exceed 1, beyond which the centre overshoots the mean."""

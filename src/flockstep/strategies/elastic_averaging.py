@@ -44,20 +44,10 @@ class ElasticAveraging(Strategy):
                 f"beta must be in [0, alpha] = [0, {self.alpha}], got {self.beta}; leave it out for alpha"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """The centre hears part of every replica; workers may die."""
-        return Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """Each worker meets the master by itself."""
-        return Cell("decentral", "async", "ad hoc", "dedicated master")
-
-    @property
-    def servers(self) -> int:
-        """One master holds the centre."""
-        return 1
+    # The centre hears part of every replica; workers may die.
+    traits = Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
+    cell = Cell("decentral", "async", "ad hoc", "dedicated master")
+    servers = 1
 
     async def worker(self, me: Worker) -> None:
         """Exchange with the centre every `period` steps; step."""

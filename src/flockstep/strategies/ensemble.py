@@ -16,15 +16,9 @@ class Ensemble(Strategy):
     probabilities where there are classes), and kept as the rows of one array.
     """
 
-    @property
-    def traits(self) -> Traits:
-        """No update ever reaches another worker."""
-        return Traits(completeness=4, survives=True, results=("ensemble", "best", "rank0"))
-
-    @property
-    def cell(self) -> Cell:
-        """Independent trainers."""
-        return Cell("decentral", "async", "none", "none")
+    # No update ever reaches another worker.
+    traits = Traits(completeness=4, survives=True, results=("ensemble", "best", "rank0"))
+    cell = Cell("decentral", "async", "none", "none")
 
     async def worker(self, me: Worker) -> None:
         """Step."""

@@ -11,7 +11,7 @@ from flockstep.expression import SHOWN, searched
 from flockstep.messages import BYE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
-from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
+from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
@@ -74,21 +74,10 @@ class EpochServer(Strategy):
         if self.length < 1:
             raise ConfigurationError(f"length must be >= 1 steps, got {self.length}; use a pass over a worker's data")
 
-    @property
-    def traits(self) -> Traits:
-        """Asynchronous within an epoch; some batches are never used."""
-        results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(4, True, results, server_optimizer=True, fixed_steps=False, needs_job=True)
-
-    @property
-    def cell(self) -> Cell:
-        """As an asynchronous parameter server."""
-        return Cell("central", "async", "ad hoc", "single PS")
-
-    @property
-    def servers(self) -> int:
-        """One counts."""
-        return 1
+    # Asynchronous within an epoch; some batches are never used.
+    traits = Traits(4, True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)
+    cell = Cell("central", "async", "ad hoc", "single PS")
+    servers = 1
 
     def worker_state(self, me: Worker) -> Reader:
         """Before the first batch."""

@@ -50,15 +50,9 @@ class Fused(Strategy):
         if not self.fusion > 0:
             raise ConfigurationError(f"fusion must be > 0 megabytes, got {self.fusion}; 64 is usual")
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-
-    @property
-    def cell(self) -> Cell:
-        """Gradients are all-reduced; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     async def worker(self, me: Worker) -> None:
         """Announce each tensor as it is complete; step when all are averaged."""

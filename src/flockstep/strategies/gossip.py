@@ -77,15 +77,9 @@ class Gossip(Strategy):
         if not 0 <= self.p <= 1:
             raise ConfigurationError(f"p must be a probability in [0, 1], got {self.p}; 0.1 is usual")
 
-    @property
-    def traits(self) -> Traits:
-        """Random and one-way; workers may die."""
-        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """Anyone may send to anyone; nothing bounds how far replicas drift but chance."""
-        return Cell("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
+    # Random and one-way; workers may die.
+    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    cell = Cell("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> GossipState:
         """Equal masses; the units that do not divide go to the first ranks."""

@@ -61,15 +61,8 @@ class GradientCoding(Strategy):
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits(1, self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 
-    @property
-    def cell(self) -> Cell:
-        """One model, one server, everyone in step."""
-        return Cell("central", "sync", "reduce", "single PS")
-
-    @property
-    def servers(self) -> int:
-        """One decodes."""
-        return 1
+    cell = Cell("central", "sync", "reduce", "single PS")
+    servers = 1
 
     def check(self, workers: int) -> None:
         """There must be more workers than stragglers, and whole groups of them where the code is fractional."""

@@ -65,10 +65,8 @@ class GradientPush(Strategy):
         if self.tau < 0:
             raise ConfigurationError(f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap with one gradient")
 
-    @property
-    def traits(self) -> Traits:
-        """Updates diffuse over the graph; the mass of a dead worker is lost, and the others go on."""
-        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    # Updates diffuse over the graph; the mass of a dead worker is lost, and the others go on.
+    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:

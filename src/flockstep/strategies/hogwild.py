@@ -63,15 +63,9 @@ class Hogwild(Strategy):
     count: bool = True
     locked: bool = False
 
-    @property
-    def traits(self) -> Traits:
-        """Everyone sees every update as soon as it is written; workers may die."""
-        return Traits(3, True, ("rank0", "mean"), server_optimizer=True)
-
-    @property
-    def cell(self) -> Cell:
-        """One model that everyone writes to."""
-        return Cell("central", "async", "ad hoc", "shared memory")
+    # Everyone sees every update as soon as it is written; workers may die.
+    traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True)
+    cell = Cell("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:
         """Nothing updated."""

@@ -73,10 +73,7 @@ class LocalSGD(Strategy):
             needs_job=rhythm.needs_job or self.weighting == "samples",
         )
 
-    @property
-    def cell(self) -> Cell:
-        """Replicas meet at an average; the collective stands in for the master."""
-        return Cell("decentral", "sync", "reduce", "dedicated master")
+    cell = Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings:
         """Nobody has met; an outer optimizer begins at the common start. A period outlasts a new model."""

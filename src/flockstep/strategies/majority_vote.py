@@ -38,15 +38,9 @@ class MajorityVote(Strategy):
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 for none")
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
-
-    @property
-    def cell(self) -> Cell:
-        """The workers count in place of servers; every worker holds the one model."""
-        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
+    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Momentum:
         """No momentum yet."""

@@ -62,15 +62,9 @@ class PenalisedAveraging(Strategy):
         if not 0 <= self.gamma <= 1:
             raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; 0 does not extrapolate")
 
-    @property
-    def traits(self) -> Traits:
-        """Averages draw replicas together; a dead worker stops everyone."""
-        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """The root of the tree stands in for the master; how stale averages are follows from the network."""
-        return Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+    # Averages draw replicas together; a dead worker stops everyone.
+    traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+    cell = Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
 
     def worker_state(self, me: Worker) -> Rounds:
         """No average is known."""

@@ -34,10 +34,8 @@ class NeighbourAveraging(Strategy):
 
     topology: Topology = field(default_factory=RingGraph)
 
-    @property
-    def traits(self) -> Traits:
-        """Updates diffuse over the graph, around the dead."""
-        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    # Updates diffuse over the graph, around the dead.
+    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:

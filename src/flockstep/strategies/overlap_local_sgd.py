@@ -46,15 +46,9 @@ class OverlapLocalSGD(Strategy):
         if not 0 <= self.beta < 1:
             raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; 0 is without momentum, 0.7 is usual")
 
-    @property
-    def traits(self) -> Traits:
-        """Replicas meet in part, at an old average; a dead worker stops everyone."""
-        return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """As local SGD, a period late."""
-        return Cell("decentral", "bounded async", "reduce", "dedicated master")
+    # Replicas meet in part, at an old average; a dead worker stops everyone.
+    traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
+    cell = Cell("decentral", "bounded async", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Anchor:
         """The anchor is where all start."""

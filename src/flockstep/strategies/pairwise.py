@@ -29,15 +29,9 @@ class PairwiseAveraging(Strategy):
 
     topology: Topology = field(default_factory=RingGraph)
 
-    @property
-    def traits(self) -> Traits:
-        """Random pairs; a dead worker is missed by those that ask it, and then left out."""
-        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """Pairs of neighbours average without waiting for anyone else."""
-        return Cell("decentral", "soft-bounded async", "ad hoc", "graph")
+    # Random pairs; a dead worker is missed by those that ask it, and then left out.
+    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    cell = Cell("decentral", "soft-bounded async", "ad hoc", "graph")
 
     def check(self, workers: int) -> None:
         """The graph must have two sides."""

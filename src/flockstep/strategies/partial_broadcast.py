@@ -57,10 +57,7 @@ class PartialBroadcast(Strategy):
         """Partial where updates are dropped, complete with unbounded delay where they are deferred."""
         return Traits(completeness=3 if self.rest == "defer" else 4, survives=True, results=("mean", "rank0", "best"))
 
-    @property
-    def cell(self) -> Cell:
-        """Replicas hear part of the updates."""
-        return Cell("decentral", "async", "ad hoc", "p2p mesh")
+    cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> PartialState:
         """Nothing is owed to begin with."""

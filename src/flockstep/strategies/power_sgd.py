@@ -58,22 +58,16 @@ class PowerSgd(Strategy):
                 f"{self.feedback}; leave it out for residual"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(
-            completeness=1,
-            survives=False,
-            results=("rank0", "mean"),
-            clips="combined",
-            approximation="sent later",
-            matrices=True,
-        )
-
-    @property
-    def cell(self) -> Cell:
-        """Factors of gradients are all-reduced; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(
+        completeness=1,
+        survives=False,
+        results=("rank0", "mean"),
+        clips="combined",
+        approximation="sent later",
+        matrices=True,
+    )
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Factors:
         """A random Q, the same everywhere; nothing left out."""

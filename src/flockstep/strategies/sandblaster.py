@@ -60,10 +60,8 @@ class Sandblaster(Strategy):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
 
-    @property
-    def traits(self) -> Traits:
-        """One exact gradient at a time; any worker takes any portion, also one that a dead worker had."""
-        return Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others")
+    # One exact gradient at a time; any worker takes any portion, also one that a dead worker had.
+    traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others")
 
     @property
     def cell(self) -> Cell:

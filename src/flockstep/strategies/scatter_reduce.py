@@ -41,15 +41,9 @@ class ScatterReduce(Strategy):
     def __post_init__(self) -> None:
         check_composition(self.codec, self.feedback)
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker takes its slice along."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
-
-    @property
-    def cell(self) -> Cell:
-        """The workers are the servers."""
-        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    # Synchronous; a dead worker takes its slice along.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
+    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> SliceState:
         """A fresh optimiser for the slice; nothing dropped."""

@@ -37,15 +37,9 @@ class SliceServers(Strategy):
 
     notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": Held}
 
-    @property
-    def traits(self) -> Traits:
-        """Nobody waits for a gradient; a dead worker takes its slice along."""
-        return Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
-
-    @property
-    def cell(self) -> Cell:
-        """The workers are the servers, and are met when it suits."""
-        return Cell("central", "async", "ad hoc", "distributed PS (k = n)")
+    # Nobody waits for a gradient; a dead worker takes its slice along.
+    traits = Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
+    cell = Cell("central", "async", "ad hoc", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> ServedState:
         """A fresh optimiser for the slice; everything read at version 0."""

@@ -44,10 +44,7 @@ class Sparta(Strategy):
             return replace(self.full.traits, approximation="sent later")
         return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"), approximation="sent later")
 
-    @property
-    def cell(self) -> Cell:
-        """Replicas meet at averages; the collective stands in for the master."""
-        return Cell("decentral", "sync", "reduce", "dedicated master")
+    cell = Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings | None:
         """That of the full averages."""

@@ -80,10 +80,8 @@ class StreamingDiloco(Strategy):
             )
         check_composition(self.codec, self.feedback)
 
-    @property
-    def traits(self) -> Traits:
-        """Every update reaches everyone within a period and the overlap; a dead worker stops everyone."""
-        return Traits(completeness=2, survives=False, results=("mean", "rank0", "best"))
+    # Every update reaches everyone within a period and the overlap; a dead worker stops everyone.
+    traits = Traits(completeness=2, survives=False, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:

@@ -25,15 +25,9 @@ class SufficientFactors(Strategy):
 
     collective: Collective = field(default_factory=Ring)
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
-
-    @property
-    def cell(self) -> Cell:
-        """Gradients reach everyone, in one form or another; every worker holds the one model."""
-        return Cell("central", "sync", "all-reduce", "replicated PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
+    cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> None:
         """Nothing to remember, but layers must be there."""

@@ -41,18 +41,9 @@ class TreeElasticAveraging(Strategy):
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / (branching + 1)"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """A worker hears its neighbours only; workers may die."""
-        return Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-
-    @property
-    def cell(self) -> Cell:
-        """The master's part is spread over the inner nodes of a tree; its periods bound how far a node explores alone.
-
-        The survey counts that as bounded, and EASGD, whose master is one for all, as asynchronous.
-        """
-        return Cell("decentral", "bounded async", "ad hoc", "tree")
+    # A worker hears its neighbours only; workers may die.
+    traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
+    cell = Cell("decentral", "bounded async", "ad hoc", "tree")
 
     @property
     def rate(self) -> float:

@@ -21,15 +21,9 @@ class TreeServer(Strategy):
     every worker itself would take in n.
     """
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
-
-    @property
-    def cell(self) -> Cell:
-        """The root is the parameter server."""
-        return Cell("central", "sync", "binomial tree", "single PS")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
+    cell = Cell("central", "sync", "binomial tree", "single PS")
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
         """The root's optimiser state; the others have none."""

@@ -51,15 +51,9 @@ class TwoWay(Strategy):
                 f"{self.feedback}; use residual, and momentum in the optimiser"
             )
 
-    @property
-    def traits(self) -> Traits:
-        """Synchronous; a dead worker stops everyone."""
-        return Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-
-    @property
-    def cell(self) -> Cell:
-        """The workers add up in place of servers; every worker holds the one model."""
-        return Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    # Synchronous; a dead worker stops everyone.
+    traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
+    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Dropped:
         """Nothing dropped."""

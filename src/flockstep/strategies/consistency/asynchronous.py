@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from flockstep.strategies.consistency.base import ClockRule, Push
 
@@ -13,15 +12,8 @@ from flockstep.strategies.consistency.base import ClockRule, Push
 class Asynchronous(ClockRule):
     """No bound (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient on arrival, every read."""
 
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Unbounded delay."""
-        return 3
-
-    @property
-    def survives(self) -> bool:
-        """Nobody waits for anybody."""
-        return True
+    completeness = 3
+    survives = True
 
     def full_step(self, workers: int) -> int:
         """Each gradient is a full step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 
@@ -13,15 +12,8 @@ from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 class BulkSynchronous(ClockRule):
     """Bulk synchronous parallel (Valiant 1990): everyone's gradients of a step, averaged, before anyone goes on."""
 
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Synchronous."""
-        return 1
-
-    @property
-    def survives(self) -> bool:
-        """A dead worker stops everyone."""
-        return False
+    completeness = 1
+    survives = False
 
     def full_step(self, workers: int) -> int:
         """One gradient of each worker."""

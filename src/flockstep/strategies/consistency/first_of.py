@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.strategies.access import Access, GivesUp
+from flockstep.strategies.access import GivesUp
 from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
@@ -19,15 +18,8 @@ class FirstOf(Consistency):
     Each gradient counts as 1/needed of a step, also towards the end of a run, where fewer workers have any left.
     """
 
-    @property
-    def access(self) -> Access:
-        """Who is late gives up."""
-        return GivesUp()
-
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """What is given up reaches nobody."""
-        return 4
+    access = GivesUp()
+    completeness = 4
 
     @property
     def survives(self) -> bool | int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
@@ -25,20 +24,14 @@ class KAsync(Consistency):
         if self.k < 1:
             raise ConfigurationError(f"k must be >= 1 gradients, got {self.k}; 1 is asynchronous")
 
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Unbounded delay."""
-        return 3
+    completeness = 3
 
     @property
     def gathers(self) -> int:
         """k."""
         return self.k
 
-    @property
-    def survives(self) -> bool:
-        """Fewer than k make a step of what there is."""
-        return True
+    survives = True
 
     def check(self, workers: int) -> None:
         """There must be so many learners."""
@@ -67,10 +60,7 @@ class KAsync(Consistency):
 class KBatchAsync(KAsync):
     """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whoever they are from."""
 
-    @property
-    def gathers(self) -> int:
-        """Whoever they are from."""
-        return 0
+    gathers = 0
 
     def check(self, workers: int) -> None:
         """Any number from 1 on will do."""

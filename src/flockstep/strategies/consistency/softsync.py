@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
@@ -27,15 +26,8 @@ class SoftSync(Consistency):
         if self.n < 1:
             raise ConfigurationError(f"n must be >= 1, got {self.n}; 1 collects a gradient per worker")
 
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Unbounded delay."""
-        return 3
-
-    @property
-    def survives(self) -> bool:
-        """Nobody waits for anybody."""
-        return True
+    completeness = 3
+    survives = True
 
     def check(self, workers: int) -> None:
         """At least one gradient makes a step."""

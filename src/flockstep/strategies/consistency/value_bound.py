@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -32,15 +31,8 @@ class ValueBound(Consistency):
         if not self.delta > 0:
             raise ConfigurationError(f"delta must be > 0, got {self.delta}; use bsp for no change at all")
 
-    @property
-    def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Bounded."""
-        return 2
-
-    @property
-    def survives(self) -> bool:
-        """What a dead worker computed on does not count."""
-        return True
+    completeness = 2
+    survives = True
 
     def full_step(self, workers: int) -> int:
         """Each gradient is a full step."""
