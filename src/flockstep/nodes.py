@@ -88,6 +88,7 @@ class Node:
         """What runs its programs; set by the driver."""
         self._sent: dict[Address, int] = {}
         self.tasks: list[Task] = []
+        self._latest: dict[str, Task] = {}
         self._channel = ""
         self._started = 0
 
@@ -101,13 +102,20 @@ class Node:
 
         In a process of its own messages are looked at between gradients only; in virtual time as they arrive. What is
         sent from elsewhere to a task that waits for tag "x" in channel "c" has the tag "x/c".
+
+        A state holds no task: a program whose task outlasts a step remembers what it was begun with, begins it again
+        where a run continues, and finds it by its channel (`task`).
         """
         self._started += 1
-        task = Task(self._started, f"/{channel}", program)
+        task = self._latest[channel] = Task(self._started, f"/{channel}", program)
         self._advance(task, None)
         if not task.done:
             self.tasks.append(task)
         return task
+
+    def task(self, channel: str) -> Task:
+        """The task that was begun last in that channel."""
+        return self._latest[channel]
 
     async def finished(self, task: Task) -> Any:
         """Wait until a task has ended; return what it returned."""
@@ -118,6 +126,8 @@ class Node:
         if not task.done:
             await suspend(ended)
         self.mailbox.take(ended)
+        if self._latest.get(task.channel[1:]) is task:
+            del self._latest[task.channel[1:]]
         return task.result
 
     @property

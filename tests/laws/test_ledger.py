@@ -41,7 +41,7 @@ def test_any_order_gives_the_same_bits_and_the_exact_sum(dtype, data):
     order = data.draw(st.permutations(range(8)))
     results = []
     for indices in (range(8), order):
-        ledger, out = Ledger(start), np.empty_like(start)
+        ledger, out = Ledger.of(start), np.empty_like(start)
         for index in indices:
             ledger.add(rows[index])
         ledger.write(out)
@@ -70,7 +70,7 @@ def test_float64_off_the_grid_depends_on_the_order():
     rows = np.random.default_rng(0).normal(size=(200, 50))
     results = []
     for order in (rows, rows[::-1]):
-        ledger = Ledger(np.zeros(50))
+        ledger = Ledger.of(np.zeros(50))
         for row in order:
             ledger.add(row)
         results.append(ledger.total.tobytes())
@@ -86,15 +86,15 @@ def test_the_range_ends_where_exactness_does():
 
 @pytest.mark.parametrize("total", [LIMIT, -LIMIT, 1e300, np.inf, np.nan])
 def test_leaving_the_range_is_an_error(total):
-    ledger, params = Ledger(np.zeros(3)), np.zeros(3)
+    ledger, params = Ledger.of(np.zeros(3)), np.zeros(3)
     ledger.add(np.array([0, total, 0]))
     with pytest.raises(Diverged, match=r"not below 8192 in magnitude; lower the learning rate"):
         ledger.write(params)
 
 
 def test_the_range_itself_is_fine():
-    ledger, params = Ledger(np.zeros(3)), np.zeros(3)
+    ledger, params = Ledger.of(np.zeros(3)), np.zeros(3)
     ledger.add(np.array([0, LIMIT - GRID, GRID - LIMIT]))
     ledger.write(params)
     assert params.tolist() == [0, LIMIT - GRID, GRID - LIMIT]
-    Ledger(np.zeros(0)).write(np.zeros(0))
+    Ledger.of(np.zeros(0)).write(np.zeros(0))

@@ -104,7 +104,7 @@ class Replaces(PenalisedAveraging):
         while me.training:
             me.optimizer_step(await me.gradient())
             if me.step % 5 == 0:
-                task = me.background("round", self.round(me, me.params.copy(), True))
+                task = me.background("round", self.round(me, Rounds(snapshot=me.params.copy())))
                 me.params[:] = (await me.finished(task)).payload
 
 
@@ -134,8 +134,8 @@ class Waits(PenalisedAveraging):
 
     async def look_after(self, me):
         await super().look_after(me)
-        await me.finished(me.state.task)
-        me.state.task = None
+        await me.finished(me.task("round"))
+        me.state.snapshot = None
 
 
 @pytest.mark.negative_control("strategy:mpca")
@@ -201,7 +201,7 @@ class OnArrival(Straight):
     """Negative control: takes the average for one of the replicas as they are when it arrives."""
 
     async def look_after(self, me):
-        if me.state.task is not None and me.state.task.done:
+        if me.state.snapshot is not None and me.task("round").done:
             me.state.begun = me.step
         await super().look_after(me)
 

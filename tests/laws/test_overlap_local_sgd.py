@@ -51,7 +51,7 @@ class Jumps(OverlapLocalSGD):
             if me.step % self.period == 0:
                 me.params -= me.params.dtype.type(self.alpha) * (me.params - me.state.model)
                 me.state.mean[:] = me.params
-                me.state.task = me.background("anchor", self.collective.average(me, me.state.mean))
+                self._begin(me, me.state)
                 await self._arrive(me, me.state)
 
 

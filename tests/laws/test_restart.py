@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 
+from flockstep import registry
 from flockstep.errors import FlockstepError
+from flockstep.messages import Note
 from flockstep.nodes import Server
+from flockstep.records.events import Step
 from flockstep.strategies.broadcast import Broadcast
 from flockstep.strategies.gossip import TOTAL_MASS
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.strategies.overlap_local_sgd import OverlapLocalSGD
+from flockstep.testing.strategies import Bench, Watched, bowl_job, equal_bits, run_strategy, small_job
 
 OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"]
 DETERMINED = [
@@ -182,3 +186,64 @@ def test_everything_that_is_saved_is_needed(lost):
         rightly = run_strategy(strategy, workers, 18, job=job, resume=saved)
         shows |= forgetful.events != rightly.events or not equal_bits(forgetful.replicas, rightly.replicas)
     assert shows
+
+
+DATA = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, slice, Note)
+
+
+def strangers(value, path):
+    """Where a state holds something that is no data: a task, a coroutine, an open handle."""
+    if is_dataclass(value):
+        for one in fields(value):
+            yield from strangers(getattr(value, one.name), f"{path}.{one.name}")
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from strangers(key, path)
+            yield from strangers(one, f"{path}[{key}]")
+    elif isinstance(value, (list, tuple, set)):
+        for one in value:
+            yield from strangers(one, f"{path}[]")
+    elif not isinstance(value, DATA):
+        yield f"{path} is a {type(value).__name__}"
+
+
+class Inspected(Watched):
+    """Looks at the states of all nodes after every step."""
+
+    found = frozenset()
+
+    def note(self, event):
+        super().note(event)
+        if isinstance(event, Step):
+            for runner in self.runners.values():
+                self.found |= set(strangers(runner.node.state, "state"))
+
+
+MIDWAY = [
+    "ps(essp(2))",
+    "ps(value_bound(0.5))",
+    "ps(backup(1))",
+    "overlap_local_sgd(3)",
+    "streaming_diloco(4, 2, 2)",
+    "streaming_diloco(4, 2, 2, codec=half, feedback=residual)",
+]
+
+
+@pytest.mark.parametrize("text", [*registry.names("strategy"), *MIDWAY])
+def test_states_are_data_at_every_step(text):
+    run = run_strategy(text, 4, 8, job=small_job(OPTIMIZERS[1]), simulation=Inspected)
+    assert run.simulation.found == frozenset()
+
+
+@dataclass(frozen=True)
+class KeepsTheTask(OverlapLocalSGD):
+    """Negative control: its state holds a task."""
+
+    def _begin(self, me, state):
+        super()._begin(me, state)
+        state.under_way = me.task("anchor")
+
+
+def test_a_task_in_a_state_is_noticed():
+    found = run_strategy(KeepsTheTask(3), 4, 8, simulation=Inspected).simulation.found
+    assert found == {"state.under_way is a Task"}

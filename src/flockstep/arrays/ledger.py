@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,11 +26,16 @@ def on_grid(update: FlatArray) -> FlatArray:
     return rounded
 
 
+@dataclass(eq=False)
 class Ledger:
     """Parameters as an exact sum: any order of the same additions gives the same bits."""
 
-    def __init__(self, params: FlatArray):
-        self.total: npt.NDArray[np.float64] = on_grid(params.astype(np.float64))
+    total: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, params: FlatArray) -> Ledger:
+        """The sum to begin with."""
+        return cls(on_grid(params.astype(np.float64)))
 
     def add(self, update: FlatArray) -> None:
         """Add an update that lies on the grid."""

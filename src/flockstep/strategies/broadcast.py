@@ -50,7 +50,7 @@ class Broadcast(Strategy):
 
     def worker_state(self, me: Worker) -> BroadcastState:
         """The ledger starts at the initial parameters."""
-        return BroadcastState(Ledger(me.params) if me.workers > 1 else None)
+        return BroadcastState(Ledger.of(me.params) if me.workers > 1 else None)
 
     async def worker(self, me: Worker) -> None:
         """Absorb what came, step, tell everyone."""

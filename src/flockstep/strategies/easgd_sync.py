@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
-from flockstep.messages import MASTER, Message
+from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass
+class Gathered:
+    """What the master has received since the centre moved last: rank → parameters."""
+
+    here: dict[int, FlatArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,10 @@ class SynchronousElasticAveraging(Strategy):
         """alpha; unless it is given, 0.9 / workers."""
         return 0.9 / workers if self.alpha is None else self.alpha
 
+    def master_state(self, me: Server) -> Gathered:
+        """Nothing has arrived."""
+        return Gathered()
+
     async def worker(self, me: Worker) -> None:
         """Step; every `period` steps with the elastic move of the point before the step."""
         while me.training:
@@ -63,15 +75,15 @@ class SynchronousElasticAveraging(Strategy):
 
     async def master(self, me: Server) -> None:
         """When every worker's parameters are here: hand out the centre, then move it."""
-        n, here = me.cluster.workers, dict[int, Message]()
+        n, here = me.cluster.workers, me.state.here
         async for message in me.messages():
             if message.tag != "model":
                 continue
-            here[message.source] = message
+            here[message.source] = message.payload
             if len(here) == n:
                 me.send_all(range(n), "centre", me.params)
                 centre = me.params.copy()
                 for rank in range(n):
-                    me.params += self.rate(n) * (here[rank].payload - centre)
+                    me.params += self.rate(n) * (here[rank] - centre)
                 me.version += 1
                 here.clear()

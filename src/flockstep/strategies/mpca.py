@@ -10,7 +10,6 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
-from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.tree_server import family
 
@@ -25,10 +24,12 @@ class Snapshot(Note, frozen=True):
 class Rounds:
     """What a worker knows of the averages."""
 
-    task: Task | None = None
-    """The round under way."""
+    snapshot: FlatArray | None = None
+    """What this worker gives to the round under way, (K,); None: there is none."""
+    training: bool = True
+    """Whether this worker was still training then."""
     begun: int = 0
-    """Step of the snapshot in it."""
+    """Step of that snapshot."""
     mean: FlatArray | None = None
     """The last average, (K,)."""
     at: int = 0
@@ -72,6 +73,8 @@ class PenalisedAveraging(Strategy):
 
     async def worker(self, me: Worker) -> None:
         """Look after the rounds; step along the gradients of loss and penalty."""
+        if me.state.snapshot is not None:  # a run that continues
+            me.background("round", self.round(me, me.state))
         while me.training:
             if me.workers > 1:
                 await self.look_after(me)
@@ -84,24 +87,30 @@ class PenalisedAveraging(Strategy):
         state: Rounds = me.state
         training = me.workers > 1
         while training:
-            if state.task is None:
-                state.task = me.background("round", self.round(me, me.params.copy(), False))
-            training = (await me.finished(state.task)).note.training
-            state.task = None
+            if state.snapshot is None:
+                self._begin(me, state, training=False)
+            training = (await me.finished(me.task("round"))).note.training
+            state.snapshot = None
         me.leave()
 
     async def look_after(self, me: Worker) -> None:
         """Take in a round that has ended; begin one where there is none. Does not wait."""
         state: Rounds = me.state
-        if state.task is not None and state.task.done:
-            self.take_in(state, (await me.finished(state.task)).payload)
-            state.task = None
-        if state.task is None:
+        if state.snapshot is not None and me.task("round").done:
+            self.take_in(state, (await me.finished(me.task("round"))).payload)
+            state.snapshot = None
+        if state.snapshot is None:
             state.begun = me.step
-            state.task = me.background("round", self.round(me, me.params.copy(), True))
+            self._begin(me, state, training=True)
 
-    async def round(self, me: Worker, total: FlatArray, training: bool) -> Message:
-        """The mean of all snapshots; `total`, this worker's own, is lost. Its note: whether anyone was training."""
+    def _begin(self, me: Worker, state: Rounds, training: bool) -> None:
+        state.snapshot, state.training = me.params.copy(), training
+        me.background("round", self.round(me, state))
+
+    async def round(self, me: Worker, state: Rounds) -> Message:
+        """The mean of all snapshots. Its note: whether anyone was training."""
+        assert state.snapshot is not None
+        total, training = state.snapshot.copy(), state.training
         parent, children = family(me.rank, me.workers)
         for child in children:
             heard = await whole(me, "snapshot", child)

@@ -10,7 +10,6 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
 
 
@@ -21,7 +20,8 @@ class Anchor:
     model: FlatArray
     velocity: FlatArray
     mean: FlatArray
-    task: Task | None = None
+    """What this worker gives to the next average."""
+    under_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,32 @@ class OverlapLocalSGD(Strategy):
     async def worker(self, me: Worker) -> None:
         """Step; be pulled, and begin the next average, every `period` steps."""
         state: Anchor = me.state
+        if state.under_way:  # a run that continues
+            self._begin(me, state)
         while me.training:
             me.optimizer_step(await me.gradient())
             if me.step % self.period == 0:
                 await self._arrive(me, state)
                 me.params -= me.params.dtype.type(self.alpha) * (me.params - state.model)
                 state.mean[:] = me.params
-                state.task = me.background("anchor", self.collective.average(me, state.mean))
+                self._begin(me, state)
+
+    def _begin(self, me: Worker, state: Anchor) -> None:
+        state.under_way = True
+        me.background("anchor", self._average(me, state.mean.copy()))
+
+    async def _average(self, me: Worker, array: FlatArray) -> FlatArray:
+        await self.collective.average(me, array)
+        return array
 
     async def _arrive(self, me: Worker, state: Anchor) -> None:
         """Move the anchor to the average that is on its way, if one is."""
-        if state.task is None:
+        if not state.under_way:
             return
-        await me.finished(state.task)
-        state.task = None
+        mean: FlatArray = await me.finished(me.task("anchor"))
+        state.under_way = False
         state.velocity *= state.velocity.dtype.type(self.beta)
-        state.velocity += state.mean - state.model
+        state.velocity += mean - state.model
         state.model += state.velocity
 
     async def finish(self, me: Worker) -> None:

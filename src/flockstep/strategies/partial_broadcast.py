@@ -62,7 +62,7 @@ class PartialBroadcast(Strategy):
     def worker_state(self, me: Worker) -> PartialState:
         """Nothing is owed to begin with."""
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0
-        ledger = Ledger(me.params) if me.workers > 1 else None
+        ledger = Ledger.of(me.params) if me.workers > 1 else None
         return PartialState(ledger, np.zeros((rows, len(me.params))), [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:

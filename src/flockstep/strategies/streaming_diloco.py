@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -18,7 +16,6 @@ from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
-from flockstep.programs import Task
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.outer.base import Outer
@@ -33,10 +30,10 @@ class Fragment:
     model: FlatArray
     """What the outer optimiser made of it last, (its size,)."""
     outer: Any
-    mean: FlatArray
-    """While a mean is under way: what this worker gave to it, and where it arrives."""
+    given: FlatArray
+    """What this worker gives to the mean that is under way: its part, or what its outer gradient is encoded as."""
     begun: int = 0
-    task: Task | None = None
+    under_way: bool = False
     dropped: Any = None
     """What the feedback remembers."""
 
@@ -102,38 +99,53 @@ class StreamingDiloco(Strategy):
     async def worker(self, me: Worker) -> None:
         """Step; merge what is due, then begin what is due."""
         fragments: list[Fragment] = me.state
+        for index, fragment in enumerate(fragments):
+            if fragment.under_way:  # a run that continues
+                me.background(f"fragment{index}", self._mean(me, fragment))
         while me.training:
             me.optimizer_step(await me.gradient())
             for index, fragment in enumerate(fragments):
-                await self._merge(me, fragment, me.step - self.overlap)
+                await self._merge(me, index, fragment, me.step - self.overlap)
                 if me.step % self.period == self.offset(index):
                     self._begin(me, index, fragment)
-                    await self._merge(me, fragment, me.step - self.overlap)
+                    await self._merge(me, index, fragment, me.step - self.overlap)
+
+    @property
+    def _exact(self) -> bool:
+        return self.codec == Identity() and self.feedback == NoFeedback()
 
     def _begin(self, me: Worker, index: int, fragment: Fragment) -> None:
         """Send this worker's part on its way."""
-        fragment.begun = me.step
-        fragment.mean[:] = me.params[fragment.part]
-        exact = self.codec == Identity() and self.feedback == NoFeedback()
-        program = self.collective.average(me, fragment.mean) if exact else self._encoded_mean(me, fragment)
-        fragment.task = me.background(f"fragment{index}", program)
+        part = me.params[fragment.part]
+        fragment.begun, fragment.under_way = me.step, True
+        if self._exact:
+            fragment.given = part.copy()
+        else:
+            delta = fragment.model - part
+            fragment.given, fragment.dropped = encoded(
+                me, self.codec, self.feedback, delta, fragment.dropped, fragment.part
+            )
+        me.background(f"fragment{index}", self._mean(me, fragment))
 
-    async def _encoded_mean(self, me: Worker, fragment: Fragment) -> None:
-        """Replace `fragment.mean` by theta less the mean of what all outer gradients' encodings stand for."""
-        delta, part = fragment.model - fragment.mean, fragment.part
-        codec = codec_for(me, self.codec, self.feedback, part)
-        data, fragment.dropped = encoded(me, self.codec, self.feedback, delta, fragment.dropped, part)
-        total = await self.collective.sum_encoded(me, data, codec, len(delta), delta.dtype.name)
+    async def _mean(self, me: Worker, fragment: Fragment) -> FlatArray:
+        """The mean of the parts, or theta less the mean of what all outer gradients' encodings stand for."""
+        model = fragment.model
+        if self._exact:
+            mean = fragment.given.copy()
+            await self.collective.average(me, mean)
+            return mean
+        codec = codec_for(me, self.codec, self.feedback, fragment.part, fragment.begun)
+        total = await self.collective.sum_encoded(me, fragment.given, codec, len(model), model.dtype.name)
         total /= me.workers
-        np.subtract(fragment.model, total, out=fragment.mean)
+        return model - total
 
-    async def _merge(self, me: Worker, fragment: Fragment, begun: int) -> None:
+    async def _merge(self, me: Worker, index: int, fragment: Fragment, begun: int) -> None:
         """Take in a mean that was begun by that step, if one is under way; wait for it."""
-        if fragment.task is None or fragment.begun > begun:
+        if not fragment.under_way or fragment.begun > begun:
             return
-        await me.finished(fragment.task)
-        fragment.task = None
-        self.outer.move(fragment.model, fragment.mean, fragment.outer)
+        mean: FlatArray = await me.finished(me.task(f"fragment{index}"))
+        fragment.under_way = False
+        self.outer.move(fragment.model, mean, fragment.outer)
         part = me.params[fragment.part]
         if self.overlap and self.alpha:
             alpha = part.dtype.type(self.alpha)
@@ -143,6 +155,6 @@ class StreamingDiloco(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Merge what is still on its way."""
-        for fragment in me.state:
-            await self._merge(me, fragment, me.step)
+        for index, fragment in enumerate(me.state):
+            await self._merge(me, index, fragment, me.step)
         me.leave()
