@@ -87,8 +87,11 @@ class RealRun:
 
     started: ClassVar[list[RealRun]] = []
 
-    def __init__(self, arguments: Sequence[str], record: Path, *, torch: bool = False):
-        """Without `torch` that package looks as if it were not installed: no process spends time on importing it."""
+    def __init__(self, arguments: Sequence[str], record: Path, *, torch: bool = False, within: Sequence[str] = ()):
+        """Without `torch` that package looks as if it were not installed: no process spends time on importing it.
+
+        `within` is the command that runs it.
+        """
         self.record = record
         self.nodes: dict[str, int] = {}
         self.scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: a socket's path may not be long
@@ -98,7 +101,7 @@ class RealRun:
             (self.scratch / "without" / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
             path.insert(0, str(self.scratch / "without"))
         environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": os.pathsep.join(path)}
-        command = [*COMMAND, arguments[0], "--out", str(record), *arguments[1:]]
+        command = [*within, *COMMAND, arguments[0], "--out", str(record), *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             self.main = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
