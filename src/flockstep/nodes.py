@@ -84,6 +84,8 @@ class Node:
         """Which part of the model `params` is."""
         self.freeze: Callable[[Array], Array] = frozen
         """Makes the copies that messages carry; a driver may have a way of its own."""
+        self.port_copies = False
+        """Whether the port copies an array that has to wait before it travels, so that it may be changed at once."""
         self.port: Port
         """What runs its programs; set by the driver."""
         self._sent: dict[Address, int] = {}
@@ -144,7 +146,7 @@ class Node:
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
-        self._post(to, tag, None if array is None else self.freeze(array), note)
+        self._post(to, tag, self._carried(to, array), note)
 
     def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send the same message to several nodes; the array is copied once."""
@@ -154,7 +156,7 @@ class Node:
 
     def reply(self, message: Message, array: Array | None = None, note: Beside | None = None) -> None:
         """Answer a request."""
-        self.reply_all([message], array, note)
+        self._post(message.source, message.tag, self._carried(message.source, array), note, reply_to=message.number)
 
     def reply_all(self, requests: Iterable[Message], array: Array | None, note: Beside | None = None) -> None:
         """Answer several requests with the same array, which is copied once."""
@@ -183,7 +185,7 @@ class Node:
 
     async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Beside | None]]) -> list[Message]:
         """Send several requests at once and wait for all replies, in the order of the requests."""
-        numbers = [(to, self._post(to, tag, None if a is None else self.freeze(a), note)) for to, a, note in requests]
+        numbers = [(to, self._post(to, tag, self._carried(to, a), note)) for to, a, note in requests]
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
 
     async def request(self, to: Address, tag: str, array: Array | None = None) -> Array:
@@ -259,6 +261,12 @@ class Node:
             task.fail(value) if isinstance(value, PeerLost) else task.resume(value)
         finally:
             self._channel = outer
+
+    def _carried(self, to: Address, array: Array | None) -> Array | None:
+        """What a message to that node carries."""
+        if array is None or (self.port_copies and to != self.address):
+            return array
+        return self.freeze(array)
 
     def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
         if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is

@@ -21,6 +21,7 @@ from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import check_strategy, equal_bits, run_strategy
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import mixing
+from flockstep.transports import shared_group
 from support.collectives import (
     CASES,
     arrays,
@@ -62,6 +63,19 @@ def test_every_rank_gets_the_sum_in_the_documented_order(name, n):
             if name != "auto" or dtype == "float32":  # it chooses by bytes
                 item = given.dtype.itemsize
                 assert sent_of(run) == [collective.sent_elements(n, size, rank) * item for rank in range(n)]
+
+
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize("size", [7, 64, 65, 1000])
+@pytest.mark.parametrize("piece", [4, 12, 100])
+def test_a_ring_in_pieces_has_the_bits_of_one_in_chunks(n, size, piece, monkeypatch):
+    given = arrays(n, size)
+    whole = summed(Ring(), given)[1]
+    monkeypatch.setattr(shared_group, "PIECE", piece)
+    run, got = summed(Ring(), given)
+    assert all(equal_bits(a, b) for a, b in zip(got, whole, strict=True))
+    pieces = shared_group.ring_pieces(-(-size // n) * 4)
+    assert {node.messages_sent for node in run.totals.values()} <= {2 * (n - 1) * pieces + extra for extra in range(n)}
 
 
 @pytest.mark.parametrize("name", CASES)

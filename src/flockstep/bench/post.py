@@ -29,7 +29,7 @@ class Post:
         random = np.random.default_rng(place.rank)
         self.node = Worker(place.rank, Cluster(place.workers), np.zeros(0), random, _Unused(), None)
         self._runner = Runner(self.node, self, Account(place.rank, None), time.monotonic)
-        self.node.freeze = self.bus.lend
+        self.node.freeze, self.node.port_copies = self.bus.lend, True
 
     def connect(self, told: Sequence[str]) -> None:
         """Connect to all others, and have heard of each."""
@@ -62,6 +62,8 @@ class Post:
             try:
                 self.bus.send(to, message)
             except Backlog:
+                if message.array is not None:
+                    message.array = self.bus.lend(message.array)
                 self._take(self.bus.poll(0.01))
             else:
                 return

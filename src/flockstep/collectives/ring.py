@@ -8,15 +8,17 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group
+from flockstep.transports.shared_group import ring_pieces
 
 
 @dataclass(frozen=True)
 class Ring(Collective):
     """All-reduce on a ring (Patarasuk & Yuan 2009; Baidu 2017).
 
-    Each worker sends 2(n-1) messages of about K/n elements, 2(n-1)K elements over all workers. Chunk c is summed in
-    the order c, c+1, …, c-1 of ranks, once, so that all workers end with the same bits. Processes of one host that
-    share memory add up in the same order where the arrays lie, which counts as the same bytes and messages.
+    Each worker sends 2(n-1) chunks of about K/n elements, 2(n-1)K elements over all workers; a chunk of more than 1 MiB
+    travels in several messages. Chunk c is summed in the order c, c+1, …, c-1 of ranks, once, so that all workers end
+    with the same bits. Processes of one host that share memory add up in the same order where the arrays lie, which
+    counts as the same bytes and messages.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -25,6 +27,9 @@ class Ring(Collective):
             return
         n, rank = me.workers, me.rank
         chunks = [array[part] for part in slices(len(array), n)]
+        if (pieces := ring_pieces(chunks[0].nbytes)) > 1:
+            await _in_pieces(me, chunks, pieces)
+            return
         await self.reduce_scatter(me, array)
         for hop in range(n - 1):
             me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
@@ -64,3 +69,23 @@ class Ring(Collective):
     def rounds(self, workers: int) -> int:
         """2 (P-1)."""
         return 2 * (workers - 1)
+
+
+async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:
+    """The same with chunks in pieces, two of which are on their way at a time."""
+    n, rank, last = me.workers, me.rank, me.workers - 1
+    parts = [[chunk[part] for part in slices(len(chunk), pieces)] for chunk in chunks]
+    pairs = [range(pieces)[pair] for pair in slices(pieces, pieces // 2)]
+    steps = [(piece, hop) for pair in pairs for hop in range(2 * last) for piece in pair]
+    for at in range(len(steps) + 2):
+        if at >= 2:  # what a step sends has arrived in the step of that piece before, two earlier at the latest
+            piece, hop = steps[at - 2]
+            part = parts[(rank - hop - 1) % n][piece]
+            arrived = await me.receive_array("reduce" if hop < last else "gather", (rank - 1) % n)
+            if hop < last:
+                part += arrived
+            else:
+                part[:] = arrived
+        if at < len(steps):
+            piece, hop = steps[at]
+            me.send((rank + 1) % n, "reduce" if hop < last else "gather", parts[(rank - hop) % n][piece])

@@ -48,7 +48,7 @@ class Seat:
         self._group: SharedGroup | None = None
         self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
         self.runner.hand_in, self.runner.every, self.runner.stepped = self.hand_in, every, self._report
-        node.freeze = member.bus.lend
+        node.freeze, node.port_copies = member.bus.lend, True
         if isinstance(node, Worker):
             self._meet(node)
         elif isinstance(node, Server):
@@ -72,11 +72,18 @@ class Seat:
                 self._member.bus.send(to, message)
                 return
             except Backlog:  # it is slow: whether it is lost is for the supervisor to say
+                self._keep(message)
                 arrived = self._member.receive(PAUSE)
                 if arrived is not None:
                     self._take(arrived)
             except PeerLost as error:
+                self._keep(message)
                 self._verdict(to, error)
+
+    def _keep(self, message: Message) -> None:
+        """The message has to wait: what it carries may change meanwhile."""
+        if message.array is not None:
+            message.array = self.node.freeze(message.array)
 
     def collect(self) -> None:
         """Take in what has arrived by now."""

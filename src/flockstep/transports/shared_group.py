@@ -15,6 +15,8 @@ from flockstep.transports.shared_memory import SharedMemory
 PAGE = 4096
 SLOT = 1 << 17
 """Bytes of each of a process's two slots, through which arrays from elsewhere are added up."""
+PIECE = 1 << 20
+"""Bytes of a message of a ring all-reduce, at most."""
 MISMATCH = -2
 SUMMED = ("float32", "float64")
 """Names of the dtypes that can be added up here."""
@@ -110,7 +112,8 @@ class SharedGroup:
         sizes = [part.stop - part.start for part in slices(size, n)]
         sent = 2 * size - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]
         received = 2 * size - sizes[rank] - sizes[(rank + 1) % n]
-        return (sent * array.itemsize, received * array.itemsize, 2 * (n - 1)) if n > 1 else (0, 0, 0)
+        messages = 2 * (n - 1) * ring_pieces(sizes[0] * array.itemsize)
+        return (sent * array.itemsize, received * array.itemsize, messages) if n > 1 else (0, 0, 0)
 
     def _in_place(self, array: FlatArray, offset: int, meanwhile: Callable[[], None], divisor: int) -> None:
         heap, stride, start = self._heaps[array.dtype.char], self._stride // array.itemsize, offset // array.itemsize
@@ -156,6 +159,14 @@ class SharedGroup:
     def _heap(self, dtype: str) -> FlatArray:
         itemsize = np.dtype(dtype).itemsize
         return self._memory.array(dtype, self.workers * self._stride // itemsize, self._control)
+
+
+def ring_pieces(chunk: int) -> int:
+    """Messages in which a chunk of that many bytes travels around a ring.
+
+    Several of them fit the processor's caches, on the way from one worker's sum to the next one's.
+    """
+    return max(1, -(-chunk // PIECE))
 
 
 def warm_up() -> None:

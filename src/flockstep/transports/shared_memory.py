@@ -66,7 +66,7 @@ class SharedMemory:
         Raises:
             CompositionError: it lies on another host, its process is gone, or it is none of ours.
         """
-        host, _, path = address.rpartition(":")
+        host, _, path = address.partition(":")
         try:
             if sys.platform != "linux" or host != _host():
                 raise OSError("it lies on another host")
@@ -119,7 +119,7 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
 
 def _host() -> str:
     """What tells this host from others, and from itself after a restart; a network namespace counts as a host."""
-    return f"{_BOOT.read_text().strip()}/{_NETWORK.readlink()}"
+    return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}"
 
 
 def _lock(kind: int, number: int) -> bytes:

@@ -37,6 +37,8 @@ SOCKET_BUFFER = 1 << 20
 """Bytes of the system's buffers: with more, what is on its way no longer fits the processor's caches."""
 STAGING = 1 << 17
 """Bytes that are read at a time where no large payload is due; more than the largest header."""
+USUAL_HEADER = 256
+"""Bytes that are read first where a large payload is due."""
 STRANGERS = 128
 """Connections that may stand without a greeting."""
 PATIENCE = 20.0
@@ -68,7 +70,10 @@ class _Connection:
         """Whether the end of a jam is waited for."""
         self.out: deque[memoryview] = deque()
         self.staging = memoryview(bytearray(STAGING))
-        self.begin = self.end = 0
+        self.end = 0
+        """Bytes of `staging` that have been read."""
+        self.ahead = STAGING
+        """Bytes to read at a time: few where a large payload is likely to follow, which has a place of its own."""
         self.header = b""
         self.body: memoryview | None = None
         """The payload that is arriving, of which `filled` bytes are here."""
@@ -340,7 +345,8 @@ class StreamBus(Bus):
         """Read what is here, as far as it belongs together."""
         try:
             if connection.body is None:
-                count = connection.socket.recv_into(connection.staging[connection.end :])
+                end = connection.end
+                count = connection.socket.recv_into(connection.staging[end : end + connection.ahead])
                 connection.end += count
                 if count:
                     self._parse(connection)
@@ -361,7 +367,7 @@ class StreamBus(Bus):
 
     def _parse(self, connection: _Connection) -> None:
         """Deliver the messages that have been read, and make room for the payload that has begun."""
-        staging, begin, end = connection.staging, connection.begin, connection.end
+        staging, begin, end = connection.staging, 0, connection.end
         while end - begin >= _PREFIX.size and connection.open and connection.body is None:
             length, nbytes = _PREFIX.unpack_from(staging, begin)
             follows, length = length & _PAYLOAD, length & ~_PAYLOAD
@@ -372,8 +378,10 @@ class StreamBus(Bus):
                 break
             header, begin = bytes(staging[start : start + length]), start + length
             if not follows:
+                connection.ahead = STAGING
                 self._deliver(connection, header, None)
                 continue
+            connection.ahead = USUAL_HEADER if nbytes > STAGING else STAGING
             body = self._copies.room(nbytes).data
             here = min(nbytes, end - begin)
             body[:here], begin = staging[begin : begin + here], begin + here
@@ -381,7 +389,8 @@ class StreamBus(Bus):
                 self._deliver(connection, header, body)
             else:
                 connection.header, connection.body, connection.filled = header, body, here
-        staging[: end - begin] = staging[begin:end]
+        if begin < end:
+            staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
 
     def _sizes_allowed(self, connection: _Connection, length: int, nbytes: int) -> bool:

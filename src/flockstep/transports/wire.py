@@ -57,6 +57,19 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
+_NO_NOTE = msgspec.Raw(_encoder.encode({}))
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@cache
+def _little(name: str) -> np.dtype[Any]:
+    return numpy_dtype(name).newbyteorder("<")
+
+
 @cache
 def _reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
     """Reads notes of that kind; None: a driver's own."""
@@ -91,7 +104,7 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
     `place` and `start` say in which slot of shared memory the array lies, if it does.
     """
     array = message.array
-    dtype, size = ("", 0) if array is None else (array.dtype.name, array.size)
+    dtype, size = ("", 0) if array is None else (_name(array.dtype), array.size)
     return _encoder.encode(
         Header(
             PROTOCOL,
@@ -108,7 +121,7 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
             size,
             place,
             start,
-            msgspec.Raw(_encoder.encode(message.note)),
+            _NO_NOTE if message.note == {} else msgspec.Raw(_encoder.encode(message.note)),
         )
     )
 
@@ -185,6 +198,8 @@ def _check(head: Header, sender: Address, me: Identity) -> None:
 
 def _note(head: Header, me: Identity, who: str) -> Any:
     kind = note_kind(me.notes, head.tag, head.reply_to)
+    if kind is None and head.note == _NO_NOTE:
+        return {}
     try:
         return _reader(kind).decode(head.note)
     except ValueError as error:
@@ -197,7 +212,7 @@ def _array(
 ) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
     if head.dtype not in DTYPES:
         raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")
-    dtype = numpy_dtype(head.dtype).newbyteorder("<")
+    dtype = _little(head.dtype)
     nbytes = head.size * dtype.itemsize
     if head.size < 0 or nbytes > me.limit + (MAX_CODING if head.dtype == "uint8" else 0):
         raise ProtocolError(f"{who} announced {nbytes} bytes with {head.tag!r}; the model has {me.limit}")
