@@ -104,19 +104,19 @@ class Wanted:
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
 
 
+@dataclass(eq=False)
 class Mailbox:
     """Messages that arrived and were not asked for yet.
 
     Kept by tag, and replies by what they answer, so that finding one takes no longer the more others wait.
     """
 
-    def __init__(self) -> None:
-        self._queues: dict[str, deque[tuple[int, Message]]] = {}
-        self._replies: dict[tuple[Address | None, int], Message] = {}
-        self._arrivals = 0
-        self._heard: dict[Address, int] = {}
-        self.missing: dict[Address, int] = {}
-        """Node → the number of the first of its messages that got lost."""
+    _queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
+    _replies: dict[tuple[Address | None, int], Message] = field(default_factory=dict)
+    _arrivals: int = 0
+    _heard: dict[Address, int] = field(default_factory=dict)
+    missing: dict[Address, int] = field(default_factory=dict)
+    """Node → the number of the first of its messages that got lost."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values())) + len(self._replies)

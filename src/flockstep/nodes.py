@@ -76,6 +76,8 @@ class Node:
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
+        self.farewells: set[Address] = set()
+        """Those whose leaving `messages` has told the program of."""
         self.leaving: set[Address] = set()
         """Nodes that send no more but answers; only among ranks of a mover."""
         self.schema: Schema | None = None
@@ -88,28 +90,38 @@ class Node:
         """Whether the port copies an array that has to wait before it travels, so that it may be changed at once."""
         self.port: Port
         """What runs its programs; set by the driver."""
-        self._sent: dict[Address, int] = {}
+        self.sent: dict[Address, int] = {}
+        """Node → how many messages it has been sent."""
         self.tasks: list[Task] = []
         self._latest: dict[str, Task] = {}
+        self.at_boundary: Callable[[], None] | None = None
+        """Called where the future of the node's program follows from the node's state alone."""
         self._channel = ""
-        self._started = 0
+        self.started = 0
+        """How many background tasks it has started."""
+
+    def boundary(self) -> None:
+        """The program could begin anew here with the node's state as it is."""
+        if self.at_boundary is not None and not self._channel and all(task.again for task in self.tasks):
+            self.at_boundary()
 
     @property
     def run_step(self) -> int:
         """Steps since the start of the run; `step` counts those since the programs last began."""
         return self.before + self.step
 
-    def background(self, channel: str, program: Coroutine[Effect, Any, Any]) -> Task:
+    def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: bool = False) -> Task:
         """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
 
         In a process of its own messages are looked at between gradients only; in virtual time as they arrive. What is
         sent from elsewhere to a task that waits for tag "x" in channel "c" has the tag "x/c".
 
         A state holds no task: a program whose task outlasts a step remembers what it was begun with, begins it again
-        where a run continues, and finds it by its channel (`task`).
+        where a run continues, and finds it by its channel (`task`). A task that is `again` begun so remembers nothing
+        while it waits.
         """
-        self._started += 1
-        task = self._latest[channel] = Task(self._started, f"/{channel}", program)
+        self.started += 1
+        task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
         self._advance(task, None)
         if not task.done:
             self.tasks.append(task)
@@ -202,11 +214,13 @@ class Node:
 
         A worker's leaving is itself a message, with tag `BYE`; its note says `lost=1` where the worker died.
         """
-        others = {rank for rank in range(self.cluster.workers) if rank != self.address}
-        while others:
+        others = set(range(self.cluster.workers)) - {self.address}
+        while others - self.farewells:
+            if self.address < 0:
+                self.boundary()
             message = await self._await(Wanted())
             if message.tag == BYE:
-                others.discard(message.source)
+                self.farewells.add(message.source)
             yield message
 
     def deliver(self, message: Message) -> None:
@@ -275,7 +289,7 @@ class Node:
         if type(note) is not kind and (kind or isinstance(note, Note)):
             declared = kind.__name__ if kind else "no Note"
             raise TypeError(f"{tag!r} is declared with {declared} in the strategy's `notes`, and sent with {note!r}")
-        number = self._sent[to] = self._sent.get(to, 0) + 1
+        number = self.sent[to] = self.sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:
             self.deliver(message)  # nothing travels
@@ -384,7 +398,14 @@ class Worker(Node):
 
     @property
     def training(self) -> bool:
-        """Whether there is another gradient to compute."""
+        """Whether there is another gradient to compute; the condition of a worker's loop, where it can begin anew."""
+        if self.at_boundary is not None:
+            self.boundary()
+        return self.has_steps
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there is another gradient to compute, asked elsewhere than at the top of a worker's loop."""
         return self.steps is None or self.step < self.steps
 
     @property

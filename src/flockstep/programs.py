@@ -79,20 +79,27 @@ async def completed(work: Work) -> None:
         await suspend(NeedWork(work))
 
 
+@dataclass(eq=False, init=False)
 class Task:
     """A coroutine that goes on in the background whenever what it waits for arrives, also while a gradient is computed.
 
     Its messages travel in a channel of their own: both ends must start it under the same name.
     """
 
-    def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any]):
+    number: int
+    channel: str
+    done: bool = False
+    result: Any = None
+    wanted: Wanted | None = None
+    work: Work | None = None
+    """What it waits for instead of a message."""
+    again: bool = False
+    """It remembers nothing while it waits, and the node's program starts it whenever it begins."""
+
+    def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: bool = False):
         self.number = number
         self.channel = channel
-        self.done = False
-        self.result: Any = None
-        self.wanted: Wanted | None = None
-        self.work: Work | None = None
-        """What it waits for instead of a message."""
+        self.again = again
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:

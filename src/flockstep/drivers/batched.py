@@ -11,6 +11,7 @@ from flockstep.drivers.plan import Batches, Plan, computed
 from flockstep.frameworks.base import Engine, Indices
 from flockstep.nodes import Node
 from flockstep.programs import NeedGradient
+from flockstep.workloads.sampler import SamplerState
 
 ROWS = 64
 """Gradients of one batched call: enough to amortise the call, few enough to stay in the cache."""
@@ -24,8 +25,9 @@ class BatchedGradients:
         self.params = np.tile(engine.initial(), (n, 1))
         self.batches = [Batches(plan, rank) for rank in range(n)]
         self.losses = np.zeros(n)
-        self.nodes: list[Node] = []
+        self.nodes: dict[int, Node] = {}
         """The workers, by rank."""
+        self._plan = plan
         self._engine = engine
         self._batch = plan.batch
         self._pool = _Pool(engine.schema.size, self.params.dtype)
@@ -37,6 +39,11 @@ class BatchedGradients:
         indices = self.batches[rank].next(need)
         self._needs[rank] = need, indices
         return len(indices)
+
+    def restart(self, rank: int, state: dict[int, tuple[SamplerState, int]]) -> None:
+        """Go on drawing that worker's batches where `Batches.state` was taken."""
+        self.batches[rank] = Batches(self._plan, rank)
+        self.batches[rank].restore(state)
 
     def forget(self, rank: int) -> None:
         """That worker's gradient is not needed after all."""

@@ -130,6 +130,7 @@ def forget(node: Node, before: int) -> None:
     end_tasks(node)
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
+    node.farewells.clear()
     for address in sorted(node.departed):
         node.mailbox.put(Message(address, BYE, note={"lost": int(address in node.lost)}))
 

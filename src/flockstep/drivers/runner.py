@@ -7,7 +7,8 @@ messages is for others to say: they call `give`, `deliver` and `wake`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flockstep.arrays.schema import FlatArray
@@ -60,6 +61,21 @@ class OneProcess:
             )
 
 
+Input = tuple[Any, ...]
+"""What a program has been given: ("message", message, when it was sent), ("gradient", array, loss, first element),
+("loss", address of a dead node) or ("needless",) for a gradient that was given up."""
+
+
+@dataclass(eq=False)
+class History:
+    """What it takes to begin a program anew."""
+
+    point: bytes = b""
+    """The node's state where its program could last have begun anew."""
+    inputs: list[Input] = field(default_factory=list)
+    """What it has been given since."""
+
+
 class Runner:
     """Runs a node's programs, and keeps its books. `waiting` is what its program waits for; None while it runs."""
 
@@ -77,6 +93,10 @@ class Runner:
     """Told that the program has ended."""
     reception: Reception | None = None
     """What a server of a script answers besides its program."""
+    history: History | None = None
+    """What it takes to begin the program anew; None: nobody keeps it."""
+    replaying: bool = False
+    """It goes through what happened already: nothing that the program asks for now is to be done again."""
 
     def __init__(self, node: Node, road: Road, account: Account, clock: Callable[[], float]):
         self.node = node
@@ -106,6 +126,36 @@ class Runner:
         """Run a server's program, again from its beginning whenever a script has replaced the model."""
         self._again = lambda: strategy.master(node)
         self.begin(self._again())
+
+    def remember(self, history: History, save: Callable[[], bytes]) -> None:
+        """Keep from now on what it takes to begin the program anew; `save` gives the node's state as it is."""
+
+        def at_boundary() -> None:
+            if not self.replaying:
+                history.point = save()
+                history.inputs.clear()
+
+        self.history, self.node.at_boundary = history, at_boundary
+        history.point = history.point or save()
+
+    def replay(self, inputs: Sequence[Input], begin: Callable[[], None]) -> None:
+        """Go on where a runner was that had these inputs since the node's state was saved, which it has again."""
+        send, recorded, since = self.send, self.recorded, self._since
+        self.send, self.recorded, self.replaying = _nowhere, False, True
+        begin()
+        for kind, *arguments in inputs:
+            match kind:
+                case "message":
+                    self.deliver(*arguments)
+                case "gradient":
+                    self.give(*arguments)
+                case "loss":
+                    self.lose(*arguments)
+                case "needless":
+                    found = self.needless()
+                    assert found is not None
+                    self.give_up(found)
+        self.send, self.recorded, self._since, self.replaying = send, recorded, since, False
 
     def close(self) -> None:
         """End the program where it is."""
@@ -174,6 +224,8 @@ class Runner:
             Diverged: the loss, or an element of the gradient, is not finite.
         """
         need, node = self.waiting, self.node
+        if self.history is not None and not self.replaying:
+            self.history.inputs.append(("gradient", gradient.copy(), loss, begin))
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
         if self.recorded:
@@ -203,6 +255,8 @@ class Runner:
 
     def give_up(self, found: Message) -> None:
         """Resume the program with the message that makes its gradient needless."""
+        if self.history is not None and not self.replaying:
+            self.history.inputs.append(("needless",))
         self.partly = 0.0
         self._lap("compute")
         self._step(None)
@@ -211,6 +265,8 @@ class Runner:
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
         """A message has arrived; `sent_at` is when it was sent, where that is known."""
         node = self.node
+        if self.history is not None and not self.replaying:
+            self.history.inputs.append(("message", message, sent_at))
         if isinstance(node, Server):
             if self.reception is not None and self.reception.hears(message):
                 self._attend()
@@ -239,6 +295,8 @@ class Runner:
 
     def lose(self, address: Address) -> None:
         """That node is dead."""
+        if self.history is not None and not self.replaying:
+            self.history.inputs.append(("loss", address))
         self.node.lose(address)
         self.wake()
 
@@ -273,17 +331,18 @@ class Runner:
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Write to the record."""
-        if self.account.emit is not None:
+        if self.recorded:
             self.account.updates(self.clock(), source, count, staleness, weight)
 
     def figure(self, name: str, value: float) -> None:
         """Write to the record."""
-        if self.account.emit is not None:
+        if self.recorded:
             self.account.figure(self.clock(), name, value)
 
     def _end(self) -> None:
         """A program has ended."""
-        self._lap("comm")
+        if self.recorded:
+            self._lap("comm")
         if self._then is not None:
             self._program, self._then = self._then(), None
             self.resume(None)
@@ -298,7 +357,7 @@ class Runner:
         """The program waits for a gradient."""
         if not self.partly < need.share:
             self.partly = 0.0
-        if self.every and not self.partly and self.hand_in is not None and self.node.step % self.every == 0:
+        if self.every and not self.partly and self.hand_in and self.recorded and self.node.step % self.every == 0:
             self.hand_in(self.node.step // self.every)
         if self.source is not None:
             self.source(need)
@@ -318,7 +377,7 @@ class Runner:
 
     def _idle(self) -> None:
         """A server waits: it hands in its parameters if an evaluation is due, and answers what is asked besides."""
-        if self.progress is not None and self.hand_in is not None:
+        if self.progress is not None and self.hand_in is not None and self.recorded:
             for tick in self.progress.due():
                 self.hand_in(tick)
         self._attend()
@@ -342,3 +401,7 @@ class Runner:
             if slept:
                 account.spent("wait", now - slept, now)
         self._since = now
+
+
+def _nowhere(to: Address, message: Message) -> None:
+    """What is sent again has arrived long ago."""

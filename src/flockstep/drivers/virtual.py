@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,12 @@ from flockstep.drivers.batched import BatchedGradients
 from flockstep.drivers.making import make_server
 from flockstep.drivers.mishaps import Mishaps
 from flockstep.drivers.plan import LocalOptimizer, Plan
-from flockstep.drivers.runner import Runner
+from flockstep.drivers.runner import History, Runner
+from flockstep.drivers.state import from_bytes, to_bytes
 from flockstep.drivers.tracker import FINAL, Progress, Tracker
-from flockstep.errors import PeerLost, RunError
+from flockstep.errors import CompositionError, PeerLost, RunError
 from flockstep.frameworks.base import Engine
-from flockstep.messages import HEADER_BYTES, Address, Message, node_name
+from flockstep.messages import HEADER_BYTES, Address, Mailbox, Message, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.programs import NeedGradient
@@ -51,6 +52,13 @@ class Saved:
     optimizer: OptimizerState
     version: int
     batches: dict[int, tuple[SamplerState, int]]
+    mailbox: Mailbox | None = None
+    """What has arrived and was not asked for; None after the end of a run, when all that was sent has been used."""
+    sent: dict[Address, int] = field(default_factory=dict)
+    gone: tuple[set[Address], ...] = ()
+    """The nodes that are dead, that have left, and whose leaving the program has been told of."""
+    tasks: int = 0
+    """How many background tasks it has started."""
 
 
 @dataclass(slots=True)
@@ -76,7 +84,9 @@ class Simulation:
         progress: Callable[[int, float], None] | None = None,
         resume: Mapping[Address, Saved] | None = None,
         faults: Sequence[Fault] = (),
+        restarts: Sequence[float] = (),
     ):
+        """`resume` is what `save` gave; at the times of `restarts` all nodes begin anew from bytes."""
         self.plan = plan
         self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
@@ -93,11 +103,16 @@ class Simulation:
         self._computing: dict[int, Computing] = {}
         self._dead: set[Address] = set()
         self._steps = 0
-        self._steppers: list[LocalOptimizer] = []
+        if restarts and not plan.strategy.traits.restarts:
+            raise CompositionError(
+                f"{plan.strategy} keeps what no node alone remembers, got a restart in mid-run; let it run to its end"
+            )
+        self._restarts = restarts
+        self._steppers: dict[int, LocalOptimizer] = {}
         self.runners: dict[Address, Runner] = {}
         self._make_nodes()
         for address, saved in (resume or {}).items():
-            self._restore(self.runners[address].node, saved)
+            self._restore(self.runners[address].node, copy.deepcopy(saved))
 
     @property
     def now(self) -> float:
@@ -113,13 +128,13 @@ class Simulation:
         """
         plan = self.plan
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
-            nodes = [runner.node for runner in self.runners.values()]
-            for node in nodes:
-                if isinstance(node, Server):
-                    self.runners[node.address].serve(plan.strategy, node)
-            for node in nodes:
-                if isinstance(node, Worker):
-                    self.runners[node.rank].begin(plan.strategy.worker(node), partial(plan.strategy.finish, node))
+            for runner in self.runners.values():
+                if self._restarts:
+                    runner.remember(History(), partial(self._state, runner))
+            for address in sorted(self.runners, key=lambda address: (address >= 0, abs(address))):
+                self._begin(self.runners[address])
+            for t in self._restarts:
+                self._queue.schedule(t, self._begin_anew)
             for t, address, factor in self._mishaps.narrowings():
                 self._queue.schedule(t, partial(self._fabric.narrow, address, plan.cluster.addresses, factor))
             for t, address, noticed in self._mishaps.deaths():
@@ -160,24 +175,75 @@ class Simulation:
 
         Meant for after `run`: what was on its way then has been delivered.
         """
-        return {address: self._saved(runner.node) for address, runner in self.runners.items()}
+        return copy.deepcopy({address: self._facts(runner.node) for address, runner in self.runners.items()})
+
+    def _begin(self, runner: Runner) -> None:
+        node, strategy = runner.node, self.plan.strategy
+        if isinstance(node, Server):
+            runner.serve(strategy, node)
+        elif isinstance(node, Worker):
+            runner.begin(strategy.worker(node), partial(strategy.finish, node))
+
+    def _begin_anew(self) -> None:
+        """Put a new node in the place of each, made from bytes; messages on their way go on."""
+        for runner in self.runners.values():
+            if not runner.done and runner.history is not None:
+                self._replace(runner, from_bytes(to_bytes(runner.history)))
+
+    def _replace(self, runner: Runner, history: History) -> None:
+        """Let a node begin anew.
+
+        Raises:
+            RunError: it does not come to where it was.
+        """
+        old, waited = runner.node, runner.waiting
+        params = old.params.copy()
+        old.params[:] = np.nan
+        runner.close()
+        saved = from_bytes(history.point)
+        node = self._make_worker(old.address) if isinstance(old, Worker) else self._make_server(-1 - old.address)
+        runner.node, node.port = node, runner
+        self._restore(node, saved)
+        runner.remember(history, partial(self._state, runner))
+        runner.replay(history.inputs, partial(self._begin, runner))
+        differs = node.params.tobytes() != params.tobytes() or node.step != old.step
+        if differs or str(runner.waiting) != str(waited):
+            other = ", with other parameters" if differs else ""
+            raise RunError(
+                f"{node_name(node.address)} began anew and waits for {runner.waiting} at step {node.step}, where it "
+                f"had waited for {waited} at step {old.step}{other}: what a program remembers between steps belongs "
+                "into me.state"
+            )
+
+    def _state(self, runner: Runner) -> bytes:
+        """What the node's program could begin anew from now."""
+        node = runner.node
+        gone = node.lost, node.departed, node.farewells
+        return to_bytes(replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone, tasks=node.started))
 
     def _make_nodes(self) -> None:
         """Workers by rank, then servers by index; each with its runner."""
-        plan, engine = self.plan, self._engine
-        for rank, params in enumerate(self._gradients.params):
-            stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
-            stepper.lr = plan.lr_at(0)
-            self._steppers.append(stepper)
-            runner = self._runner_of(plan.worker(engine, rank, params, stepper))
+        plan = self.plan
+        for rank in range(plan.cluster.workers):
+            runner = self._runner_of(self._make_worker(rank))
             runner.every = plan.evaluate_every
             runner.source = partial(self._start_gradient, runner)
             runner.stepped = self._stepped
-            self._gradients.nodes.append(runner.node)
         for index in range(plan.cluster.servers):
-            facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
-            runner = self._runner_of(make_server(*facts, plan.optimizer))
+            runner = self._runner_of(self._make_server(index))
             runner.progress = Progress(plan.cluster, plan.evaluate_every)
+
+    def _make_worker(self, rank: int) -> Worker:
+        plan, engine, params = self.plan, self._engine, self._gradients.params[rank]
+        stepper = self._steppers[rank] = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+        stepper.lr = plan.lr_at(0)
+        worker = self._gradients.nodes[rank] = plan.worker(engine, rank, params, stepper)
+        return worker
+
+    def _make_server(self, index: int) -> Server:
+        plan, engine = self.plan, self._engine
+        facts = plan.strategy, plan.cluster, index, engine.initial(), engine.schema, plan.seed
+        return make_server(*facts, plan.optimizer)
 
     def _runner_of(self, node: Node) -> Runner:
         account = Account(node.address, self._emit)
@@ -186,22 +252,21 @@ class Simulation:
         runner.ended = partial(self._ended, runner)
         return runner
 
-    def _saved(self, node: Node) -> Saved:
+    def _facts(self, node: Node) -> Saved:
+        """What a node has now; not a copy."""
         optimizer = node.optimizer_state if isinstance(node, Server) else self._steppers[node.address].state
-        return copy.deepcopy(
-            Saved(
-                node.params,
-                node.step,
-                node.state,
-                dict(node.random.bit_generator.state),
-                optimizer,
-                node.version if isinstance(node, Server) else 0,
-                self._gradients.batches[node.address].state() if isinstance(node, Worker) else {},
-            )
+        return Saved(
+            node.params,
+            node.step,
+            node.state,
+            dict(node.random.bit_generator.state),
+            optimizer,
+            node.version if isinstance(node, Server) else 0,
+            self._gradients.batches[node.address].state() if isinstance(node, Worker) else {},
         )
 
     def _restore(self, node: Node, saved: Saved) -> None:
-        saved = copy.deepcopy(saved)
+        """Let a node have what was saved, which is nobody else's."""
         node.params[:] = saved.params
         node.step, node.state = saved.step, saved.state
         node.random.bit_generator.state = saved.random
@@ -209,7 +274,11 @@ class Simulation:
             node.optimizer_state, node.version = saved.optimizer, saved.version
         else:
             self._steppers[node.address].state = saved.optimizer
-            self._gradients.batches[node.address].restore(saved.batches)
+            self._gradients.restart(node.address, saved.batches)
+        if saved.mailbox is not None:
+            node.mailbox, node.sent = saved.mailbox, saved.sent
+            node.lost, node.departed, node.farewells = saved.gone
+            node.started = saved.tasks
 
     def _die(self, address: Address) -> None:
         """A node is no more: its program ends where it is, and what reaches it goes nowhere."""
@@ -236,6 +305,10 @@ class Simulation:
 
     def _start_gradient(self, runner: Runner, need: NeedGradient) -> None:
         rank, now = runner.node.address, self._queue.now
+        if runner.replaying:
+            if not runner.partly:
+                self._gradients.batches[rank].next(need)
+            return
         if runner.partly:  # the rest of the gradient that is under way
             before = self._computing[rank]
             computing = Computing(before.began, before.finish)

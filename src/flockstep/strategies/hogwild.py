@@ -64,7 +64,7 @@ class Hogwild(Strategy):
     locked: bool = False
 
     # Everyone sees every update as soon as it is written; workers may die.
-    traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True)
+    traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True, restarts=False)
     cell = Cell("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:

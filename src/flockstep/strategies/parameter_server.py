@@ -136,7 +136,7 @@ class ParameterServer(Strategy):
     def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, part: slice) -> FlatArray:
         piece, params = gradient[part], me.params[part]
         if self.filters:
-            return pack(self.filters, self.codec, piece, params, state.outboxes[i], me.random, flush=not me.training)
+            return pack(self.filters, self.codec, piece, params, state.outboxes[i], me.random, flush=not me.has_steps)
         data, state.errors[i] = encoded(me, self.codec, self.feedback, piece, state.errors[i], part)
         return data
 
@@ -150,7 +150,7 @@ class ParameterServer(Strategy):
     async def master(self, me: Server) -> None:
         """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
         state: ServerState = me.state
-        state.reopen(me.version)
+        state.reopen(me.version, me.departed)
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)

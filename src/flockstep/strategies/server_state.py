@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,13 @@ class ServerState:
         self.done.add(rank)
         return False
 
-    def reopen(self, version: int) -> None:
-        """Whoever had come to an end goes on, with the parameters of `version`: a run continues."""
-        self.reading.update(dict.fromkeys(self.done, version))
-        self.done.clear()
-        self.told.clear()
+    def reopen(self, version: int, departed: Collection[int]) -> None:
+        """Whoever had come to an end and is here again goes on, with the parameters of `version`: a run continues."""
+        back = self.done - set(departed)
+        self.reading.update(dict.fromkeys(back, version))
+        self.done -= back
+        for rank in back:
+            self.told.pop(rank, None)
 
     def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
         """Take these off what waits."""

@@ -48,6 +48,8 @@ class Traits:
     there is none; a later step sends that part; the part is lost."""
     matrices: bool = False
     """The strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of tensors."""
+    restarts: bool = True
+    """A run can be stopped and begun anew from what its nodes remember; otherwise something lies outside of them."""
 
     @property
     def alike(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import LocalOptimizer, Plan
 from flockstep.drivers.virtual import Saved, Simulation
-from flockstep.errors import ConfigurationError, FlockstepError
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
@@ -32,6 +33,8 @@ from flockstep.workloads.sampler import Sampler
 STEPS = 20
 OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
 """What the checks train with: an optimiser with a state, which must survive a restart and fit the place it is in."""
+RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
+"""Where a run is stopped and begun anew, as shares of its time."""
 COMPUTE = "exponential(0.05)"
 NETWORK = "1gbit"
 E = TypeVar("E", bound=Event)
@@ -43,9 +46,9 @@ def check_strategy(
     """Run every check of this module that the strategy's traits call for, with each number of `workers`.
 
     A number that the strategy refuses with `ConfigurationError` is left out, but it may not refuse all of them.
-    `steps` must be even, and a number after which the strategy holds nothing back (local SGD: a multiple of its
-    period); restarted runs stop at half of it. `alone_is_plain=False` is for a strategy that documents that it differs
-    from its optimiser without exchange where there is one worker, as elastic averaging and lossy codecs do.
+    `steps` must be a number after which the strategy holds nothing back (local SGD: a multiple of its period).
+    `alone_is_plain=False` is for a strategy that documents that it differs from its optimiser without exchange where
+    there is one worker, as elastic averaging and lossy codecs do.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -59,8 +62,7 @@ def check_strategy(
         check_deliveries(strategy, n, steps)
         if strategy.traits.completeness == 1:
             check_replicas_agree(strategy, n, steps)
-        if strategy.traits.completeness == 1 or n == 1:
-            check_restart(strategy, n, steps)
+        check_restart(strategy, n, steps)
     if alone_is_plain and 1 in accepted:
         check_alone(strategy, steps)
     check_component(strategy)
@@ -131,18 +133,24 @@ def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> No
 
 
 def check_restart(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """Stopped half-way and restarted from what was saved, it ends as if nothing had happened, in every bit.
+    """Stopped in mid-run, with messages on their way, and begun anew from bytes, it ends as if nothing had happened.
 
-    For synchronous strategies and single workers: what others do depends on times, which a restart changes.
+    In every bit, and with the same events at the same times, wherever it is stopped. All nodes are stopped at once, in
+    the middle of a step too: a node begins anew where its program last could, and is given what has come since again.
+    A strategy whose traits say that it cannot is refused.
     """
+    if not strategy.traits.restarts:
+        with contextlib.suppress(CompositionError):
+            run_strategy(strategy, workers, steps, restarts=[0.0])
+            raise AssertionError(f"{strategy} is declared to have no restarts, and begins anew")
+        return
     whole = run_or_fail(strategy, workers, steps)
-    half = run_or_fail(strategy, workers, steps // 2)
-    resumed = run_or_fail(strategy, workers, steps, half.simulation.save())
+    times = [whole.seconds * share for share in RESTARTS]
+    resumed = run_or_fail(strategy, workers, steps, restarts=times)
+    who = f"{strategy} on {workers} workers, begun anew at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
     differ = _differences(whole, resumed)
-    assert not differ, (
-        f"{strategy} on {workers} workers: restarted after {steps // 2} of {steps} steps it ends differently on "
-        f"{differ}; what it remembers between steps belongs into me.state"
-    )
+    assert not differ, f"{who} ends differently on {differ}; what it remembers between steps belongs into me.state"
+    assert whole.events == resumed.events, f"{who} has other events"
 
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
@@ -235,8 +243,9 @@ class Watched(Simulation):
         network: Network,
         resume: Mapping[Address, Saved] | None = None,
         faults: Sequence[Fault] = (),
+        restarts: Sequence[float] = (),
     ):
-        super().__init__(engine, plan, compute, network, self.note, resume=resume, faults=faults)
+        super().__init__(engine, plan, compute, network, self.note, None, resume, faults, restarts)
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
@@ -335,6 +344,7 @@ def run_strategy(
     resume: Mapping[Address, Saved] | None = None,
     simulation: type[Watched] = Watched,
     faults: Sequence[Fault | str] = (),
+    restarts: Sequence[float] = (),
     schedule: Schedule | str | None = None,
 ) -> Run:
     """Run a strategy in virtual time, by default on `small_job`.
@@ -344,6 +354,7 @@ def run_strategy(
         resume: what `Simulation.save` gave, to go on from there up to `steps`.
         simulation: a subclass that looks at messages, or tampers with them.
         faults: what goes wrong, for example "dies(1, 0.5)".
+        restarts: when all nodes are stopped and begin anew from bytes, in virtual seconds.
         schedule: how learning rate and batch change over these steps.
 
     Raises:
@@ -360,19 +371,17 @@ def run_strategy(
         timetable = Timetable.over_steps(Schedule.parse(schedule), *facts)
     plan = Plan(strategy, cluster, optimizer, bench.parts, job.batch, steps, seed, policy, every, timetable)
     models = ComputeModel.parse(compute), Network.parse(network)
-    virtual = simulation(bench.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults])
+    virtual = simulation(bench.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults], restarts)
     for rank, params in enumerate([] if replicas is None else replicas):
         virtual.runners[rank].node.params[:] = params
     virtual.run()
     return Run(virtual)
 
 
-def run_or_fail(
-    strategy: Strategy, workers: int, steps: int = STEPS, resume: Mapping[Address, Saved] | None = None
-) -> Run:
+def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: Sequence[float] = ()) -> Run:
     """The run; one that ends in an error of flockstep's, a deadlock above all, is an `AssertionError`."""
     try:
-        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), resume=resume)
+        return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts)
     except FlockstepError as error:
         raise AssertionError(f"{strategy} on {workers} workers fails: {error}") from error
 

@@ -1,0 +1,155 @@
+"""What a program remembers, as bytes: arrays, numbers, text and data classes of them; never code.
+
+What is read back can only be data: of a data class that a module which is loaded already defines, made without running
+anything of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from flockstep.arrays.kernels import numpy_dtype
+from flockstep.errors import ConfigurationError, ProtocolError
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "list": list}
+_MAPPINGS = {"dict": dict, "Counter": Counter}
+_LARGEST = 1 << 63
+
+
+def to_bytes(value: Any) -> bytes:
+    """All of `value`; what occurs in it twice is one thing again when it is read.
+
+    Raises:
+        ConfigurationError: something in it is no data, such as a coroutine or an open file.
+    """
+    return msgspec.msgpack.encode(_Writer().plain(value, "state"))
+
+
+def from_bytes(data: bytes) -> Any:
+    """What `to_bytes` was given: equal in every bit, sharing nothing with it.
+
+    Raises:
+        ProtocolError: it is none of that.
+    """
+    try:
+        return _Reader().value(msgspec.msgpack.decode(data))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ProtocolError(f"what was saved cannot be read: {type(error).__name__}: {error}") from None
+
+
+class _Writer:
+    """Everything but plain values becomes [kind, number, …]; a thing that was written before ["again", number]."""
+
+    def __init__(self) -> None:
+        self._written: dict[int, tuple[int, Any]] = {}
+
+    def plain(self, value: Any, where: str) -> Any:
+        if type(value) is int and abs(value) >= _LARGEST:
+            return ["int", str(value)]
+        if type(value) in _PLAIN:
+            return value
+        if id(value) in self._written:
+            return ["again", self._written[id(value)][0]]
+        number = len(self._written)
+        self._written[id(value)] = number, value  # kept, so that no other object gets its id
+        return self._tagged(value, number, where)
+
+    def _tagged(self, value: Any, number: int, where: str) -> list[Any]:
+        kind = type(value)
+        if isinstance(value, np.ndarray):
+            data = np.ascontiguousarray(value).tobytes()
+            return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
+        if isinstance(value, np.generic):
+            return ["number", number, value.dtype.name, value.tobytes()]
+        if isinstance(value, np.random.Generator):
+            return ["random", number, self.plain(value.bit_generator.state, where)]
+        if kind is slice:
+            return ["slice", number, value.start, value.stop, value.step]
+        if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
+            return [kind.__name__, number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]]
+        if kind in (dict, Counter, defaultdict):
+            pairs = [[self.plain(key, where), self.plain(one, f"{where}[{key!r}]")] for key, one in value.items()]
+            return ["Counter" if kind is Counter else "dict", number, pairs]
+        if names := _fields(kind):
+            parts = [
+                [name, self.plain(getattr(value, name), f"{where}.{name}")] for name in names if hasattr(value, name)
+            ]
+            return ["data", number, kind.__module__, kind.__qualname__, parts]
+        raise ConfigurationError(
+            f"{where} is {kind.__module__}.{kind.__qualname__}, which cannot be saved: keep arrays, numbers, text and "
+            "data classes of them"
+        )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._read: dict[int, Any] = {}
+
+    def value(self, plain: Any) -> Any:
+        if not isinstance(plain, list):
+            return plain
+        kind, *rest = plain
+        if kind == "int":
+            return int(rest[0])
+        if kind == "again":
+            return self._read[rest[0]]
+        number = rest[0]
+        found = self._read[number] = self._made(kind, number, rest[1:])
+        return found
+
+    def _made(self, kind: str, number: int, rest: list[Any]) -> Any:
+        if kind == "array":
+            name, shape, writeable, data = rest
+            array = np.frombuffer(bytearray(data), numpy_dtype(name)).reshape(shape)
+            array.flags.writeable = writeable
+            return array
+        if kind == "number":
+            return np.frombuffer(rest[1], numpy_dtype(rest[0]))[0]
+        if kind == "random":
+            generator = np.random.default_rng(0)
+            generator.bit_generator.state = self.value(rest[0])
+            return generator
+        if kind == "slice":
+            return slice(*rest)
+        if kind in _SEQUENCES:
+            if kind == "list":  # it may hold itself
+                made: list[Any] = []
+                self._read[number] = made
+                made.extend(map(self.value, rest[0]))
+                return made
+            return _SEQUENCES[kind](map(self.value, rest[0]))
+        if kind in _MAPPINGS:
+            return _MAPPINGS[kind]({self.value(key): self.value(one) for key, one in rest[0]})
+        return self._data(number, *rest)
+
+    def _data(self, number: int, module: str, name: str, parts: list[Any]) -> Any:
+        kind: Any = sys.modules[module]
+        for part in name.split("."):
+            kind = getattr(kind, part)
+        if not isinstance(kind, type) or not _fields(kind):
+            raise ProtocolError(f"{module}.{name} is no data class")
+        if issubclass(kind, msgspec.Struct):
+            return kind(**{field: self.value(one) for field, one in parts})
+        made: Any = object.__new__(kind)
+        self._read[number] = made
+        for field, one in parts:
+            if field not in _fields(kind):
+                raise ProtocolError(f"{module}.{name} has no field {field!r}")
+            object.__setattr__(made, field, self.value(one))
+        return made
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """Names of the fields of a data class or a struct; none of anything else."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return ()

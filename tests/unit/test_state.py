@@ -1,0 +1,112 @@
+"""What programs remember, as bytes and back."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from flockstep.drivers.state import from_bytes, to_bytes
+from flockstep.errors import ConfigurationError, ProtocolError
+from flockstep.messages import Message
+
+
+@dataclass
+class Inner:
+    array: Any
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Outer:
+    inner: Inner
+    queue: deque[int] = field(default_factory=deque)
+    large: int = 0
+    table: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+class NoData:
+    pass
+
+
+def test_everything_comes_back_in_every_bit() -> None:
+    array = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    array[0, 0] = np.nan
+    given = Outer(Inner(array, ("a", "b")), deque([1, 2]), 1 << 80, {(1, 2): -0.0})
+    found = from_bytes(to_bytes(given))
+    assert type(found) is Outer
+    assert found.inner.array.tobytes() == array.tobytes()
+    assert found.inner.array.dtype == array.dtype
+    assert found.inner.array.flags.writeable
+    assert (found.inner.names, found.queue, found.large) == (("a", "b"), deque([1, 2]), 1 << 80)
+    assert np.signbit(found.table[1, 2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int8", "uint64", "bool"])
+def test_arrays_of_every_kind(dtype: str) -> None:
+    from flockstep.arrays.kernels import numpy_dtype
+
+    array = np.arange(6).astype(numpy_dtype(dtype))
+    array.flags.writeable = False
+    found = from_bytes(to_bytes([array]))[0]
+    assert (found.dtype, found.tobytes(), found.flags.writeable) == (array.dtype, array.tobytes(), False)
+
+
+def test_what_occurs_twice_is_one_thing() -> None:
+    array = np.zeros(3)
+    found = from_bytes(to_bytes([array, Inner(array)]))
+    found[0][1] = 7
+    assert found[1].array[1] == 7
+    array[0] = 5
+    assert found[0][0] == 0
+
+
+def test_random_streams_go_on() -> None:
+    random = np.random.default_rng(3)
+    random.normal(size=5)
+    found = from_bytes(to_bytes(random))
+    assert found.normal(size=4).tolist() == random.normal(size=4).tolist()
+
+
+def test_messages_and_counters() -> None:
+    message = Message(2, "push", np.ones(2), {"version": 3}, 4, 5, 6)
+    found, counts = from_bytes(to_bytes((message, Counter(a=2))))
+    assert (found.source, found.tag, found.note, found.step, found.number, found.reply_to) == (
+        2, "push", {"version": 3}, 4, 5, 6,
+    )  # fmt: skip
+    assert counts["b"] == 0
+    assert counts["a"] == 2
+
+
+async def program() -> None:
+    """Nothing."""
+
+
+def test_what_is_no_data_is_refused_by_its_place() -> None:
+    running = program()
+    for thing in (running, NoData(), open):
+        with pytest.raises(ConfigurationError, match=r"state\.inner\.array is .* which cannot be saved"):
+            to_bytes(Outer(Inner(thing)))
+    running.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ["data", 0, "os", "system", []],
+        ["data", 0, "subprocess", "Popen", [["args", "true"]]],
+        ["data", 0, "no.such.module", "Thing", []],
+        ["data", 0, __name__, "Inner", [["other", 1]]],
+        ["again", 3],
+        ["array", 0, "float32", [3], True, b"xx"],
+        ["unknown", 0, 1],
+        ["tuple"],
+    ],
+)
+def test_what_is_none_of_ours_is_refused(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        from_bytes(msgspec.msgpack.encode(value))
