@@ -340,7 +340,7 @@ class Asynchronous(Sound):
         (NeverExchanges(), r"declared synchronous, but workers \[1\] of 2"),
         (SumsFromItself(), r"declared synchronous, but workers \[.*\] of 4"),
         (Asynchronous(), r"declared synchronous, but workers"),
-        (ForgetsAtRestart(), "restarted after 10 of 20 steps it ends differently on worker 0"),
+        (ForgetsAtRestart(), "ends differently on worker 0; what it remembers between steps belongs into me.state"),
         (DoublesTheStep(), "with one worker differs"),
         (KeepsSome(), "is declared complete, but 10 of 20 updates of worker 1 take effect on worker 0"),
         (CountsTwice(), "21 updates of worker 1 take effect on worker 0"),

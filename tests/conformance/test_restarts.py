@@ -1,0 +1,124 @@
+"""Every registered strategy, stopped several times in mid-run with messages on their way, begins anew from bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flockstep import registry
+from flockstep.messages import BYE, MASTER
+from flockstep.nodes import Server, Worker
+from flockstep.strategies.all_reduce import AllReduce
+from flockstep.strategies.base import Strategy, Traits
+from flockstep.strategies.local_sgd import LocalSGD
+from flockstep.testing.strategies import accepts, check_restart
+
+OTHERS = [
+    *(f"ps({name}, shards=3, codec=half, feedback=residual)" for name in ("asynchronous", "ssp(2)", "value_bound")),
+    *(f"ps({name}, codec=half)" for name in ("essp(2)", "cached_ssp(2)", "backup(1)", "k_async(2)", "softsync(2)")),
+    "ps(ssp(2), filters=(random_skip(0.5),))",
+    "ps(asynchronous, rule=delay_compensated, codec=topk(0.2), feedback=residual)",
+    "all_reduce(codec=dgc(0.25))",
+    "all_reduce(codec=powersgd(1), feedback=residual)",
+    "local_sgd(4, outer=nesterov)",
+    "local_sgd(post_local(4, 10))",
+    "streaming_diloco(period=4, overlap=3)",
+    "overlap_local_sgd(3)",
+    "gossip(0.5)",
+    "gossip(0.5, acknowledged=True)",
+    "downpour(3, 2)",
+    "downpour(2, 2, overlap=True)",
+    "partial(0.05, defer)",
+    "sgp(tau=1)",
+    "adpsgd(star)",
+    "sandblaster(shards=2)",
+    "ps(bsp, shards=2)",
+]
+
+
+@pytest.mark.parametrize("name", registry.names("strategy"))
+def test_restart(name: str) -> None:
+    strategy = Strategy.parse(name)
+    check_restart(strategy, next(n for n in (4, 3, 2) if accepts(strategy, n)))
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_restart_with_other_settings(text: str) -> None:
+    check_restart(Strategy.parse(text), 4)
+
+
+@dataclass(frozen=True)
+class Counts(LocalSGD):
+    """Counts the steps to the next average in a local."""
+
+    async def worker(self, me: Worker) -> None:
+        count = 0
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            count += 1
+            if count % 4 == 0:
+                await self.collective.average(me, me.params)
+
+
+@dataclass(frozen=True)
+class Remembers(AllReduce):
+    """Keeps what it has drawn in a place of its own."""
+
+    async def worker(self, me: Worker) -> None:
+        drawn = float(me.random.normal())
+        while me.training:
+            gradient = await me.gradient()
+            gradient += np.float32(drawn)
+            await self.collective.average(me, gradient)
+            me.optimizer_step(gradient)
+
+
+@dataclass(frozen=True)
+class Collects(Strategy):
+    """A server that keeps the round's gradients in a local."""
+
+    traits = Traits(completeness=1, survives=False, results=("server",))
+
+    @property
+    def servers(self) -> int:
+        return 1
+
+    async def worker(self, me: Worker) -> None:
+        while me.training:
+            me.params[:] = (await me.ask(MASTER, "push", await me.gradient())).payload
+
+    async def master(self, me: Server) -> None:
+        waiting = []
+        async for message in me.messages():
+            if message.tag == BYE:
+                continue
+            waiting.append(message)
+            if len(waiting) == me.cluster.workers:
+                for one in sorted(waiting, key=lambda one: one.source):
+                    me.params -= 0.1 * one.payload / len(waiting)
+                me.reply_all(waiting, me.params)
+                waiting.clear()
+
+
+@dataclass(frozen=True)
+class Holds(AllReduce):
+    """Keeps what is no data in its state."""
+
+    def worker_state(self, me: Worker) -> object:
+        return iter(range(10**6))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (Counts(), "ends differently|belongs into me.state|has other events|got lost|deadlock"),
+        (Remembers(), "belongs into me.state"),
+        (Collects(), "belongs into me.state|deadlock"),
+        (Holds(), r"state\.state is builtins\.range_iterator, which cannot be saved"),
+    ],
+)
+def test_what_is_remembered_elsewhere_is_noticed(strategy: Strategy, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_restart(strategy, 4)
