@@ -6,7 +6,7 @@ Nodes are numbered: workers 0..n-1 by rank, servers -1, -2, … by index.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,11 @@ class Mailbox:
         if queue is None:
             queue = self._queues[message.tag] = deque()
         queue.append((self._arrivals, message))
+
+    def give_back(self, messages: Iterable[Message]) -> None:
+        """Put messages that were taken before what waits now, in their order."""
+        for message in reversed(list(messages)):
+            self._queues.setdefault(message.tag, deque()).appendleft((0, message))
 
     def hear(self, message: Message) -> None:
         """Count an arrival without keeping it."""

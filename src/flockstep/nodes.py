@@ -34,6 +34,7 @@ from flockstep.messages import (
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import (
     GRADIENT,
+    Again,
     Effect,
     NeedGradient,
     NeedWork,
@@ -95,14 +96,16 @@ class Node:
         self.tasks: list[Task] = []
         self._latest: dict[str, Task] = {}
         self.at_boundary: Callable[[], None] | None = None
-        """Called where the future of the node's program follows from the node's state alone."""
+        """Called where the node's program could begin anew with the node's state as it is."""
+        self.taken: dict[str, list[Message]] = {}
+        """Channel → the messages that its task has taken, of tasks that a program which begins anew begins again."""
         self._channel = ""
         self.started = 0
         """How many background tasks it has started."""
 
     def boundary(self) -> None:
         """The program could begin anew here with the node's state as it is."""
-        if self.at_boundary is not None and not self._channel and all(task.again for task in self.tasks):
+        if self.at_boundary is not None and not self._channel and all(task.again != "never" for task in self.tasks):
             self.at_boundary()
 
     @property
@@ -110,18 +113,20 @@ class Node:
         """Steps since the start of the run; `step` counts those since the programs last began."""
         return self.before + self.step
 
-    def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: bool = False) -> Task:
+    def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never") -> Task:
         """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
 
         In a process of its own messages are looked at between gradients only; in virtual time as they arrive. What is
         sent from elsewhere to a task that waits for tag "x" in channel "c" has the tag "x/c".
 
         A state holds no task: a program whose task outlasts a step remembers what it was begun with, begins it again
-        where a run continues, and finds it by its channel (`task`). A task that is `again` begun so remembers nothing
-        while it waits.
+        where a run continues, and finds it by its channel (`task`). `again` says so: there the task takes the messages
+        that it had taken once more ("replayed"), or none since it remembers nothing while it waits ("afresh").
         """
         self.started += 1
         task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
+        if self.at_boundary is not None and again == "replayed":
+            self.taken[task.channel] = []
         self._advance(task, None)
         if not task.done:
             self.tasks.append(task)
@@ -142,6 +147,7 @@ class Node:
         self.mailbox.take(ended)
         if self._latest.get(task.channel[1:]) is task:
             del self._latest[task.channel[1:]]
+            self.taken.pop(task.channel, None)
         return task.result
 
     @property
@@ -189,6 +195,8 @@ class Node:
             if self.departed or self.leaving:
                 self.require_coming(wanted)
             message = yield wanted
+        if self.taken:
+            self._keep(message)
         return message
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> Message:
@@ -311,6 +319,8 @@ class Node:
             if self.departed or self.leaving:
                 self.require_coming(wanted)
             message = yield wanted
+        if self.taken:
+            self._keep(message)
         if self.mailbox.missing:
             self.require_all(source)
         array = message.array
@@ -327,7 +337,14 @@ class Node:
             if self.departed or self.leaving:
                 self.require_coming(wanted)
             message = yield wanted
+        if self.taken:
+            self._keep(message)
         return message
+
+    def _keep(self, message: Message) -> None:
+        """A task has taken a message that it takes again where a run continues."""
+        if self._channel in self.taken:
+            self.taken[self._channel].append(message)
 
     def require_coming(self, wanted: Wanted) -> None:
         """Raise `PeerLost` if that message, which is not here, can come no more."""

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from flockstep.arrays.factors import Layer, Packing
 from flockstep.errors import PeerLost
@@ -63,6 +63,8 @@ class NeedWork:
 
 
 GRADIENT = NeedGradient()
+Again = Literal["never", "replayed", "afresh"]
+"""Whether a program that begins anew begins a background task again, and how that comes to where it was."""
 Effect = NeedGradient | Wanted | NeedWork
 Program = Coroutine[Effect, Any, None]
 
@@ -79,27 +81,21 @@ async def completed(work: Work) -> None:
         await suspend(NeedWork(work))
 
 
-@dataclass(eq=False, init=False)
 class Task:
     """A coroutine that goes on in the background whenever what it waits for arrives, also while a gradient is computed.
 
     Its messages travel in a channel of their own: both ends must start it under the same name.
     """
 
-    number: int
-    channel: str
-    done: bool = False
-    result: Any = None
-    wanted: Wanted | None = None
-    work: Work | None = None
-    """What it waits for instead of a message."""
-    again: bool = False
-    """It remembers nothing while it waits, and the node's program starts it whenever it begins."""
-
-    def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: bool = False):
+    def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never"):
         self.number = number
         self.channel = channel
         self.again = again
+        self.done = False
+        self.result: Any = None
+        self.wanted: Wanted | None = None
+        self.work: Work | None = None
+        """What it waits for instead of a message."""
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:

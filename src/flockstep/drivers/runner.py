@@ -115,6 +115,7 @@ class Runner:
         self._since = clock()
         """When the node began to compute, to wait or to run, whichever it does."""
         self._checked = 0
+        self._settle: Callable[[], None] | None = None
         node.port = self
 
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
@@ -134,14 +135,20 @@ class Runner:
             if not self.replaying:
                 history.point = save()
                 history.inputs.clear()
+            elif self._settle is not None:
+                self._settle()
+                self._settle = None
 
         self.history, self.node.at_boundary = history, at_boundary
         history.point = history.point or save()
 
-    def replay(self, inputs: Sequence[Input], begin: Callable[[], None]) -> None:
-        """Go on where a runner was that had these inputs since the node's state was saved, which it has again."""
+    def replay(self, inputs: Sequence[Input], begin: Callable[[], None], settle: Callable[[], None]) -> None:
+        """Go on where a runner was that had these inputs since the node's state was saved, which it has again.
+
+        `settle` puts right what the program has changed until it comes to where it was: by beginning tasks again.
+        """
         send, recorded, since = self.send, self.recorded, self._since
-        self.send, self.recorded, self.replaying = _nowhere, False, True
+        self.send, self.recorded, self.replaying, self._settle = _nowhere, False, True, settle
         begin()
         for kind, *arguments in inputs:
             match kind:

@@ -59,6 +59,8 @@ class Saved:
     """The nodes that are dead, that have left, and whose leaving the program has been told of."""
     tasks: int = 0
     """How many background tasks it has started."""
+    taken: dict[str, list[Message]] = field(default_factory=dict)
+    """What those have taken that its program begins again."""
 
 
 @dataclass(slots=True)
@@ -205,7 +207,7 @@ class Simulation:
         runner.node, node.port = node, runner
         self._restore(node, saved)
         runner.remember(history, partial(self._state, runner))
-        runner.replay(history.inputs, partial(self._begin, runner))
+        runner.replay(history.inputs, partial(self._begin, runner), partial(_settle, node, saved))
         differs = node.params.tobytes() != params.tobytes() or node.step != old.step
         if differs or str(runner.waiting) != str(waited):
             other = ", with other parameters" if differs else ""
@@ -219,7 +221,8 @@ class Simulation:
         """What the node's program could begin anew from now."""
         node = runner.node
         gone = node.lost, node.departed, node.farewells
-        return to_bytes(replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone, tasks=node.started))
+        facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone)
+        return to_bytes(replace(facts, tasks=node.started, taken=node.taken))
 
     def _make_nodes(self) -> None:
         """Workers by rank, then servers by index; each with its runner."""
@@ -276,9 +279,10 @@ class Simulation:
             self._steppers[node.address].state = saved.optimizer
             self._gradients.restart(node.address, saved.batches)
         if saved.mailbox is not None:
-            node.mailbox, node.sent = saved.mailbox, saved.sent
+            node.mailbox, node.sent = saved.mailbox, saved.sent.copy()
             node.lost, node.departed, node.farewells = saved.gone
-            node.started = saved.tasks
+            for messages in saved.taken.values():
+                node.mailbox.give_back(messages)
 
     def _die(self, address: Address) -> None:
         """A node is no more: its program ends where it is, and what reaches it goes nowhere."""
@@ -371,6 +375,12 @@ class Simulation:
     def _ended(self, runner: Runner) -> None:
         self._hand_in(runner, FINAL)
         runner.account.close(self.now, runner.node.params)
+
+
+def _settle(node: Node, saved: Saved) -> None:
+    """What tasks that were begun again have sent and drawn was sent and drawn before."""
+    node.sent, node.started = saved.sent, saved.tasks
+    node.random.bit_generator.state = saved.random
 
 
 def due_at(began: float, finish: float, share: float) -> float:

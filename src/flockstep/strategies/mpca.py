@@ -74,7 +74,7 @@ class PenalisedAveraging(Strategy):
     async def worker(self, me: Worker) -> None:
         """Look after the rounds; step along the gradients of loss and penalty."""
         if me.state.snapshot is not None:  # a run that continues
-            me.background("round", self.round(me, me.state))
+            me.background("round", self.round(me, me.state), "replayed")
         while me.training:
             if me.workers > 1:
                 await self.look_after(me)
@@ -105,7 +105,7 @@ class PenalisedAveraging(Strategy):
 
     def _begin(self, me: Worker, state: Rounds, training: bool) -> None:
         state.snapshot, state.training = me.params.copy(), training
-        me.background("round", self.round(me, state))
+        me.background("round", self.round(me, state), "replayed")
 
     async def round(self, me: Worker, state: Rounds) -> Message:
         """The mean of all snapshots. Its note: whether anyone was training."""

@@ -69,7 +69,7 @@ class OverlapLocalSGD(Strategy):
 
     def _begin(self, me: Worker, state: Anchor) -> None:
         state.under_way = True
-        me.background("anchor", self._average(me, state.mean.copy()))
+        me.background("anchor", self._average(me, state.mean.copy()), "replayed")
 
     async def _average(self, me: Worker, array: FlatArray) -> FlatArray:
         await self.collective.average(me, array)

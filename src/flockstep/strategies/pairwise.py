@@ -40,7 +40,7 @@ class PairwiseAveraging(Strategy):
     async def worker(self, me: Worker) -> None:
         """Begin an average, or be ready for one; compute; step."""
         active, neighbours = self._place(me)
-        answers = None if active else me.background(PAIRS, answer(me), again=True)
+        answers = None if active else me.background(PAIRS, answer(me), again="afresh")
         while me.training:
             others = [j for j in neighbours if j not in me.lost]
             asks = None

@@ -108,7 +108,7 @@ class Sandblaster(Strategy):
     async def master(self, me: Server) -> None:
         """Serve the shard in the background; the first server coordinates meanwhile."""
         state: ShardState = me.state
-        me.background("shard", _serve(me, state), again=True)
+        me.background("shard", _serve(me, state), again="afresh")
         if state.coordinator is not None:
             await state.coordinator.run(me)
             return

@@ -51,7 +51,7 @@ class SliceServers(Strategy):
         """Compute, push every slice to its owner, take what comes back; serve one's own all the while."""
         state: ServedState = me.state
         for rank in me.peers:
-            me.background(CHANNEL, self._serve(me, rank), again=True)
+            me.background(CHANNEL, self._serve(me, rank), again="afresh")
         while me.training:
             state.versions[me.rank] = state.version
             gradient = await me.gradient()

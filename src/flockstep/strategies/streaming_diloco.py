@@ -101,7 +101,7 @@ class StreamingDiloco(Strategy):
         fragments: list[Fragment] = me.state
         for index, fragment in enumerate(fragments):
             if fragment.under_way:  # a run that continues
-                me.background(f"fragment{index}", self._mean(me, fragment))
+                me.background(f"fragment{index}", self._mean(me, fragment), "replayed")
         while me.training:
             me.optimizer_step(await me.gradient())
             for index, fragment in enumerate(fragments):
@@ -125,7 +125,7 @@ class StreamingDiloco(Strategy):
             fragment.given, fragment.dropped = encoded(
                 me, self.codec, self.feedback, delta, fragment.dropped, fragment.part
             )
-        me.background(f"fragment{index}", self._mean(me, fragment))
+        me.background(f"fragment{index}", self._mean(me, fragment), "replayed")
 
     async def _mean(self, me: Worker, fragment: Fragment) -> FlatArray:
         """The mean of the parts, or theta less the mean of what all outer gradients' encodings stand for."""
