@@ -8,8 +8,7 @@ import pytest
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message
 from flockstep.records.events import Step
-from flockstep.strategies.coordinator import ARMIJO
-from flockstep.strategies.portions import Portions
+from flockstep.strategies.coordinator import ARMIJO, Portions
 from flockstep.strategies.sandblaster import ShardState
 from flockstep.testing.strategies import Bench, run_strategy, small_job
 

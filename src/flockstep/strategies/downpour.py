@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
@@ -15,11 +15,59 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Held, Pushed
 from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.downpour_replica import Replica, Shard
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
+
+
+@dataclass
+class Shard:
+    """What a server remembers: for its rule, and of each worker's lists of keys."""
+
+    rule: Any
+    inboxes: dict[int, Inbox]
+
+
+@dataclass
+class Replica:
+    """What a worker remembers between steps."""
+
+    seen: list[int]
+    """For each shard, the version that the worker's parameters stand for: what it fetched, and its pushes since."""
+    since: list[int]
+    """The same when the first of the accrued gradients was computed."""
+    outboxes: list[Outbox]
+    accrued: FlatArray
+    count: int = 0
+    flying: dict[int, int] = field(default_factory=dict)
+    """For each shard whose parameters are not in the replica yet, the worker's pushes since it asked for them."""
+    fetched: dict[int, Message] = field(default_factory=dict)
+    """The parameters of shards that have arrived since the last step."""
+
+    def pushed(self, shard: int) -> None:
+        """A sum of gradients goes to that shard."""
+        self.seen[shard] += 1
+        if shard in self.flying:
+            self.flying[shard] += 1
+
+    def place(self, me: Worker, shard: int, fetched: Message) -> None:
+        """Replace a shard's part of the replica by what was fetched."""
+        me.params[slices(len(me.params), len(self.seen))[shard]] = fetched.payload
+        self.seen[shard] = fetched.note.version + self.flying.pop(shard, 0)
+
+    async def collect(self, me: Worker, wait: bool) -> None:
+        """Keep the parameters that have arrived by now; `wait` for those still on their way."""
+        for message in me.arrived("parameters"):
+            self.fetched[server(message.source)] = message  # index to address and back is one formula
+        for shard in [shard for shard in self.flying if wait and shard not in self.fetched]:
+            self.fetched[shard] = await me.receive("parameters", server(shard))
+
+    async def take(self, me: Worker, wait: bool) -> None:
+        """Replace the parts of the replica for which parameters have arrived; `wait` for those still on their way."""
+        await self.collect(me, wait)
+        for shard in sorted(self.fetched):
+            self.place(me, shard, self.fetched.pop(shard))
 
 
 class Sum(Pushed, frozen=True):

@@ -10,8 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER, Message, Notes, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.coordinator import Coordinator, Report, Work
-from flockstep.strategies.portions import Portions
+from flockstep.strategies.coordinator import Coordinator, Portions, Report, Work
 from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard, zeros
 
 
