@@ -317,9 +317,9 @@ def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monke
     """Read-my-writes: the first update of the copy is minus the learning rate, or 1/n of it, times the gradient."""
     seen = []
 
-    async def watched(self, me, state, pushes, gradient, full_step):
+    async def watched(self, me, state, parts, pushes, gradient, full_step):
         before = me.params.copy()
-        await EXCHANGE(self, me, state, pushes, gradient, full_step)
+        await EXCHANGE(self, me, state, parts, pushes, gradient, full_step)
         if me.step == 1:
             seen.append((before, gradient.copy(), state.own[0][1].copy()))
 

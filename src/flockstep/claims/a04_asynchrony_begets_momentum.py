@@ -12,7 +12,6 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.clockwork import Updates
-from flockstep.codecs.identity import Identity
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model, Views
 from flockstep.messages import Address, Message
@@ -74,7 +73,7 @@ class Responses(Updates):
         """Look at gradients, for which copy they push, and at the answers, for what became of those pushed before."""
         if message.tag == "push" and message.source >= 0:
             self.version += 1
-            copy = int(np.argmin(Identity().decode(message.payload, COPIES, Pushed.dtype)))
+            copy = int(np.argmin(message.payload))
             self.pushed.appendleft(copy)
             self.since[copy] = self.version
         elif message.tag == "push":

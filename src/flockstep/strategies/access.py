@@ -49,8 +49,22 @@ class Access:
         """The next gradient; None where the worker has given it up."""
         return me.gradient()
 
-    async def exchange(self, me: Worker, state: PushState, pushes: Pushes, gradient: FlatArray, full_step: int) -> None:
-        """Push a gradient, and return with the parameters for the next one; `full_step` gradients make a step."""
+    async def exchange(
+        self,
+        me: Worker,
+        state: PushState,
+        parts: Sequence[slice],
+        pushes: Pushes,
+        gradient: FlatArray,
+        full_step: int,
+    ) -> None:
+        """Push a gradient to all shards, and return with the parameters for the next one.
+
+        Args:
+            parts: for each shard, what it holds.
+            pushes: for each shard, what it is sent.
+            full_step: gradients that make a step.
+        """
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
@@ -69,9 +83,16 @@ class Access:
 class Asks(Access):
     """Every push asks for the parameters too, and the worker waits until its read is admitted."""
 
-    async def exchange(self, me: Worker, state: PushState, pushes: Pushes, gradient: FlatArray, full_step: int) -> None:
+    async def exchange(
+        self,
+        me: Worker,
+        state: PushState,
+        parts: Sequence[slice],
+        pushes: Pushes,
+        gradient: FlatArray,
+        full_step: int,
+    ) -> None:
         """Push and take what comes back."""
-        parts = slices(len(me.params), len(pushes))
         for i, reply in enumerate(await me.ask_all("push", pushes)):
             me.params[parts[i]] = reply.payload
             state.versions[i] = reply.note.version
@@ -82,8 +103,9 @@ class Asks(Access):
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
         """Those who are admitted."""
-        if admitted:
-            me.reply_all([read.message for read in admitted], me.params, Held(me.version))
+        if not admitted:
+            return []
+        me.reply_all([read.message for read in admitted], me.params, Held(me.version))
         return [read.rank for read in admitted]
 
 
@@ -102,7 +124,15 @@ class GivesUp(Access):
         self._take(me, state, got)
         return None
 
-    async def exchange(self, me: Worker, state: PushState, pushes: Pushes, gradient: FlatArray, full_step: int) -> None:
+    async def exchange(
+        self,
+        me: Worker,
+        state: PushState,
+        parts: Sequence[slice],
+        pushes: Pushes,
+        gradient: FlatArray,
+        full_step: int,
+    ) -> None:
         """Push, and go on with the next parameters that come, be they the answer or what others have brought about."""
         for to, data, note in pushes:
             me.send(to, "push", data, note)
@@ -139,7 +169,15 @@ class Copies(Access):
     slack: int
     """Clocks by which a worker's copy may lag behind it."""
 
-    async def exchange(self, me: Worker, state: PushState, pushes: Pushes, gradient: FlatArray, full_step: int) -> None:
+    async def exchange(
+        self,
+        me: Worker,
+        state: PushState,
+        parts: Sequence[slice],
+        pushes: Pushes,
+        gradient: FlatArray,
+        full_step: int,
+    ) -> None:
         """Push, step the copy, take what is fresh; where a part is older than the bound allows, wait for it or ask."""
         for to, data, note in pushes:
             me.send(to, "push", data, note)

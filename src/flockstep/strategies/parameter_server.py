@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.errors import CompositionError, ConfigurationError
+from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
-from flockstep.messages import BYE, Address, Message, Notes, server
+from flockstep.messages import BYE, Address, Message, Notes, node_name, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Copies, Fresh, GivesUp, Held, Pushed
+from flockstep.strategies.access import Access, Copies, Fresh, GivesUp, Held, Pushed
 from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push, Read, View
 from flockstep.strategies.encoding import decoded, encoded
@@ -70,6 +71,15 @@ class ParameterServer(Strategy):
         check_filters(self.filters, self.codec)
         check_composition(self.codec, self.feedback)
 
+    @cached_property
+    def _access(self) -> Access:
+        return self.consistency.access
+
+    @cached_property
+    def _exact(self) -> bool:
+        """Whether gradients travel as they are."""
+        return self.codec == Identity() and self.feedback == NoFeedback() and not self.filters
+
     @property
     def traits(self) -> Traits:
         """As the consistency rule promises."""
@@ -112,26 +122,31 @@ class ParameterServer(Strategy):
     async def worker(self, me: Worker) -> None:
         """Compute, push, come by the parameters for the next gradient."""
         state: PushState = me.state
-        access, full_step = self.consistency.access, self.consistency.full_step(me.workers)
+        parts, full_step = slices(len(me.params), self.shards), self.consistency.full_step(me.workers)
         while me.training:
             gradient = await self.gradient(me, state)
             if gradient is not None:
-                await access.exchange(me, state, self.pushes(me, state, gradient), gradient, full_step)
+                pushes = self.pushes(me, state, gradient, parts)
+                await self._access.exchange(me, state, parts, pushes, gradient, full_step)
 
     async def finish(self, me: Worker) -> None:
         """Take what servers send last; leave."""
-        await self.consistency.access.finish(me, me.state)
+        await self._access.finish(me, me.state)
         await super().finish(me)
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
         """The next gradient; None where the worker has given it up."""
-        return self.consistency.access.gradient(me, state)
+        return self._access.gradient(me, state)
 
-    def pushes(self, me: Worker, state: PushState, gradient: FlatArray) -> list[tuple[Address, FlatArray, Pushed]]:
+    def pushes(
+        self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
+    ) -> list[tuple[Address, FlatArray, Pushed]]:
         """What each shard is sent of a gradient."""
-        parts = slices(len(me.params), self.shards)
-        data = [self._encoded(me, state, i, gradient, part) for i, part in enumerate(parts)]
-        return [(server(i), one, Pushed(state.versions[i], me.lr)) for i, one in enumerate(data)]
+        pushes, lr = [], me.lr
+        for i, part in enumerate(parts):
+            data = gradient[part] if self._exact else self._encoded(me, state, i, gradient, part)
+            pushes.append((server(i), data, Pushed(state.versions[i], lr)))
+        return pushes
 
     def _encoded(self, me: Worker, state: PushState, i: int, gradient: FlatArray, part: slice) -> FlatArray:
         piece, params = gradient[part], me.params[part]
@@ -141,11 +156,27 @@ class ParameterServer(Strategy):
         return data
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """The gradient (K,) that a push stands for."""
-        if not self.filters:
-            return decoded(me, self.codec, self.feedback, message)
-        inbox = me.state.inboxes.setdefault(message.source, Inbox())
-        return unpack(self.filters, self.codec, message.payload, len(me.params), me.params.dtype.name, inbox)
+        """The gradient (K,) that a push stands for.
+
+        Raises:
+            Diverged: it is not finite; what travels as it is has been looked at on arrival.
+            ProtocolError: the push is not of that size, or cannot be decoded.
+        """
+        if self._exact:
+            gradient = message.payload
+            if len(gradient) != len(me.params) or gradient.dtype != me.params.dtype:
+                raise ProtocolError(
+                    f"{node_name(message.source)} pushed {len(gradient)} × {gradient.dtype} to "
+                    f"{node_name(me.address)}, which holds {len(me.params)} × {me.params.dtype}"
+                )
+            return gradient
+        if self.filters:
+            inbox, dtype = me.state.inboxes.setdefault(message.source, Inbox()), me.params.dtype.name
+            gradient = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, inbox)
+        else:
+            gradient = decoded(me, self.codec, self.feedback, message)
+        require_finite_update(me, message, gradient)
+        return gradient
 
     async def master(self, me: Server) -> None:
         """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
@@ -165,23 +196,23 @@ class ParameterServer(Strategy):
 
     def _push(self, me: Server, state: ServerState, message: Message) -> None:
         gradient = self.decode(me, message)
-        require_finite_update(me, message, gradient)
         rank, clock, version = message.source, message.step, message.note.version
         state.pushes.append(Push(rank, clock - 1, version, message.note.lr, gradient))
         moved = state.advance(rank, clock)
-        self.consistency.access.pushed(me, state, Read(rank, clock, version, message))
+        self._access.pushed(me, state, Read(rank, clock, version, message))
         self._settle(me, state, moved)
 
     def _settle(self, me: Server, state: ServerState, moved: bool, left: bool = False) -> None:
         """Apply what is released now, answer who is admitted now."""
-        own, news = self.consistency, moved or left
-        for group in own.released(state.pushes, self._view(me, state, news)):
+        own, view = self.consistency, self._view(me, state, moved or left)
+        for group in own.released(state.pushes, view):
             self._apply(me, state, group)
-        view = self._view(me, state, news)
-        state.leave(own.dropped(state.pushes, view))
-        admitted = own.admitted(state.reads, view)
-        state.leave(reads=admitted)
-        for rank in own.access.answer(me, state, admitted, moved):
+            view.version = me.version
+        if dropped := own.dropped(state.pushes, view):
+            state.leave(dropped)
+        if admitted := own.admitted(state.reads, view):
+            state.leave(reads=admitted)
+        for rank in self._access.answer(me, state, admitted, moved):
             self.rule.read(me, state.rule, rank)
             state.reading[rank] = me.version
 

@@ -102,9 +102,11 @@ class ServerState:
             self.told.pop(rank, None)
 
     def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
-        """Take these off what waits."""
-        gone = {id(one) for one in (*pushes, *reads)}
+        """Take these off what waits, which they are part of."""
+        gone = set(map(id, (*pushes, *reads)))
         if pushes:
-            self.pushes = [push for push in self.pushes if id(push) not in gone]
+            whole = len(pushes) == len(self.pushes)
+            self.pushes = [] if whole else [push for push in self.pushes if id(push) not in gone]
         if reads:
-            self.reads = [read for read in self.reads if id(read) not in gone]
+            whole = len(reads) == len(self.reads)
+            self.reads = [] if whole else [read for read in self.reads if id(read) not in gone]

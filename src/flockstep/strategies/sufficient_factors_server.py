@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.factors import Layer, Packing
-from flockstep.arrays.schema import FlatArray, slices
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
 from flockstep.messages import Address, Message, Notes, server
@@ -17,6 +17,7 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Asks, Pushed
 from flockstep.strategies.base import Traits
 from flockstep.strategies.consistency import Asynchronous, Consistency
+from flockstep.strategies.finite import require_finite_update
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
@@ -72,9 +73,11 @@ class FactorServer(ParameterServer):
         layers = smaller(me)
         return me.gradient_in_factors(layers) if layers else me.gradient()
 
-    def pushes(self, me: Worker, state: PushState, gradient: FlatArray) -> list[tuple[Address, FlatArray, Pushed]]:
+    def pushes(
+        self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
+    ) -> list[tuple[Address, FlatArray, Pushed]]:
         """What each shard is sent of a gradient, in the smaller form."""
-        parts, packing = slices(len(me.params), self.shards), Packing(len(me.params), smaller(me))
+        packing = Packing(len(me.params), smaller(me))
         return [
             (server(i), payload, Factored(state.versions[i], me.lr, [rectangle(layer) for layer in layers]))
             for i, (layers, payload) in enumerate(divided(gradient, packing, parts))
@@ -82,7 +85,9 @@ class FactorServer(ParameterServer):
 
     def decode(self, me: Server, message: Message) -> FlatArray:
         """The gradient (K,), multiplied out of its factors."""
-        return unpacked(message, len(me.params))
+        gradient = unpacked(message, len(me.params))
+        require_finite_update(me, message, gradient)
+        return gradient
 
 
 def divided(

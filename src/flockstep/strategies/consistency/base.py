@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 from flockstep.arrays.schema import FlatArray
@@ -18,7 +19,7 @@ from flockstep.strategies.server_state import Push as Push
 from flockstep.strategies.server_state import Read as Read
 
 
-@dataclass(frozen=True)
+@dataclass
 class View:
     """What a rule may look at besides what is pending."""
 
@@ -126,5 +127,5 @@ class ClockRule(Consistency):
 
 def by_timestamp(pushes: Sequence[Push]) -> list[list[Push]]:
     """Groups of equal timestamp, oldest first, each in order of rank."""
-    ordered = sorted(pushes, key=lambda push: (push.timestamp, push.rank))
-    return [list(group) for _, group in groupby(ordered, key=lambda push: push.timestamp)]
+    ordered = sorted(pushes, key=attrgetter("timestamp", "rank"))
+    return [list(group) for _, group in groupby(ordered, attrgetter("timestamp"))]
