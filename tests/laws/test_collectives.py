@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flockstep.arrays.schema import slices
+from flockstep.collectives import recursive_doubling
 from flockstep.collectives.base import Collective
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
+from flockstep.errors import ProtocolError
+from flockstep.messages import Message
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy
 
@@ -187,3 +190,13 @@ def test_the_checks_above_notice_a_broken_collective(broken):
     given = arrays(4, 18, steps=3)
     run = summed(broken, given, compute="speeds(exponential(0.01), (1, 1, 20, 40))")
     assert not equal_bits(*run.replicas)
+
+
+@pytest.mark.parametrize(
+    "note", [{}, {"2": 2}, {"2": 2, "3": "x"}, {"2": -1, "3": 5}, {"2": 2, "3": 3}, {"2": 2.0, "3": 2}]
+)
+def test_a_message_that_is_not_of_the_arrays_that_it_announces_is_refused(note):
+    with pytest.raises(ProtocolError, match="worker 2 sent 4 elements as the arrays of the ranks 2, 3"):
+        recursive_doubling._sizes(Message(2, "double", np.zeros(4), note), [2, 3])
+    good = Message(2, "double", np.zeros(4), {"2": 1, "3": 3, "call": 7})
+    assert recursive_doubling._sizes(good, [2, 3]) == {2: 1, 3: 3}

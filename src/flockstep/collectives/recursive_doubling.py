@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,26 +61,29 @@ async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
     while distance < me.workers:
         partner = me.rank ^ distance
         ranks = sorted(held)
-        sizes = ",".join(str(len(held[rank])) for rank in ranks)
-        me.send(partner, "double", np.concatenate([held[rank] for rank in ranks]), {"sizes": sizes})
+        sizes = {str(rank): len(held[rank]) for rank in ranks}
+        me.send(partner, "double", np.concatenate([held[rank] for rank in ranks]), sizes)
         message = await me.receive("double", partner)
         me.require_all(partner)
         start = 0
-        for rank, size in zip(ranks, _sizes(message, len(ranks)), strict=True):
-            held[rank ^ distance] = message.payload[start : start + size]
+        for rank, size in _sizes(message, [rank ^ distance for rank in ranks]).items():
+            held[rank] = message.payload[start : start + size]
             start += size
         distance *= 2
     return [held[rank] for rank in range(me.workers)]
 
 
-def _sizes(message: Message, count: int) -> list[int]:
-    """The sizes of that many arrays in a message.
+def _sizes(message: Message, ranks: Sequence[int]) -> dict[int, int]:
+    """Rank → size of its array in a message that holds those of `ranks`.
 
     Raises:
-        ProtocolError: it does not hold so many.
+        ProtocolError: it does not.
     """
-    words = str(message.note.get("sizes", "")).split(",")
-    sizes = [int(word) for word in words if word.isdecimal()]
-    if len(words) != count or len(sizes) != count or sum(sizes) != len(message.payload):
-        raise ProtocolError(f"{node_name(message.source)} sent no {count} arrays of {len(message.payload)} elements")
+    found = {rank: message.note.get(str(rank), -1) for rank in ranks}
+    sizes = {rank: size for rank, size in found.items() if isinstance(size, int) and size >= 0}
+    if len(sizes) < len(ranks) or sum(sizes.values()) != len(message.payload):
+        raise ProtocolError(
+            f"{node_name(message.source)} sent {len(message.payload)} elements as the arrays of the ranks "
+            f"{', '.join(map(str, ranks))}, of which it gave the sizes {found}"
+        )
     return sizes
