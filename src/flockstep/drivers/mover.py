@@ -288,7 +288,7 @@ class Mover(Collectives):
             return False
         if message.tag in (PUT, ADD, GET, FAILED):
             window, party = self._windows.get(str(message.note.get("window"))), self._pump.party
-            if window is not None:
+            if isinstance(window, Window):
                 window.hear(message, party)
             elif message.tag == GET:
                 party.reply(message, None, {"error": f"{node_name(self.rank)} has closed that window"})

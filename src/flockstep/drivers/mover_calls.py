@@ -18,7 +18,6 @@ from flockstep.drivers import mover_collectives as together
 from flockstep.drivers.mover_node import Party
 from flockstep.drivers.mover_packets import Packet, checked, codec_of, packed, unpacked
 from flockstep.drivers.mover_pump import Pump
-from flockstep.drivers.mover_window import Window
 from flockstep.errors import ConfigurationError, PeerLost, RunError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import check_composition, encode, fitted, random_of
@@ -26,6 +25,15 @@ from flockstep.messages import Array, Fields, Message
 from flockstep.topologies.base import Topology
 
 T = TypeVar("T")
+
+
+class Held(Protocol):
+    """A named window, which a thread may hold."""
+
+    name: str
+
+    def held_here(self) -> bool:
+        """Whether the calling thread holds it."""
 
 
 class SharedSum(Protocol):
@@ -56,7 +64,7 @@ class Calls:
         self._lock = Lock()
         self._uses: Counter[str] = Counter()
         self._memories: dict[str, Any] = {}
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, Held] = {}
         self._shared: dict[int, SharedSum] = {}
 
     def check_rank(self, rank: int) -> None:
@@ -134,7 +142,7 @@ class Calls:
         """Put on the record what took the place of so many bytes in so many messages each way."""
         self._pump.ask(lambda: self._pump.account.traffic.moved(sent, received, messages))
 
-    def forget(self, window: Window) -> None:
+    def forget(self, window: Held) -> None:
         """A window's name is free again."""
         with self._lock:
             self._windows.pop(window.name, None)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flockstep.codecs.base import Codec
+from flockstep.drivers.mover_calls import Calls
 from flockstep.drivers.mover_collectives import fence
 from flockstep.drivers.mover_node import Party
 from flockstep.drivers.mover_packets import add_unpacked, codec_of, packed, plain, unpacked, whole
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
 from flockstep.messages import Array, Fields, Message, node_name
-
-if TYPE_CHECKING:
-    from flockstep.drivers.mover_calls import Calls
 
 PUT, ADD, GET, FAILED = "window put/", "window add/", "window get/", "window failed/"
 """Tags, which end where no channel is."""

@@ -19,7 +19,7 @@ def first_not_finite(array: FlatArray) -> int:
     A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
     slow to come by, elements are looked at one by one.
     """
-    if str(array.dtype) in ("float32", "float64"):
+    if array.dtype.char in "fd":
         with np.errstate(all="ignore"):
             if math.isfinite(float(np.dot(array, array))):
                 return -1
