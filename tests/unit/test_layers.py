@@ -1,12 +1,10 @@
-"""The project's own rules: the order of the layers, what an import may load, and how long code may be."""
+"""The project's own rules: the order of the layers, and what an import may load."""
 
 from __future__ import annotations
 
 import ast
-import io
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +123,55 @@ def test_relative_imports_of_a_package_start_at_the_package():
     assert upward_imports("from ..cli import main", "flockstep.codecs", is_package=True)
 
 
+def imported_modules(source: str, module: str, known: set[str]) -> set[str]:
+    """The modules of `known` that an import names, wherever it stands; a name of a module stands for the module."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & known) - {module}
+
+
+def circles(imports: dict[str, set[str]]) -> list[str]:
+    """The modules that import themselves by way of others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = imports[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    return sorted(module for module in imports if module in reached(module))
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
+    within = "def f():\n    from flockstep.b import g\nif TYPE_CHECKING:\n    from flockstep import c"
+    assert imported_modules(within, "flockstep.a", {"flockstep.b", "flockstep.c"}) == {"flockstep.b", "flockstep.c"}
+
+
+def private_imports(source: str) -> list[str]:
+    """Names of another module of ours that begin with an underscore."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    ours = [node for node in nodes if (node.module or "").startswith("flockstep")]
+    return [alias.name for node in ours for alias in node.names if alias.name[0] == "_" and alias.name[:2] != "__"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_no_private_name_is_imported(path):
+    assert private_imports(path.read_text()) == []
+
+
+def test_a_private_import_is_found():
+    assert private_imports("from flockstep.codecs.base import _hidden, Codec") == ["_hidden"]
+
+
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {statement}; print(*sys.modules)"
@@ -163,36 +210,3 @@ def test_a_loaded_module_is_found():
 def test_the_version_is_written_twice_but_is_one():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == flockstep.__version__
-
-
-def code_lines(source: str) -> set[int]:
-    """Numbers of the lines that hold more than blanks and comments."""
-    idle = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in idle:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return lines
-
-
-def function_lengths(source: str) -> dict[str, int]:
-    """Function → its code lines, signature included, docstring not."""
-    code, lengths = code_lines(source), {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            own = code & set(range(node.lineno, node.end_lineno + 1))
-            if ast.get_docstring(node) is not None:
-                own -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-            lengths[f"{node.name} (line {node.lineno})"] = len(own)
-    return lengths
-
-
-@pytest.mark.parametrize("path", FILES, ids=shown)
-def test_functions_have_at_most_40_code_lines(path):
-    assert {name: lines for name, lines in function_lengths(path.read_text()).items() if lines > 40} == {}
-
-
-def test_lengths_count_code_only():
-    documented = ["def f():", '    """One.', "", "    Two.", '    """', "", "    # why", *["    x = 1"] * 40]
-    spread = ["async def g(", "    a,", "):", '    return """a', 'b"""']
-    assert function_lengths("\n".join([*documented, "", *spread])) == {"f (line 1)": 41, "g (line 49)": 5}

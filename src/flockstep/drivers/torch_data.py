@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from flockstep.drivers.shards import Shard
+from flockstep.drivers.every_nth import Shard
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
