@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.messages import Address, Message, Note, server
@@ -41,9 +40,6 @@ Pushes = Sequence[tuple[Address, FlatArray, Pushed]]
 
 class Access:
     """A way for workers to come by the parameters: what both sides do about it."""
-
-    eager: ClassVar[bool] = False
-    """Servers send parameters that nobody asked for."""
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
         """The next gradient; None where the worker has given it up."""
@@ -221,8 +217,6 @@ class Copies(Access):
 @dataclass(frozen=True)
 class SentCopies(Copies):
     """As with `Copies`, but nobody asks: whenever the slowest clock advances, servers send everyone a copy."""
-
-    eager: ClassVar[bool] = True
 
     async def _renew(self, me: Worker, state: PushState, clock: int) -> None:
         """Take what has arrived, and more until every part holds all gradients up to `clock`."""

@@ -17,7 +17,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.messages import BYE, Address, Message, Notes, node_name, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Access, Copies, Fresh, GivesUp, Held, Pushed
+from flockstep.strategies.access import Access, Copies, Fresh, GivesUp, Held, Pushed, SentCopies
 from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
 from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push, Read, View
 from flockstep.strategies.encoding import decoded, encoded
@@ -94,7 +94,7 @@ class ParameterServer(Strategy):
         """As the consistency rule schedules; one that drops late gradients still has everyone on the same version."""
         scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async", 4: "sync"}
         when = scheduling[self.consistency.completeness]
-        eager: Exchange = "ad hoc with eager scatter" if self.consistency.access.eager else "ad hoc"
+        eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, SentCopies) else "ad hoc"
         how: Exchange = "reduce" if when == "sync" else eager
         return Cell("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
 
