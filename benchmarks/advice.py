@@ -101,7 +101,7 @@ class Case:
     @property
     def outlook(self) -> Outlook:
         """The plan."""
-        return plan(self.task, read_cluster(self.cluster, name=self.name), rehearse=False, further=False)
+        return plan(self.task, read_cluster(self.cluster, name=self.name), further=False)
 
     @property
     def task(self) -> Task:

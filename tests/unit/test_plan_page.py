@@ -12,7 +12,7 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
 from flockstep.planning.page import CELLS, Map, best_map, plan_page, render_plan, scaling_picture, scaling_table
 from flockstep.planning.plan import Outlook, plan
-from flockstep.planning.prospect import pace, prospect
+from flockstep.planning.prospect import Pace, prospect
 from flockstep.planning.scaling import WORKERS
 from flockstep.planning.task import Site, Task
 from flockstep.report.page import Listing
@@ -84,14 +84,13 @@ def test_everything_drawn_is_explained_and_listed(outlook: Outlook) -> None:
 def test_alone_a_strategy_is_no_faster_than_one_worker(text: str) -> None:
     """Whoever takes more steps than the mean of all says does so only where somebody waits."""
     site = Site(TASK, CLUSTER)
-    known = pace(prospect(Strategy.parse(text), site, 4), site)
-    assert known is not None
+    known = Pace(Strategy.parse(text), site, prospect(Strategy.parse(text), site, 4))
     single = TASK.batch / 0.01
-    assert known.samples_per_second(site, 4) == pytest.approx(
+    assert known.at(site, 4).samples_per_second == pytest.approx(
         prospect(Strategy.parse(text), site, 4).samples_per_second
     )  # fmt: skip
     if "backup" not in text:
-        assert known.samples_per_second(site, 1) <= single
+        assert known.at(site, 1).samples_per_second <= single
 
 
 def test_close_values_have_ticks_too(outlook: Outlook) -> None:

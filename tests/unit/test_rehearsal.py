@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
-from flockstep.costs.setting import Setting
-from flockstep.costs.steps import step_cost
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.simulate import simulate
 from flockstep.planning import rehearsal
-from flockstep.planning.prospect import lessons, prospect
+from flockstep.planning.prospect import prospect
 from flockstep.planning.rehearsal import AGREE, Rehearsal, rehearse
 from flockstep.planning.stand_in import Unrehearsed, longest_cycle, scaled, shrunk
 from flockstep.planning.task import Site, Task, task_of
@@ -53,7 +51,7 @@ def task() -> Task:
 def rehearsed(text: str, **more: object) -> Rehearsal:
     strategy, its = Strategy.parse(text), task()
     laws = ComputeModel.parse(COMPUTE), Network.parse(NETWORK)
-    known = {"tensors": its.tensors, "optimizer": its.optimizer, "lessons": lessons(strategy, its), **more}
+    known = {"tensors": its.tensors, "optimizer": its.optimizer, "lessons": its.lessons, **more}
     return rehearse(strategy, WORKERS, its.nbytes, *laws, dtype_bytes=its.itemsize, **known)  # type: ignore[arg-type]
 
 
@@ -99,9 +97,8 @@ def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(te
     """Two sites: steps are those of a run of 600, and bytes those of the model's own matrices."""
     strategy, site = Strategy.parse(text), Site(task(), load_cluster("two-sites"))
     found = prospect(strategy, site, 4)
-    assert found.source == "rehearsal"
     laws, its = (site.compute(4), site.cluster.network(4)), site.task
-    long = rehearse(strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, lessons=lessons(strategy, its))
+    long = rehearse(strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, lessons=its.lessons)
     assert found.sent == pytest.approx(long.sent_per_step, rel=0.05)
     assert found.seconds >= 0.95 * long.seconds_per_step
     assert found.sent > 0
@@ -113,25 +110,16 @@ def test_all_reduce_on_two_sites_is_no_power_sgd() -> None:
     assert few < all_of_it / 3
 
 
-def test_what_piles_up_counts_as_long_as_it_takes() -> None:
-    """Nobody waits in gossip; a worker's card, and the links between sites, do not carry more than they can."""
-    site = cluster("1mbit", "constant(0.00001)")
-    for text in ("tree_easgd", "gossip"):
-        found = prospect(Strategy.parse(text), site, 4)
-        assert found.seconds >= 0.99 * found.sent / site.link[1]
-        assert found.samples_per_second <= 1.01 * 4 * site.task.batch * site.link[1] / found.sent
-    piled = prospect(
-        Strategy.parse("broadcast"), Site(Task("stand-in", 100_000, work=1e6), load_cluster("two-sites")), 4
-    )
-    assert any("pile up" in note for note in piled.notes)
-    calm = prospect(Strategy.parse("tree_easgd"), cluster("10gbit", "constant(1)"), 4)
-    assert not any("pile up" in note for note in calm.notes)
-    assert calm.seconds == pytest.approx(1, rel=0.01)
+def test_a_step_that_nobody_waits_in_takes_as_long_as_its_gradient() -> None:
+    """Nobody waits in gossip: messages pile up where the card is too slow, and the rehearsal is told as it is."""
+    site = cluster("1mbit", "constant(0.001)")
+    found = prospect(Strategy.parse("gossip"), site, 4)
+    assert found.seconds == pytest.approx(0.001, rel=0.1)
+    assert found.sent / site.link[1] > 2 * found.seconds
 
 
 def test_a_server_s_card_counts_too() -> None:
     found = prospect(Strategy.parse("factor_server"), cluster("1mbit", "constant(0.0001)", count=8), 8)
-    assert found.source == "rehearsal"
     assert found.seconds >= 0.5 * found.server_bytes / 125_000
 
 
@@ -156,14 +144,12 @@ def test_who_sends_nothing_however_long_it_is_looked_at_is_refused() -> None:
     with pytest.raises(Unrehearsed, match="sent nothing"):
         rehearsed("local_sgd(period=5000)")
     assert rehearsed("ensemble").sent_per_step == 0
-    found = prospect(Strategy.parse("local_sgd(period=5000)"), Site(task(), load_cluster("two-sites")), 4)
-    assert found.source == "form"
-    assert any("sent nothing" in note for note in found.notes)
 
 
-def test_memory_of_a_rehearsal_is_marked_as_the_least() -> None:
-    assert prospect(Strategy.parse("tree_server"), cluster(), 4).memory_is_least
-    assert not prospect(Strategy.parse("all_reduce"), cluster(), 4).memory_is_least
+def test_memory_counts_what_the_strategy_keeps() -> None:
+    plain, momentum = (prospect(Strategy.parse(text), cluster(), 4).memory for text in ("all_reduce", "eamsgd"))
+    assert plain == task().nbytes * (2 + task().slots)
+    assert momentum == pytest.approx(plain + task().nbytes, rel=0.01)
 
 
 LARGE = Task("large", 40_000_000, ((5000, 4000), (4000, 5000)))
@@ -171,18 +157,20 @@ LARGE = Task("large", 40_000_000, ((5000, 4000), (4000, 5000)))
 
 @pytest.mark.parametrize("text", ["bucketed", "all_reduce(collective=auto)", "local_sgd(period=32)"])
 def test_sizes_shrink_with_the_stand_in(text: str) -> None:
-    """A large model's buckets are as many as the form says, and take as long."""
-    law = ComputeModel.parse("constant(0.05)")
-    form = step_cost(Strategy.parse(text), Setting(4, LARGE.elements, law, 5e-5, 1.25e9, tensors=LARGE.tensors))
-    network = Network.parse("link(1.25e9, 0.00005)")
-    found = rehearse(Strategy.parse(text), 4, LARGE.nbytes, law, network, tensors=LARGE.tensors)
-    assert found.seconds_per_step == pytest.approx(form.seconds, rel=0.02)
-    assert found.sent_per_step == pytest.approx(form.sent, rel=0.02)
+    """160 MB take as long over a link as 1.6 MB over one a hundredth as fast."""
+    law, strategy = ComputeModel.parse("constant(0.05)"), Strategy.parse(text)
+    large = rehearse(strategy, 4, LARGE.nbytes, law, Network.parse("link(1.25e9, 0.00005)"), tensors=LARGE.tensors)
+    small = rehearse(
+        scaled(strategy, 100), 4, LARGE.nbytes / 100, law, Network.parse("link(1.25e7, 0.00005)"),
+        tensors=((500, 400), (400, 500)),
+    )  # fmt: skip
+    assert large.seconds_per_step == pytest.approx(small.seconds_per_step, rel=0.02)
+    assert large.sent_per_step == pytest.approx(100 * small.sent_per_step, rel=0.02)
 
 
 def test_what_no_stand_in_can_say_is_refused() -> None:
     site = dataclasses.replace(cluster(), task=LARGE)
-    with pytest.raises(ConfigurationError, match="stand-in of 8,192"):
+    with pytest.raises(ConfigurationError, match="stand-in of 4,096"):
         rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
                  tensors=LARGE.tensors)  # fmt: skip
     with pytest.raises(ConfigurationError, match="only sizes are known"):

@@ -12,13 +12,14 @@ import pytest
 
 from flockstep import registry
 from flockstep.cli.app import run as run_command
+from flockstep.collectives.costs import Link
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
-from flockstep.costs.steps import step_cost
 from flockstep.errors import ConfigurationError
 from flockstep.expression import ranges
 from flockstep.frameworks.base import Engine
 from flockstep.launchers.simulate import simulate
+from flockstep.messages import HEADER_BYTES
 from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
 from flockstep.planning.kept import FILE, Kept, settings_of
@@ -29,6 +30,7 @@ from flockstep.planning.space import changed, knobs
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.planning.trials import Bench, Trial, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
+from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
 
 TARGET = 0.9
@@ -57,10 +59,13 @@ def outlook(task: Task) -> Outlook:
 
 
 def closed_form(site: Site, text: str, workers: int) -> float:
-    strategy = Strategy.parse(text)
-    setting = site.setting(strategy, workers)
-    free = dataclasses.replace(setting.rates, reduce=math.inf)  # adding what arrives takes no virtual time
-    return step_cost(strategy, dataclasses.replace(setting, rates=free)).seconds
+    """A gradient, the optimizer, and the messages: a collective's cost, or n models through a server's card."""
+    strategy, (latency, bandwidth), nbytes = Strategy.parse(text), site.link, site.task.nbytes
+    if isinstance(strategy, AllReduce):
+        moving = strategy.collective.cost(workers, nbytes, Link(latency, 1 / bandwidth, HEADER_BYTES))
+    else:
+        moving = 2 * latency + (workers + 1) * (nbytes + HEADER_BYTES) / bandwidth
+    return 0.02 + site.work(strategy, workers).step + moving
 
 
 @pytest.mark.parametrize("text", ["all_reduce", "all_reduce(collective=recursive_doubling)", "ps"])

@@ -27,9 +27,8 @@ from flockstep.launchers import namespaces
 from flockstep.launchers.train import train
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
-from flockstep.planning.prospect import Prospect, codecs_of, prospect
+from flockstep.planning.prospect import Prospect, codecs_of, faster, prospect
 from flockstep.planning.rates import measure_rates
-from flockstep.planning.scaling import faster
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder

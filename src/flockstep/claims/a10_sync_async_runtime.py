@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.clockwork import timed
-from flockstep.costs.order_statistics import harmonic
+from flockstep.claims.clockwork import harmonic, timed
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
 """Workers → steps: standard errors of a synchronous step of 0.6 % and less, of an asynchronous update of 0.5 %."""

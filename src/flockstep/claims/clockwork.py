@@ -96,3 +96,8 @@ def timed(
     )
     assert isinstance(run.simulation, Updates)
     return trace_of(run.of(Update)), run.simulation
+
+
+def harmonic(n: int) -> float:
+    """H_n = 1 + 1/2 + … + 1/n."""
+    return sum(1 / k for k in range(1, n + 1))

@@ -1,4 +1,4 @@
-"""How much of one worker's delay everyone takes on, in virtual time, and by a plan's closed form.
+"""How much of one worker's delay everyone takes on, in virtual time, and by a plan.
 
 A share compares two runs, one of them with a fault: what all workers together lose of their steps a second, over what
 the one that was struck loses. 1: everyone goes at its pace; 1/n: nobody but itself is slower.
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.costs import order_statistics
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
-from flockstep.planning.prospect import pace, prospect
+from flockstep.planning.prospect import Pace
 from flockstep.planning.rehearsal import rehearse
 from flockstep.planning.task import Site, Task
 from flockstep.records.events import Step, Update
 from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.simulation.law import late_of, mean_of
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import Run, run_strategy, small_job
 
@@ -119,12 +119,10 @@ def predicted(strategy: str, workers: int) -> tuple[float, float]:
     """
     composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
     site = Site(Task("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even"))
-    plan = pace(prospect(composed, site, workers), site)
-    assert plan is not None, f"{strategy} has no closed form"
+    plan = Pace(composed, site)
     network = site.cluster.network(workers)
     random, steady = (
         rehearse(composed, workers, site.task.nbytes, compute, network, steps=REHEARSED).seconds_per_step
-        for compute in (law, Constant(order_statistics.mean(law, workers)))
+        for compute in (law, Constant(mean_of(law)))
     )
-    late = order_statistics.slowest(law, workers) - order_statistics.mean(law, workers)
-    return plan.exposure, (random - steady) / late
+    return plan.exposure, (random - steady) / late_of(law, workers)

@@ -77,7 +77,6 @@ def plan(
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", help="Samples per gradient (default: the job's).")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also rehearse strategies without a closed form.")] = False,
     hours: Hours = None,
     record: Records = None,
     imports: o.Imports = None,
@@ -103,7 +102,7 @@ def plan(
     if record:
         _check(what, cluster, record, tuple(imports or ()), as_json)
         return
-    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), everything, _seconds(hours))
+    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), _seconds(hours))
     needs = tuple(need or ())
     tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
     _conclude(outlook, needs, tried, out, as_json)
@@ -202,7 +201,6 @@ def _outlook(
     workers: int | None,
     batch: int | None,
     strategies: tuple[str, ...],
-    everything: bool,
     length: float | None,
 ) -> Outlook:
     from flockstep.costs.cluster_reading import load_cluster
@@ -214,7 +212,7 @@ def _outlook(
     def run(say: Callable[[str], None]) -> Outlook:
         say(f"reading {what}")
         task = task_of(what, batch)
-        found = predict(task, shape, workers, strategies=strategies, rehearse=everything, length=length, say=say)
+        found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
         return _some(found, strategies)
 
     if not show.console.is_terminal:
@@ -294,7 +292,7 @@ def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[s
 
 
 def _checks(found: list[Check]) -> Table:
-    from flockstep.planning.words import CHECK_HEADINGS, check_cells
+    from flockstep.planning.check import CHECK_HEADINGS, check_cells
 
     table = Table(title="predicted and measured", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(CHECK_HEADINGS):

@@ -41,14 +41,17 @@ class ClusterShape:
     job: str | None = None
     """The job whose gradients `law` is of; None: of none in particular."""
     rates: Rates = field(default_factory=Rates)
+    message: float = 0.0
+    """Seconds that a worker spends on a message that it sends, and on one that it receives, whatever its size."""
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise WrongValue("a cluster needs at least one group of nodes, got none; add [nodes.machines]", "nodes")
         if self.operations is not None and not 0 < self.operations < math.inf:
             raise WrongValue(f"operations must be > 0 per second, got {self.operations:g}; leave it out", "operations")
-        if not 0 <= self.overhead < math.inf:
-            raise WrongValue(f"overhead must be >= 0 seconds, got {self.overhead:g}; leave it out for none", "overhead")
+        for key in ("overhead", "message"):
+            if not 0 <= (got := getattr(self, key)) < math.inf:
+                raise WrongValue(f"{key} must be >= 0 seconds, got {got:g}; leave it out for none", key)
         if self.law.sharing is not None:
             raise WrongValue(
                 f"compute must be the law of a worker on a core of its own, got {self.law}; say cores = "

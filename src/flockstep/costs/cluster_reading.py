@@ -203,6 +203,7 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     job = top.take("job", str, "text")
     operations = top.quantity("operations", _rate, "10G/s")
     overhead = top.quantity("overhead", lambda text: units.duration(text, "overhead"), "200us")
+    message = top.quantity("message", lambda text: units.duration(text, "message"), "20us")
     text = top.take("compute", str, "a law as text, such as 'lognormal(0.05, sigma=0.3)'")
     groups = tuple(_group(*one) for one in top.tables("nodes"))
     wires = tuple(map(_wire, top.array("links")))
@@ -217,7 +218,9 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     except ConfigurationError as error:
         raise top.wrong("compute", str(error)) from None
     said = about or ""
-    return ClusterShape(name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates))
+    return ClusterShape(
+        name, groups, wires, law, operations, overhead or 0.0, said, job, Rates(**rates), message or 0.0
+    )
 
 
 def _group(name: str, table: _Table) -> Group:

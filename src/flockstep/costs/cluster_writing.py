@@ -17,8 +17,9 @@ def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
     data["compute"] = str(shape.law)
     if shape.operations is not None:
         data["operations"] = _scaled(shape.operations, "/s")
-    if shape.overhead:
-        data["overhead"] = f"{shape.overhead * 1e6:.12g}us"
+    for key in ("overhead", "message"):
+        if getattr(shape, key):
+            data[key] = f"{getattr(shape, key) * 1e6:.12g}us"
     if shape.job is not None:
         data["job"] = shape.job
     data["nodes"] = {group.name: _group(group) for group in shape.groups}

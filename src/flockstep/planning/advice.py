@@ -215,6 +215,8 @@ def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | No
         return "the order of updates differs from run to run"
     if "reproducible" in needs and not is_repeatable(cell, traits):
         return "the order of arrival decides whose gradients are dropped"
+    if traits.curvature:
+        return "steps by curvature: how many steps it takes to a target is not known"
     if "elastic" in needs and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

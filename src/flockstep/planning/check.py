@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,24 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.setting import Setting
-from flockstep.costs.steps import NoForm, has_form, step_cost
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
 from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
-from flockstep.planning.prospect import lessons, prospect
+from flockstep.planning.prospect import FEW, prospect
 from flockstep.planning.rehearsal import STEPS, rehearse
 from flockstep.planning.task import BATCH, Site, Task, task_of
 from flockstep.planning.trust import NotAskedFor, trusted
+from flockstep.planning.words import short
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Snapshot, Step, Update
 from flockstep.records.folder import RunFolder
 from flockstep.report.prediction import Prediction
-from flockstep.simulation import units
+from flockstep.report.words import NONE, number, seconds, size
 from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.network import Ideal, Link, Network
+from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
+
+EVERYONES = 1000
+"""Steps of all workers in the rehearsal of a simulated run, at the most: the same draws as in the run."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,14 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     batch = None if config.batch is None else int(config.batch)
     task = task_of(config.job, batch, load_job(config.job, config.seed))
     if cluster is None:
-        predicted, source = _in_virtual_time(strategy, task, config)
+        predicted, source = _in_virtual_time(strategy, task, config), "rehearsal"
         where, notes = f"{config.network}, {config.compute}", tuple[str, ...]()
     else:
         site = Site(task, cluster)
         found = prospect(strategy, site, config.workers, steps=_rehearsed_steps(config))
-        rate = found.samples_per_second if found.source == "rehearsal" else _all_samples(config, task, found.seconds)
-        predicted = Figures(found.seconds, found.sent, found.utilisation, found.staleness, rate)
+        predicted = Figures(
+            found.seconds, found.sent, found.utilisation, found.staleness, _all_samples(config, task, found.seconds)
+        )
         source, where, notes = found.source, cluster.name, _unlike(config, site)
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
 
@@ -139,7 +141,7 @@ def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
 def for_report(
     folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
 ) -> list[Prediction | None]:
-    """What a report shows beside each run: a prediction for `cluster`, or else that of a simulated run's closed form.
+    """What a report shows beside each run: a prediction for `cluster`, or else a rehearsal of a simulated run.
 
     None where there is neither, or nothing to compare it with. Without a cluster nothing but the record is looked at.
 
@@ -151,33 +153,33 @@ def for_report(
 
 def _told(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str]) -> Prediction | None:
     try:
-        found = _by_form(record) if cluster is None else check(record.path, cluster, imports)
+        found = _by_record(record) if cluster is None else check(record.path, cluster, imports)
     except NotAskedFor:
         raise
-    except (ConfigurationError, NoForm):
+    except ConfigurationError:
         return None
     if found is None:
         return None
-    source = f"{'closed form' if found.source == 'form' else 'rehearsal'}, {'; '.join((found.cluster, *found.notes))}"
+    source = f"{found.source}, {'; '.join((found.cluster, *found.notes))}"
     sent = found.predicted.sent, found.measured.sent
     return Prediction(found.predicted.seconds, found.measured.seconds, *sent, source)
 
 
-def _by_form(record: RunFolder) -> Check | None:
-    """A simulated run without mishaps, whose strategy and network have a closed form."""
+def _by_record(record: RunFolder) -> Check | None:
+    """A simulated run without mishaps, of a strategy that needs to know no more of its job than sizes."""
     config = record.read_config()
-    if config.kind != "simulate" or config.faults or not isinstance(_network(config), (Ideal, Link)):
+    if config.kind != "simulate" or config.faults:
         return None
     strategy = Strategy.parse(config.strategy)
-    if not has_form(strategy):
+    if strategy.traits.needs_job or config.workers > FEW:
         return None
     schema = record.read_result()[1]
     tensors = tuple(entry.shape for entry in schema.entries)
     task = Task(config.job, schema.size, tensors, schema.dtype, int(config.batch or BATCH))
     measured = measure(record.read_events(), config.workers)
-    predicted, source = _in_virtual_time(strategy, task, config)
+    predicted = _in_virtual_time(strategy, task, config)
     where = f"{config.network or 'ideal'}, {config.compute}"
-    return Check(task.name, config.strategy, config.workers, where, source, predicted, measured)
+    return Check(task.name, config.strategy, config.workers, where, "rehearsal", predicted, measured)
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
@@ -220,40 +222,61 @@ def _rehearsed_steps(config: RunConfig) -> int | None:
     return None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
 
 
-def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> tuple[Figures, str]:
+def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> Figures:
     """A simulated run's, where nothing but gradients and messages takes time."""
-    network, compute = _network(config), ComputeModel.parse(config.compute or "constant(0)")
-    if isinstance(network, (Ideal, Link)):
-        setting = Setting(
-            config.workers,
-            task.elements,
-            compute,
-            0.0 if isinstance(network, Ideal) else units.duration(network.latency, "latency"),
-            math.inf if isinstance(network, Ideal) else units.bandwidth(network.bandwidth),
-            dtype=task.dtype,
-            tensors=task.tensors,
-            batch=task.batch,
-            slots=task.slots,
-        )
-        try:
-            cost = step_cost(strategy, setting)
-        except NoForm:
-            pass
-        else:
-            rate = _all_samples(config, task, cost.seconds)
-            return Figures(cost.seconds, cost.sent, cost.utilisation, cost.staleness, rate), "form"
     found = rehearse(
         strategy,
         config.workers,
         task.nbytes,
-        compute,
-        network,
+        ComputeModel.parse(config.compute or "constant(0)"),
+        _network(config),
         tensors=task.tensors,
         dtype_bytes=task.itemsize,
         optimizer=task.optimizer,
-        steps=_rehearsed_steps(config),
+        steps=None if config.steps is None else max(2, min(int(config.steps), EVERYONES // config.workers)),
         seed=config.seed,
-        lessons=lessons(strategy, task),
+        lessons=task.lessons if strategy.traits.needs_job else None,
     )
     rate = found.steps_per_second * found.batches * task.batch
-    return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness, rate), "rehearsal"
+    return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness, rate)
+
+
+CHECK_HEADINGS = (
+    "strategy",
+    "workers",
+    "step",
+    "measured",
+    "error",
+    "samples/s",
+    "measured",
+    "error",
+    "bytes",
+    "measured",
+    "error",
+    "from",
+)
+
+
+def check_cells(one: Check) -> tuple[str, ...]:
+    """A row of prediction beside measurement."""
+    return (
+        short(one.strategy),
+        str(one.workers),
+        seconds(one.predicted.seconds),
+        seconds(one.measured.seconds),
+        _told_error(one.error),
+        number(one.predicted.rate),
+        number(one.measured.rate),
+        _told_error(one.rate_error),
+        size(one.predicted.sent),
+        size(one.measured.sent),
+        _told_error(one.sent_error),
+        one.source,
+    )
+
+
+def _told_error(value: float | None) -> str:
+    """Signed, in percent; without a sign where it rounds to nothing."""
+    if value is None:
+        return NONE
+    return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"

@@ -116,7 +116,7 @@ class _Run:
             tensors=self.tensors,
             dtype_bytes=self.itemsize,
             steps=self.steps,
-            small=0,
+            quick=True,
             seed=self.config.seed,
             listen=events.append,
         )

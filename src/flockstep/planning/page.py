@@ -10,7 +10,8 @@ from typing import Any
 
 from flockstep.planning.advice import Advice, slower
 from flockstep.planning.plan import KEEN, Outlook
-from flockstep.planning.scaling import Contender, best, faster
+from flockstep.planning.prospect import faster
+from flockstep.planning.scaling import Contender, best
 from flockstep.planning.words import (
     HEADINGS,
     LITTLE,
@@ -87,7 +88,7 @@ PREDICTED = (
     "of them do the work of one of plain training; the most first, also where something is ruled out. Samples per "
     "second of all workers; seconds between two gradients of a worker; the share of them that it computes; bytes that "
     "a worker sends in a step, and that pass the busiest server; versions by which an update is late, on average and "
-    "at most; memory on a worker; from a closed form or a rehearsal. The row in green is what is advised."
+    "at most; memory on a worker; from a rehearsal with all workers or with fewer. The row in green is what is advised."
 )
 GRADED = (
     "Table 2 of Langer et al. (2020), computed: whether the workers' data have to be alike, whether the best learning "
@@ -97,7 +98,7 @@ GRADED = (
     "plain training."
 )
 SCALING = (
-    "Worth over workers: how many times as quickly as one worker a strategy is taken to advance, from closed forms: "
+    "Worth over workers: how many times as quickly as one worker a strategy is taken to advance, from rehearsals: "
     "constant times, and on top what the slowest worker costs. The thick dashed line: one worker alone."
 )
 MAP = (

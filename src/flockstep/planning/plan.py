@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import Criteria, criteria, departures, need, worth
-from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, pace, prospect
+from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import Site, Task
 from flockstep.report import words
@@ -81,7 +82,7 @@ class Outlook:
         raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
 
     def pace(self, name: str) -> Pace | None:
-        """How a strategy depends on circumstances; None where that is not known."""
+        """How a strategy depends on circumstances; None of one worker."""
         return next((one.pace for one in self.contenders if one.name == name), None)
 
     def departures(self, found: Prospect) -> tuple[str, ...]:
@@ -132,16 +133,14 @@ def plan(
     workers: int | None = None,
     *,
     strategies: tuple[str, ...] = (),
-    rehearse: bool = True,
     further: bool = True,
     length: float | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Outlook:
     """Predict every strategy, or only `strategies`, on `workers` (None: all that the cluster has).
 
-    `rehearse`: also those without a closed form, which takes longer; `further`: also how they scale, and what would
-    change which is best. `length`: seconds that the run is to last; None: the job's own passes over its data, or a day
-    where there is no job. `say` hears what is looked at.
+    `further`: also how they scale, and what would change which is best. `length`: seconds that the run is to last;
+    None: the job's own passes over its data, or a day where there is no job. `say` hears what is looked at.
 
     Raises:
         ConfigurationError: the cluster cannot have so many workers, nor can a plan, or a strategy is none.
@@ -158,7 +157,7 @@ def plan(
         say(str(strategy))
         try:
             _require_sense(strategy, site, count)
-            found.append(prospect(strategy, site, count, rehearse or bool(strategies)))
+            found.append(prospect(strategy, site, count))
         except ConfigurationError as error:
             refused.append((str(strategy), str(error)))
     found.sort(key=lambda one: -worth(one.samples_per_second, need(one, site)))
@@ -204,11 +203,10 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
 
 
 def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
-    rivals = []
-    for one in found:
-        known = pace(one, site)
-        if known is not None or one.strategy is None:
-            rivals.append(Contender(one, need(one, site), known, site))
+    rivals = [
+        Contender(one, need(one, site), None if one.strategy is None else Pace(one.strategy, site, one), site)
+        for one in found
+    ]
     return sorted(rivals, key=lambda one: one.pace is not None)
 
 
@@ -216,8 +214,9 @@ def _further(outlook: Outlook) -> Outlook:
     ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.need))
     combining = [one for one in ranked if one.pace is None or combines(one.found)]
     many = [one for one in combining if one.pace is not None]
-    curves = [curve(one, outlook.site, outlook.alone.samples_per_second) for one in many[:CURVES]]
-    return replace(outlook, curves=tuple(curves), further=True)
+    curves = (curve(one, outlook.site, outlook.alone.samples_per_second) for one in many)
+    known = itertools.islice((one for one in curves if one.workers), CURVES)
+    return replace(outlook, curves=tuple(known), further=True)
 
 
 def combines(found: Prospect) -> bool:
@@ -238,8 +237,7 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
             f"failures: about {daily} a day on all machines together; the advice reckons with them, and takes servers "
             "not to fail"
         )
-    if any(one.source == "rehearsal" for one in found):
-        said.append("rehearsed strategies were run for some tens or hundreds of steps with one set of random times")
+    said.append("strategies were rehearsed for some tens or hundreds of steps with one set of random times")
     return tuple(said)
 
 

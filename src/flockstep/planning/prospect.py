@@ -1,40 +1,44 @@
-"""What one strategy promises on a cluster: the closed form of its step, or else a rehearsal in virtual time."""
+"""What one strategy promises on a cluster: its own program in virtual time; of many workers, extrapolated."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
 from typing import Any, Literal
 
+import numpy as np
+
 from flockstep.codecs.base import Codec
-from flockstep.costs import order_statistics
-from flockstep.costs.setting import Rates as Free
-from flockstep.costs.setting import StepCost
-from flockstep.costs.steps import NoForm, has_form, step_cost
+from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.job import make_engine
-from flockstep.planning.rehearsal import Rehearsal, rehearse
-from flockstep.planning.stand_in import Lessons, Unrehearsed
-from flockstep.planning.task import Site, Task
-from flockstep.simulation.compute import ComputeModel, Constant, SharedCores, SlowSpells
+from flockstep.planning.rehearsal import LEFT_OUT, LITTLE, Rehearsal, rehearse
+from flockstep.planning.task import Site
+from flockstep.report.words import seconds as told
+from flockstep.simulation.compute import ComputeModel, Constant, SharedCores
+from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
 
 ALONE = "one worker"
 """How training without any strategy is named."""
-MOST = 64
-"""Workers above which nothing is rehearsed: it would take too long."""
 FEW = 16
-"""Workers up to which everything is rehearsed where links differ, which closed forms cannot say."""
-PILING = "nobody waits for messages, but they would pile up: a step counts as long as its bytes take"
+"""Workers up to which a strategy is rehearsed with all of them."""
+SIZES = (4, 8, 16)
+"""Numbers of workers from which larger ones are extrapolated."""
 SPREAD = 0.01
 """Share of a gradient that the slowest worker has to be late for stragglers to count."""
-FACTOR, LENGTH = 5.0, 10
-"""Of the slow spells in which a strategy is tried where there are no stragglers."""
+WIDE = 2.0
+"""How many times as long a step may take in one half of a rehearsal as in the other."""
+FACTOR, EVERY = 5.0, 4
+"""How many times as long a gradient takes that is slow, and of how many steps one has such a gradient, where a strategy
+is tried against stragglers on a cluster that has none."""
 LEAST = 1e-12
 """Seconds of a step that computes and sends nothing."""
-OFTEN = 0.02
-"""Their probability."""
+HALF_DECADE = math.sqrt(10.0)
+"""Between two ratios of size and bandwidth that are rehearsed; steps in between are interpolated."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,15 @@ class Prospect:
     server_bytes: float
     """Through the busiest server."""
     staleness: float | None
-    staleness_bound: int | None
+    """Versions by which an update is late, in the mean; None where there are no versions."""
+    staleness_most: int | None
+    """The most that the rehearsal saw."""
     samples_per_second: float
     memory: float
-    """Bytes on a worker."""
-    source: Literal["form", "rehearsal"]
+    """Bytes on a worker: parameters, gradient, optimizer, and what the strategy keeps from step to step."""
+    source: Literal["rehearsal", "extrapolation"]
     """Where the figures are from."""
     notes: tuple[str, ...] = ()
-    memory_is_least: bool = False
-    """Whether `memory` leaves out what the strategy itself keeps."""
 
     @property
     def lossless(self) -> bool:
@@ -71,8 +75,8 @@ class Prospect:
     def document(self) -> dict[str, Any]:
         """As plain data."""
         names = (
-            "name workers seconds utilisation sent server_bytes staleness staleness_bound samples_per_second memory "
-            "memory_is_least source"
+            "name workers seconds utilisation sent server_bytes staleness staleness_most samples_per_second memory "
+            "source"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
 
@@ -88,237 +92,340 @@ def codecs_of(part: Any) -> list[Codec]:
 
 def alone(site: Site) -> Prospect:
     """One worker, on the fastest machine, without any messages."""
-    seconds = order_statistics.mean(site.cluster.law if site.seconds is None else site.compute(1), 1)
-    fastest = max(group.speed for group in site.cluster.groups)
-    if site.seconds is not None:
-        seconds = site.seconds
-    seconds = seconds / fastest + site.task.elements / site.rates(Strategy.parse("ensemble")).optimizer
     task = site.task
-    rate = task.batch / seconds if seconds else float("inf")
-    return Prospect(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, task.nbytes * (2.0 + task.slots), "form")
+    mean = mean_of(site.compute(1)) if site.seconds is None else site.seconds
+    fastest = max(group.speed for group in site.cluster.groups)
+    seconds = (mean_of(site.cluster.law) if site.seconds is None else mean) / fastest
+    seconds += task.elements / site.rate("optimizer", site.optimizer)
+    rate = task.batch / seconds if seconds else math.inf
+    memory = task.nbytes * (2.0 + task.slots)
+    return Prospect(ALONE, None, 1, seconds, 1.0, 0.0, 0.0, 0.0, 0, rate, memory, "rehearsal")
 
 
-def prospect(
-    strategy: Strategy, site: Site, workers: int, may_rehearse: bool = True, steps: int | None = None
-) -> Prospect:
-    """The prediction for a strategy; rehearsed where there is no form, or where links differ and workers are few.
+class Unpredictable(ConfigurationError):
+    """A strategy whose steps take times so different that their mean says little."""
 
-    Unless it `may_rehearse`: then what has no form is refused, and every link counts as slow as the slowest. A
-    rehearsal has so many `steps`; None: as many as it takes.
+
+def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> Prospect:
+    """The prediction for a strategy; a rehearsal has so many `steps`, None: as many as it takes.
+
+    Of more than 16 workers it is extrapolated from rehearsals with fewer, every link as slow as the slowest.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers, or nothing can tell what it would take.
+        Unpredictable: one half of a rehearsal takes more than twice as long as the other.
     """
     strategy.check(workers)
-    uneven = not isinstance(site.cluster.network(workers), Link)
-    notes = tuple[str, ...]()
-    if uneven and workers <= FEW and may_rehearse:
-        try:
-            return _rehearsed(strategy, site, workers, steps)
-        except Unrehearsed as why:
-            if not has_form(strategy):
-                raise
-            notes += (f"from a closed form, since {why}",)
-    try:
-        cost = step_cost(strategy, site.setting(strategy, workers))
-    except NoForm:
-        if not may_rehearse:
-            raise
-        return _rehearsed(strategy, site, workers, steps)
-    notes = cost.notes + notes + (("every link counts as slow as the slowest",) if uneven else ())
-    least = _least(cost.sent, site)
-    if least > cost.seconds:
-        notes += (PILING,)
-        cost = _slowed(cost, least)
-    return _of_cost(strategy, workers, cost, notes)
-
-
-def _least(sent: float, site: Site) -> float:
-    """Seconds that a worker's card takes to send so many bytes."""
-    return sent / site.link[1]
-
-
-def _slowed(cost: StepCost, seconds: float) -> StepCost:
-    """The same work in more time."""
-    by = cost.seconds / seconds
-    utilisation, rate = by * cost.utilisation, by * cost.samples_per_second
-    return replace(cost, seconds=seconds, utilisation=utilisation, samples_per_second=rate)
-
-
-def _of_cost(strategy: Strategy, workers: int, cost: StepCost, notes: tuple[str, ...]) -> Prospect:
-    return Prospect(
-        str(strategy),
-        strategy,
-        workers,
-        cost.seconds,
-        cost.utilisation,
-        cost.sent,
-        cost.server_bytes,
-        cost.staleness,
-        cost.staleness_bound,
-        cost.samples_per_second,
-        cost.memory,
-        "form",
-        notes,
-    )
-
-
-def _apart(strategy: Strategy, site: Site, workers: int) -> float:
-    """Seconds of a step that go into coding and updating, of which a rehearsal knows nothing."""
-    setting = site.setting(strategy, workers)
-    try:
-        return max(
-            0.0, step_cost(strategy, setting).seconds - step_cost(strategy, replace(setting, rates=Free())).seconds
+    if workers > FEW:
+        return _extrapolated(strategy, site, workers)
+    found = rehearsed(strategy, site, workers, steps=steps)
+    if found.spread > WIDE and not found.settled:
+        slow = found.seconds_per_step * 2 * found.spread / (1 + found.spread)
+        raise Unpredictable(
+            f"cannot be predicted: in one half of its rehearsal a step takes {told(slow / found.spread)}, in the other "
+            f"{told(slow)}; try it with flockstep simulate"
         )
-    except NoForm:
-        coding = any(not one.lossless for one in codecs_of(strategy))
-        return setting.updating(setting.elements) + (setting.elements / setting.rates.encode if coding else 0.0)
+    return _of_rehearsal(strategy, site, workers, _levelled(found, site, strategy, workers) if steps is None else found)
 
 
-def _rehearsed(strategy: Strategy, site: Site, workers: int, steps: int | None) -> Prospect:
-    if workers > MOST:
-        raise ConfigurationError(
-            f"{strategy} has no closed form, and {workers} workers are too many to rehearse; plan for {MOST} or fewer"
+def rehearsed(
+    strategy: Strategy,
+    site: Site,
+    workers: int,
+    law: ComputeModel | None = None,
+    *,
+    quick: bool = False,
+    even: bool = False,
+    ratio: float = 1.0,
+    steps: int | None = None,
+) -> Rehearsal:
+    """The strategy in virtual time on the site's machines and links, with what nodes spend on messages and steps.
+
+    `law`: another one of the gradients; `quick`: with a small stand-in for the model; `even`: with every link as slow
+    as the slowest; `ratio`: with links over which the model takes so many times as long.
+    """
+    task, coding = site.task, 1.0
+    network = Link(site.link[1], site.link[0]) if even else site.cluster.network(workers)
+    if ratio != 1:
+        moved = faster(site.cluster, 1 / ratio)
+        network = Link(site.link[1] / ratio, site.link[0]) if even else moved.network(workers)
+    while True:
+        work = site.work(strategy, workers, coding)
+        found = rehearse(
+            strategy,
+            workers,
+            task.nbytes,
+            site.compute(workers) if law is None else law,
+            network,
+            tensors=task.tensors,
+            dtype_bytes=task.itemsize,
+            optimizer=task.optimizer,
+            steps=steps,
+            lessons=task.lessons if strategy.traits.needs_job else None,
+            work=work,
+            quick=quick,
         )
-    task = site.task
-    found = rehearse(
-        strategy,
-        workers,
-        task.nbytes,
-        site.compute(workers),
-        site.cluster.network(workers),
-        tensors=task.tensors,
-        dtype_bytes=task.itemsize,
-        optimizer=task.optimizer,
-        steps=steps,
-        lessons=lessons(strategy, task),
-    )
-    return _of_rehearsal(strategy, site, workers, found)
+        once = site.encoded(strategy)
+        if coding < 1 or once is None or found.sent_per_step > once / 2:
+            return found
+        coding = found.sent_per_step / once  # it encodes in some of its steps only
+
+
+def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
+    """As if gradients took what their law says, in the mean and at the slowest worker, not what a few draws say."""
+    law, seconds, busy = site.compute(workers), found.seconds_per_step, found.computing
+    each = mean_of(law) + site.work(strategy, workers).step
+    if law.sharing is not None or not seconds or not each:
+        return found
+    late, had, usual = late_of(law, workers), _late_in(found, law), round(busy / each) * each
+    if had > LITTLE * each or late > LITTLE * each:
+        bare = rehearsed(strategy, site, workers, _steady(law), quick=True)
+        usual = bare.computing
+        exposure = min(1.0, max(0.0, (seconds - busy - bare.seconds_per_step + usual) / had)) if had else 0.0
+        level = max(seconds - busy + usual + exposure * (late - had), bare.seconds_per_step)
+    else:
+        level = seconds - busy + usual
+    return replace(found, seconds_per_step=level, steps_per_second=found.steps_per_second * seconds / level)
+
+
+def _late_in(found: Rehearsal, law: ComputeModel) -> float:
+    """How late the slowest worker of a step was in a rehearsal."""
+    return drawn(law, found.workers, found.steps, int(LEFT_OUT * found.steps))[1]
 
 
 def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> Prospect:
-    """With the time that coding, updating and overfull cards and links take on top."""
-    task, server = site.task, found.server_sent_per_step
-    received = workers * found.sent_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
-    played = found.seconds_per_step
-    worked = played + _apart(strategy, site, workers)
-    pace = found.steps_per_second / workers * played / worked if played else math.inf
-    card = _at_least(max(found.sent_per_step, server, received), site, workers)
-    seconds = max(worked + found.piling, worked * pace * card if played else card)
-    pace = pace * worked / seconds if played else 1 / seconds if seconds else math.inf
+    task, seconds = site.task, found.seconds_per_step
+    said, versions = [f"{found.steps} steps in virtual time"], has_versions(strategy)
+    if not found.settled:
+        said.append("its halves differ by more than 5 %")
     return Prospect(
         str(strategy),
         strategy,
         workers,
         seconds,
-        found.utilisation * played / seconds if seconds else 1.0,
+        found.utilisation,
         found.sent_per_step,
-        server + received,
-        found.staleness,
-        None,
-        found.batches * task.batch * workers * pace,
-        task.nbytes * (2.0 + task.slots),
+        _through_server(strategy, found),
+        found.staleness if versions else None,
+        found.staleness_max if versions else None,
+        found.used * found.batches * task.batch * found.steps_per_second,
+        task.nbytes * (2.0 + task.slots) + found.held,
         "rehearsal",
-        _remarks(found, seconds > worked),
-        memory_is_least=True,
+        tuple(said),
     )
 
 
-def lessons(strategy: Strategy, task: Task) -> Lessons:
-    """What a rehearsal has to know of a job: its samples and layers only where a strategy may ask for them."""
-    if not strategy.traits.needs_job or task.job is None:
-        return Lessons(task.batch)
-    engine = make_engine(task.job(0), 0)
-    return Lessons(task.batch, engine.train_size, engine.layers(task.batch))
+def has_versions(strategy: Strategy) -> bool:
+    """Whether staleness counts versions of one model, and not steps of replicas that differ."""
+    return strategy.traits.completeness == 1 or strategy.traits.server_optimizer
 
 
-def _at_least(nbytes: float, site: Site, workers: int) -> float:
-    """Seconds in which so many bytes pass a card: where links differ, the fastest, since not all need pass the others.
+def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
+    """From what fewer workers do in equal times over equal links, and what the slowest of them costs."""
+    pace = Pace(strategy, site)
+    moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
+    return Prospect(
+        str(strategy),
+        strategy,
+        workers,
+        moved.seconds,
+        min(1.0, mean / moved.seconds) if moved.seconds else 1.0,
+        moved.sent,
+        pace.grown(lambda found: _through_server(strategy, found), workers),
+        moved.staleness,
+        None,
+        moved.samples_per_second,
+        site.task.nbytes * (2.0 + site.task.slots) + pace.grown(lambda found: found.held, workers),
+        "extrapolation",
+        (f"from rehearsals with {', '.join(map(str, pace.sizes))} workers, every link as slow as the slowest",),
+    )
 
-    One machine whose workers need no link has none to be slow.
+
+def _through_server(strategy: Strategy, found: Rehearsal) -> float:
+    """Bytes through the busiest server for each step that a worker takes."""
+    server, workers = found.server_sent_per_step, found.workers
+    return server + workers * found.sent_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
+
+
+def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
+    """The value of so many workers, from those of fewer: what costs of collectives and servers consist of, fitted.
+
+    Least squares with the terms 1, log n, n - 1 and 1 - 1/n, none of them negative: latencies along a tree, all
+    workers' messages through one card, and the share of a model that is not a worker's own.
     """
-    wires = site.cluster.wires
-    if isinstance(site.cluster.network(workers), Link):
-        return _least(nbytes, site)
-    return nbytes / max(wire.bandwidth for wire in wires) if wires else 0.0
+    if not any(values):
+        return 0.0
+    at = np.array([*sizes, workers], dtype=float)
+    terms = np.stack([np.ones_like(at), np.log2(at), at - 1, 1 - 1 / at], axis=1)
+    scale = np.array(values)
+    weights = 1 / np.where(scale > 0, scale, scale.max())
+    best, answer = math.inf, float(values[-1])
+    for count in range(1, min(len(sizes), terms.shape[1]) + 1):
+        for chosen in combinations(range(terms.shape[1]), count):
+            known = terms[:-1, chosen] * weights[:, None]
+            factors = np.linalg.lstsq(known, scale * weights, rcond=None)[0]
+            error = float(((known @ factors - scale * weights) ** 2).sum())
+            if (factors >= -1e-9).all() and error < best * 0.9 - 1e-12:
+                best, answer = error, float(terms[-1, chosen] @ factors)
+    return answer
 
 
-def _remarks(found: Rehearsal, piled: bool) -> tuple[str, ...]:
-    said = [f"{found.steps} steps in virtual time"]
-    if not found.settled:
-        said.append("its halves differ by more than 5 %")
-    if piled:
-        said.append(PILING)
-    return (*said, "memory is the least: parameters, gradient, optimiser")
+@dataclass(frozen=True)
+class Moved:
+    """What a step costs elsewhere than where the plan is made."""
+
+    seconds: float
+    samples_per_second: float
+    """Of all workers."""
+    sent: float
+    staleness: float | None
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a strategy's step depends on workers, bandwidth, model and stragglers: cheap enough to be asked often.
+    """How a strategy's step depends on workers, bandwidth, model and stragglers, from short rehearsals.
 
-    The closed form with constant times, plus `exposure` times what the slowest worker of a step is late in the mean.
-    At the plan's own workers and cluster that is the closed form with its random times; elsewhere an approximation.
+    Their gradients take constant times; on top comes `exposure` times what the slowest worker of a step is late in the
+    mean. Of more than 16 workers a step is extrapolated; between ratios of size and bandwidth it is interpolated.
     """
 
     strategy: Strategy
-    exposure: float
-    """How much of the slowest worker's delay everyone takes on: about 1 with a barrier, about 0 without."""
-    used: float = 1.0
-    """Share of the gradients that count, over what that would be with constant times."""
+    site: Site
+    """Where the plan is made."""
+    found: Prospect | None = None
+    """The prediction there; None: not rehearsed."""
+    _known: dict[tuple[int, bool, int], Rehearsal] = field(default_factory=dict, compare=False, repr=False)
 
-    def seconds(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
-        """Of a step.
+    @cached_property
+    def exposure(self) -> float:
+        """How much of the slowest worker's delay everyone takes on: about 1 with a barrier, about 0 without."""
+        workers = min(SIZES[-2], self.site.cluster.workers if self.found is None else self.found.workers)
+        law = self.site.compute(workers)
+        steady, late, mean = _steady(law), late_of(law, workers), mean_of(law)
+        even = self.found is None or self.found.workers > FEW
+        bare = self._rehearsed(workers, even)
+        if late > SPREAD * mean:
+            found = rehearsed(self.strategy, self.site, workers, quick=True, even=even)
+            longer = found.seconds_per_step - bare.seconds_per_step - (found.computing - bare.computing)
+            return max(0.0, longer / _late_in(found, law))
+        if workers == 1 or not mean:
+            return 0.0
+        each = (FACTOR - 1) * mean / EVERY  # by which a step is longer where everyone waits for the slow worker
+        slow = Hiccups(steady, FACTOR, EVERY, workers)
+        steps = 4 + 2 * EVERY * min(workers, 4)
+        seconds = rehearsed(
+            self.strategy, self.site, workers, slow, quick=True, even=even, steps=steps
+        ).seconds_per_step
+        return max(0.0, (seconds - bare.seconds_per_step - each / workers) / (each - each / workers))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Numbers of workers that larger ones are extrapolated from."""
+        return [n for n in SIZES if self._runs(n)]
+
+    def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
+        """What a measure of rehearsals with few workers comes to with many."""
+        return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
+
+    def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> Moved:
+        """The step of so many workers on a site that differs from the plan's in size and bandwidth.
 
         Raises:
             ConfigurationError: the strategy, or the cluster, cannot have so many workers.
         """
-        return self.at(site, workers, law).seconds
+        found, here = self._moved(site, workers, law), self.found
+        if here is None or workers != here.workers or here.source != "rehearsal":
+            return found
+        off = here.seconds - self._as_planned.seconds  # of the short rehearsal
+        seconds = max(found.seconds + off, LEAST)
+        rate = found.samples_per_second * found.seconds / seconds
+        rate *= (
+            here.samples_per_second * here.seconds / (self._as_planned.samples_per_second * self._as_planned.seconds)
+        )
+        return replace(found, seconds=seconds, samples_per_second=rate)
 
-    def samples_per_second(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
-        """Of all workers."""
-        return self.at(site, workers, law).samples_per_second
+    @cached_property
+    def _as_planned(self) -> Moved:
+        """The step where the plan is made, as of any other place."""
+        assert self.found is not None
+        return self._moved(self.site, self.found.workers, None)
 
-    def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> StepCost:
-        """The closed form with constant times, but for its seconds and samples per second, which are as above.
-
-        Raises:
-            ConfigurationError: as of `seconds`.
-        """
-        steady, late = _steady(site.compute(workers) if law is None else law, workers)
+    def _moved(self, site: Site, workers: int, law: ComputeModel | None) -> Moved:
+        law = site.compute(workers) if law is None else law
         self.strategy.check(workers)
-        cost = step_cost(self.strategy, site.setting(self.strategy, workers, steady))
-        seconds = max(cost.seconds + self.exposure * late, _least(cost.sent, site), LEAST)
-        rate = self.used * _counted(cost, site, workers) * workers * site.task.batch / seconds
-        return replace(cost, seconds=seconds, samples_per_second=rate)
+        size = site.task.nbytes / self.site.task.nbytes
+        ratio = size * self.site.link[1] / site.link[1] if math.isfinite(site.link[1]) else 1.0
+        usual = self.site.compute(min(workers, FEW))
+        if workers > FEW:
+            seconds, few = self.grown(lambda found: found.seconds_per_step, workers), self._rehearsed(FEW, even=True)
+            if ratio != 1:
+                seconds *= self._between(FEW, True, ratio) / few.seconds_per_step
+            sent = self.grown(lambda found: found.sent_per_step, workers)
+            late: float | None = self.grown(lambda found: found.staleness or 0.0, workers)
+        else:
+            few = self._rehearsed(workers)
+            seconds, sent, late = self._between(workers, False, ratio), few.sent_per_step, few.staleness
+        seconds += (size - 1) * self.site.work(self.strategy, workers).step + mean_of(law) - mean_of(usual)
+        seconds = max(seconds + self.exposure * late_of(law, workers), LEAST)
+        rate = few.used * few.batches * workers * site.task.batch / seconds
+        late = late if has_versions(self.strategy) and few.staleness is not None else None
+        return Moved(seconds, rate * few.unevenness, sent * size, late)
+
+    def _runs(self, workers: int) -> bool:
+        try:
+            self.strategy.check(workers)
+            self.site.compute(workers)
+        except ConfigurationError:
+            return False
+        return True
+
+    def _between(self, workers: int, even: bool, ratio: float) -> float:
+        """Seconds of a step where the model takes `ratio` times as long over the links: between two that were tried."""
+        at = 2 * math.log10(ratio)
+        low = math.floor(at + 1e-9)
+        first = self._rehearsed(workers, even, low).seconds_per_step
+        if at - low < 1e-6:
+            return first
+        second = self._rehearsed(workers, even, low + 1).seconds_per_step
+        below, above = (HALF_DECADE**place for place in (low, low + 1))
+        return first + (second - first) * (ratio - below) / (above - below)
+
+    def _rehearsed(self, workers: int, even: bool = False, place: int = 0) -> Rehearsal:
+        """With constant times, and links over which the model takes √10 to the `place` times as long."""
+        key = workers, even, place
+        if key not in self._known:
+            law, ratio = _steady(self.site.compute(workers)), HALF_DECADE**place
+            self._known[key] = rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
+        return self._known[key]
 
 
-def pace(found: Prospect, site: Site) -> Pace | None:
-    """How a predicted strategy's step depends on circumstances; None where it has no closed form."""
-    if found.strategy is None or found.source != "form":
-        return None
-    law = site.compute(found.workers)
-    steady, late = _steady(law, found.workers)
-    constant = step_cost(found.strategy, site.setting(found.strategy, found.workers, steady))
-    bare, seconds = constant.seconds, found.seconds
-    if late <= SPREAD * order_statistics.mean(steady, found.workers):
-        law = SlowSpells(steady, OFTEN, FACTOR, LENGTH)
-        steady, late = _steady(law, found.workers)
-        bare = step_cost(found.strategy, site.setting(found.strategy, found.workers, steady)).seconds
-        seconds = step_cost(found.strategy, site.setting(found.strategy, found.workers, law)).seconds
-    used = _counted(found, site, found.workers) / (_counted(constant, site, found.workers) or 1.0)
-    return Pace(found.strategy, max(0.0, (seconds - bare) / late) if late else 0.0, used)
+@dataclass(frozen=True)
+class Hiccups(ComputeModel):
+    """One worker after the other has a gradient that takes `factor` times as long, one worker every `every` steps."""
+
+    base: ComputeModel
+    factor: float
+    every: int
+    workers: int
+
+    @property
+    def sharing(self) -> int | None:
+        """As of the base."""
+        return self.base.sharing
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of one worker's gradients, without end."""
+        for number, seconds in enumerate(self.base.stream(seed, rank)):
+            turn, within = divmod(number, self.every)
+            yield seconds * (self.factor if within == self.every - 1 and turn % self.workers == rank else 1.0)
 
 
-def _counted(cost: StepCost | Prospect, site: Site, workers: int) -> float:
-    """Share of the gradients that count; above 1 where workers take more steps than the mean says."""
-    return cost.samples_per_second * cost.seconds / (workers * site.task.batch) if cost.seconds else 1.0
+def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
+    """The same cluster with so many times the bandwidth."""
+    return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
-def _steady(law: ComputeModel, workers: int) -> tuple[ComputeModel, float]:
-    """The law with its mean for everyone, and how much later than that the slowest of a step is, in the mean."""
-    mean = order_statistics.mean(law, workers)
-    steady: ComputeModel = Constant(mean)
-    if isinstance(law, SharedCores):
-        steady = replace(law, base=steady)
-    late = order_statistics.slowest(law, workers) - order_statistics.slowest(steady, workers)
-    return steady, max(0.0, late)
+def _steady(law: ComputeModel) -> ComputeModel:
+    """The law with its mean for everyone."""
+    steady = Constant(mean_of(law))
+    return replace(law, base=steady) if isinstance(law, SharedCores) else steady

@@ -6,10 +6,13 @@ for many: the programs, their messages and their waiting are those of the real m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -19,32 +22,40 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
-from flockstep.planning.stand_in import Heavy, Lessons, Shrunk, StandIn, Unrehearsed, longest_cycle, scaled, shrunk
+from flockstep.planning.stand_in import Lessons, Shrunk, StandIn, Unrehearsed, longest_cycle, scaled, shrunk
 from flockstep.records.events import Event, Node, Step, Update
-from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.network import Network
+from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.simulation.handling import Handled, Longer, Work
+from flockstep.simulation.law import late_of, mean_of
+from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
 
-ELEMENTS = 8192
+ELEMENTS = 4096
 """Parameters of the stand-in for a large model."""
-SMALL, LARGE = 2_000_000, 40_000_000
-"""Parameters of all workers up to which a model always stands for itself, and up to which it may have to."""
+SMALL = 60_000
+"""Parameters of all workers up to which a model always stands for itself."""
+LARGE = 3e7
+"""Parameters of a worker, times steps and pairs of workers, up to which it may have to;"""
+QUICK = 1e6
+"""the same where a rehearsal is to be quick."""
 WORK = 4e8
 """Parameters of all workers times steps that a rehearsal may touch."""
 STEPS = 40
 """Of a rehearsal that is told how many."""
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that do not count: a pipeline has to fill."""
-FEWEST, MOST = 16, 640
-"""Steps that count in the shortest rehearsal; all steps of the longest,"""
-EVERYONES, PATIENCE = 20480, 4096
-"""and all workers' steps; those up to which it goes on only because its halves differ."""
+FEWEST, EVERYONES = 16, 48
+"""Steps that count in the shortest rehearsal, or fewer where all workers together take so many."""
+LITTLE, MOST_RANDOM = 0.25, 3.0
+"""Share of a gradient by which the slowest worker may be late for so few steps; how many times as many at the most."""
+MOST, ALL, PATIENCE = 640, 20480, 1024
+"""Steps of the longest rehearsal; all workers' steps; those up to which it goes on only because its halves differ."""
 FEW = 4
 """Steps of the slowest worker while all train, at the least."""
 AGREE = 0.05
 """Share by which the halves of a rehearsal may differ, in seconds and in bytes."""
 GROWS = 1.4
-"""How many times as late messages are after twice the steps if they pile up, or more."""
+"""How many times as late messages are after twice the steps if they pile up, or more: later steps will not end that."""
 ALIKE = 0.1
 """Share by which what a stand-in sends may differ from what one of a quarter of its size does."""
 
@@ -73,8 +84,23 @@ class Rehearsal:
     """Whether its halves agree."""
     batches: float = 1.0
     """How many batches of samples a gradient is over, in the mean."""
-    piling: float = 0.0
-    """Seconds for which links fall behind with every step, where nobody waits for messages; not in the others."""
+    workers: int = 1
+    used: float = 1.0
+    """Share of the gradients that are applied."""
+    held: float = 0.0
+    """Bytes that the strategy itself keeps on a worker from step to step."""
+    spread: float = 1.0
+    """How many times as long a step takes in one half of the rehearsal as in the other."""
+
+    @property
+    def computing(self) -> float:
+        """Seconds of a step in which a worker computes, or waits for a core."""
+        return self.utilisation * self.seconds_per_step
+
+    @property
+    def unevenness(self) -> float:
+        """Gradients of all workers, over what they would be if each took the mean seconds a step: 1 and more."""
+        return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
 
 
 @dataclass
@@ -87,6 +113,15 @@ class _Books:
     staleness: list[int] = field(default_factory=list)
     late: float = 0.0
     """Seconds from the last step of all to the last message."""
+    held: float = 0.0
+    """Bytes of a worker's state at the end."""
+    servers: int = 0
+    """Servers that may give up gradients; 0 where none are given up."""
+
+    @property
+    def used(self) -> float:
+        """Share of the gradients that servers applied."""
+        return min(1.0, len(self.staleness) / (self.servers * len(self.steps))) if self.servers else 1.0
 
     def take(self, event: Event) -> None:
         """Keep an event."""
@@ -119,6 +154,8 @@ class _Stage:
     optimizer: Optimizer | None
     seed: int
     lessons: Lessons
+    work: Work
+    quick: bool
     listen: Callable[[Event], None]
 
     @property
@@ -128,7 +165,7 @@ class _Stage:
 
     def longest(self, elements: int) -> int:
         """Steps that a rehearsal with a stand-in of so many elements may have at the most."""
-        return max(20, min(MOST, EVERYONES // self.workers, int(WORK / (self.workers * elements))))
+        return max(20, min(MOST, ALL // self.workers, int(WORK / (self.workers * elements))))
 
     def run(self, elements: int, steps: int) -> tuple[_Books, StandIn]:
         """So many steps with a stand-in of about so many elements."""
@@ -141,16 +178,24 @@ class _Stage:
         parts = np.array_split(np.arange(engine.train_size), self.workers)
         result = choose_result(known, None)
         plan = Plan(known, cluster, engine.optimizer, parts, self.lessons.batch, steps, self.seed, result, steps)
-        books = _Books(self.workers)
+        traits = known.traits
+        drops = traits.server_optimizer and traits.completeness == 4
+        books = _Books(self.workers, servers=cluster.servers if drops else 0)
 
         def both(event: Event) -> None:
             books.take(event)
             self.listen(event)
 
-        simulation = Simulation(engine, plan, self.compute, Heavy(self.network, engine.factor), both)
+        compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
+        simulation = Simulation(engine, plan, compute, Handled(self.network, self.work, engine.factor), both)
         simulation.run()
+        books.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
         books.late = max(0.0, simulation.now - max(step.t for step in books.steps))
         return books, engine
+
+
+def _nothing(event: Event) -> None:
+    """No listener."""
 
 
 def rehearse(
@@ -164,17 +209,18 @@ def rehearse(
     dtype_bytes: int = 4,
     optimizer: Optimizer | None = None,
     steps: int | None = None,
-    small: int = SMALL,
+    quick: bool = False,
     seed: int = 0,
     lessons: Lessons | None = None,
-    listen: Callable[[Event], None] = lambda event: None,
+    work: Work = Work(),  # noqa: B008
+    listen: Callable[[Event], None] = _nothing,
 ) -> Rehearsal:
     """Run `strategy` in virtual time on a stand-in for a model of `model_bytes` bytes.
 
     `tensors` are the shapes of the model's tensors, or their sizes in elements (none: one tensor), which codecs and
-    buckets look at; where all workers' together have no more than `small` elements the stand-in has those very shapes.
+    buckets look at; a small model stands for itself, unless a rehearsal is to be `quick`.
     `steps` None: as many as it takes for whole periods of what the strategy does, and for the first half to agree with
-    the second. `listen` hears of every event, whose bytes are those of the stand-in.
+    the second. Nodes spend `work` besides gradients. `listen` hears of every event, whose bytes are the stand-in's.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers.
@@ -195,34 +241,40 @@ def rehearse(
         optimizer,
         seed,
         lessons or Lessons(),
+        work,
+        quick,
         listen,
     )
-    return _staged(stage, steps, small)
+    return _staged(stage, steps)
 
 
-def _staged(stage: _Stage, steps: int | None, small: int) -> Rehearsal:
+def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     """With the model itself if that is quick, else with a stand-in, unless only the model itself will do."""
     whole, workers = stage.elements, stage.workers
     first = 2 if steps is None else steps
-    if whole <= ELEMENTS or (workers * whole <= small and _begun(stage, ELEMENTS, first) <= stage.longest(whole)):
+    if whole <= ELEMENTS or (
+        not stage.quick and workers * whole <= SMALL and _begun(stage, ELEMENTS, first) <= stage.longest(whole)
+    ):
         return _of_size(stage, whole, steps)
     try:
-        if steps is None:
-            _require_alike(stage)
+        if steps is None and (
+            why := _unlike(stage.strategy, _few(stage.strategy, workers), stage.shapes, stage.lessons)
+        ):
+            raise Shrunk(why)
         return _of_size(stage, ELEMENTS, steps)
     except Shrunk as reason:
-        if workers * whole > LARGE:
+        if workers**2 * whole * _begun(stage, whole, first) > (QUICK if stage.quick else LARGE):
             raise Unrehearsed(
                 f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan it "
-                f"for a model of {LARGE // workers:,} elements or fewer"
+                "for a smaller model or fewer workers"
             ) from None
-    return _of_size(stage, whole, steps)
+    return _of_size(stage, whole, max(FEW + 2, longest_cycle(stage.strategy, MOST)) if steps is None else steps)
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:
     """Steps of the first attempt."""
     longest = stage.longest(elements)
-    return max(first, _length(_counted(longest_cycle(stage.strategy, longest), longest)))
+    return max(first, _length(_counted(longest_cycle(stage.strategy, longest), longest, stage.workers, stage.compute)))
 
 
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
@@ -240,7 +292,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
     """Twice as many steps until the halves agree and something was sent."""
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
-    count = _counted(cycle, longest)
+    count = _counted(cycle, longest, stage.workers, stage.compute)
     late = dict[int, float]()
     while True:
         steps = _length(count)
@@ -252,7 +304,8 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         silent = not found.sent_per_step and not found.server_sent_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
         settled = not silent and not early and _agree(counted, cycle) and min(map(len, counted)) >= FEW
-        most = longest if silent or early else min(longest, PATIENCE // stage.workers)
+        patience = PATIENCE // (2 * stage.workers if stage.quick else stage.workers)
+        most = longest if silent or early else min(longest, patience)
         if settled or _length(2 * count) > most:
             break
         count *= 2
@@ -263,10 +316,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         )
     if abreast and found.seconds_per_step:
         found = replace(found, steps_per_second=stage.workers / found.seconds_per_step)
-    slowest = max(map(_period, counted))
-    if len(late) == 1 and 2 * books.late > AGREE * slowest * steps:
-        late[steps // 2] = stage.run(elements, steps // 2)[0].late
-    return replace(found, settled=settled, piling=_piling(late, slowest))
+    return replace(found, settled=settled, spread=_spread(counted, cycle, _took))
 
 
 def _filling(late: dict[int, float], period: float) -> bool:
@@ -276,24 +326,18 @@ def _filling(late: dict[int, float], period: float) -> bool:
     return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
 
 
-def _piling(late: dict[int, float], period: float) -> float:
-    """Seconds by which the last message is later with every step of the slowest worker, if that is much."""
-    lengths = sorted(late)[-2:]
-    if len(lengths) < 2:
-        return 0.0
-    by = (late[lengths[1]] - late[lengths[0]]) / (lengths[1] - lengths[0])
-    return by if by > AGREE * period else 0.0
-
-
-def _counted(cycle: int, longest: int) -> int:
-    """Steps that are counted at first: an even number of cycles, or a single one that is long."""
-    pairs = 2 * cycle * max(1, math.ceil(FEWEST / (2 * cycle)))
+def _counted(cycle: int, longest: int, workers: int, law: ComputeModel) -> int:
+    """Steps that are counted at first: an even number of cycles, or a single one that is long; more of random times."""
+    mean = mean_of(law)
+    random = min(MOST_RANDOM, max(1.0, (late_of(law, workers) / mean / LITTLE) ** 2)) if mean else 1.0
+    least = random * min(FEWEST, max(FEW, EVERYONES // workers))
+    pairs = 2 * cycle * max(1, math.ceil(least / (2 * cycle)))
     return pairs if _length(pairs) <= longest else cycle * max(1, int(longest / (1 + LEFT_OUT)) // cycle)
 
 
 def _length(counted: int) -> int:
     """Steps in all."""
-    return counted + max(4, math.ceil(LEFT_OUT * counted))
+    return counted + max(2, math.ceil(LEFT_OUT * counted))
 
 
 def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step]]]:
@@ -323,12 +367,14 @@ def _sends(stage: _Stage) -> bool:
 
 def _agree(counted: list[list[Step]], cycle: int) -> bool:
     """Whether both halves of every worker's steps took as long and sent as much; a single cycle has no halves."""
+    return all(_spread(counted, cycle, measure) <= 1 / (1 - AGREE) for measure in (_took, _sent))
+
+
+def _spread(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> float:
+    """How many times as much one half of the steps says as the other."""
     halves = [(mine[: len(mine) // 2], mine[len(mine) // 2 :]) for mine in counted if len(mine) >= 2 * cycle]
-    for measure in (_took, _sent):
-        first, second = (sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2))
-        if abs(first - second) > AGREE * max(first, second):
-            return False
-    return True
+    sums = [sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2)]
+    return max(sums) / min(sums) if min(sums) else math.inf if max(sums) else 1.0
 
 
 def _took(step: Step) -> float:
@@ -355,6 +401,7 @@ def _summary(counted: list[list[Step]], books: _Books, engine: StandIn, cycle: i
     whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [s for mine in counted for s in mine]
     sent = statistics.fmean(map(_sent, whole))
     every = sum(node.sent for node in books.nodes if node.node >= 0)
+    late = books.staleness[int(LEFT_OUT * len(books.staleness)) :]
     return Rehearsal(
         statistics.fmean(periods),
         sum(1 / period for period in periods if period) if any(periods) else math.inf,
@@ -362,26 +409,58 @@ def _summary(counted: list[list[Step]], books: _Books, engine: StandIn, cycle: i
         engine.factor * sent,
         engine.factor * sent * books.workers * _busiest(books) / every if every else 0.0,
         statistics.fmean(step.messages_sent for step in whole),
-        statistics.fmean(books.staleness) if books.staleness else None,
-        max(books.staleness, default=None),
+        statistics.fmean(late) if late else None,
+        max(late, default=None),
         steps,
         True,
         engine.batches,
+        books.workers,
+        books.used,
+        engine.factor * books.held,
     )
 
 
-def _require_alike(stage: _Stage) -> None:
-    """Refuse what sends another share of a small stand-in than of one that is smaller still.
+def _bytes_in(state: Any) -> int:
+    """Bytes of all arrays in a state."""
+    if isinstance(state, np.ndarray):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(_bytes_in, state.values()))
+    if isinstance(state, (list, tuple)):
+        return sum(map(_bytes_in, state))
+    fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
+    return sum(_bytes_in(getattr(state, one.name)) for one in fields)
 
-    Raises:
-        Shrunk: it does.
-    """
-    steps = _begun(stage, ELEMENTS, 2)
-    large, small = (_of_size(stage, size, steps) for size in (ELEMENTS, ELEMENTS // 4))
+
+@lru_cache(maxsize=512)
+def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons: Lessons) -> str | None:
+    """Why a stand-in says little of a strategy: a smaller one sends other shares; None if that is not so."""
+    nbytes = 4 * sum(map(math.prod, shapes))
+    stage = _Stage(
+        strategy, workers, nbytes, Constant(1.0), Ideal(), shapes, 4, None, 0, lessons, Work(), True, _nothing
+    )
+    try:
+        begun = _begun(stage, ELEMENTS, 2)
+        for steps in (FEW, begun) if strategy.traits.fixed_steps else (begun,):  # of those that send seldom, more
+            large, small = (_of_size(stage, size, steps) for size in (ELEMENTS, ELEMENTS // 4))
+            if large.sent_per_step:
+                break
+    except Shrunk as why:
+        return str(why)
     for name in ("sent_per_step", "messages_per_step"):
         one, other = getattr(large, name), getattr(small, name)
         if abs(one - other) > ALIKE * max(one, other):
-            raise Shrunk(
+            return (
                 f"it sends other shares of a stand-in of {ELEMENTS:,} elements than of one of {ELEMENTS // 4:,}, so "
                 "that neither can stand for the model"
             )
+    return None
+
+
+def _few(strategy: Strategy, workers: int) -> int:
+    """Two workers, if the strategy can run on two: enough to compare what it sends."""
+    try:
+        strategy.check(2)
+    except ConfigurationError:
+        return workers
+    return min(2, workers)

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flockstep.costs import order_statistics
-from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.setting import StepCost
 from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import need, worth
-from flockstep.planning.prospect import FACTOR, LENGTH, Pace, Prospect
+from flockstep.planning.prospect import Moved, Pace, Prospect, faster
 from flockstep.planning.task import Site
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
+from flockstep.simulation.law import mean_of
 
 WORKERS = tuple(1 << power for power in range(11))
 """1, 2, 4, … 1,024."""
@@ -32,6 +30,8 @@ HALVINGS = 6
 """Of the interval in which it lies."""
 REACH = 1000.0
 """How far bandwidth and model size are varied, up and down."""
+FACTOR, LENGTH = 5.0, 10
+"""Of the slow spells that are varied: how many times as slow, for how many steps."""
 RARE, USUAL = 1e-4, 0.3
 """Probabilities between which stragglers are varied."""
 
@@ -59,7 +59,7 @@ class Contender:
         cost = self._step(self.pace, site, workers, law)
         return 0.0 if cost is None else cost.samples_per_second
 
-    def _step(self, pace: Pace, site: Site, workers: int, law: ComputeModel | None) -> StepCost | None:
+    def _step(self, pace: Pace, site: Site, workers: int, law: ComputeModel | None) -> Moved | None:
         """What a step costs; None where it cannot run."""
         cell = pace.strategy.cell
         if workers > GRAPH and cell is not None and cell.topology in GRAPHS:
@@ -81,8 +81,8 @@ class Contender:
             rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
         return worth(rate, need(self._moved(cost, site, workers), site))
 
-    def _moved(self, cost: StepCost, site: Site, workers: int) -> Prospect:
-        """The prediction as it is there: with other workers, bytes and lateness are those of the closed form."""
+    def _moved(self, cost: Moved, site: Site, workers: int) -> Prospect:
+        """The prediction as it is there: with other workers, bytes and lateness are those of its pace."""
         moved = replace(self.found, workers=workers, seconds=cost.seconds)
         if workers != self.found.workers:
             return replace(moved, sent=cost.sent, staleness=cost.staleness)
@@ -91,7 +91,7 @@ class Contender:
     def _computing(self, site: Site, workers: int, law: ComputeModel | None) -> float:
         """Seconds of a step that a worker computes, from what they are where the plan is made."""
         here, there = self.site.compute(self.found.workers), site.compute(workers) if law is None else law
-        ratio = order_statistics.mean(there, workers) / (order_statistics.mean(here, self.found.workers) or 1.0)
+        ratio = mean_of(there) / (mean_of(here) or 1.0)
         return self.found.utilisation * self.found.seconds * ratio
 
 
@@ -158,14 +158,13 @@ def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower
     """Where another of them becomes better than `choice`: of bandwidth, model size and stragglers the nearest place.
 
     One is varied at a time, up and down from what it is; `slower`: as of `Contender.worth`. None where the choice is
-    not among them, as it has no closed form.
+    not among them.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in contenders if one.name == choice), None)
     if workers < 2 or chosen is None or not math.isfinite(bandwidth):
         return ()
     here = chosen.worth(site, workers, slower=slower)
-    # Within what closed forms leave out, others may be ahead already.
     rivals = [one for one in contenders if one is not chosen and one.worth(site, workers, slower=slower) <= here]
 
     def by_bandwidth(value: float, one: Contender) -> float:
@@ -196,11 +195,6 @@ def _from(here: float, reach: float) -> Iterable[float]:
 def best(contenders: Rivals, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> str:
     """The name of the one that is worth most."""
     return max(contenders, key=lambda one: one.worth(site, workers, law, slower)).name
-
-
-def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
-    """The same cluster with so many times the bandwidth."""
-    return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:

@@ -166,7 +166,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
 def _step(choice: Prospect) -> str:
     return (
         f"A step takes {words.seconds(choice.seconds)}, of which a worker computes {words.share(choice.utilisation)}; "
-        f"it sends {words.size(choice.sent)} ({'closed form' if choice.source == 'form' else 'rehearsed'})."
+        f"it sends {words.size(choice.sent)} ({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
     )
 
 

@@ -22,11 +22,8 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 from flockstep.frameworks.base import Data, Evaluation, Indices, Job, Lesson
 from flockstep.frameworks.numpy import Model, NumpyEngine
-from flockstep.messages import HEADER_BYTES, Address
-from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
-from flockstep.simulation.network import Fabric, Network, Transit
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
 """Of elements of so many bytes."""
@@ -218,29 +215,3 @@ def longest_cycle(component: Component, most: int) -> int:
             elif isinstance(part, int) and not isinstance(part, bool) and part <= most:
                 found = max(found, part)
     return found
-
-
-class _Scaled(Fabric):
-    """A network on which every byte of payload weighs as much as `factor` bytes."""
-
-    def __init__(self, fabric: Fabric, factor: float):
-        self._inner = fabric
-        self._factor = factor
-
-    def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        return self._inner.depart(source, to, HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._factor), t)
-
-    def advance(self, transit: Transit) -> bool:
-        return self._inner.advance(transit)
-
-
-@dataclass(frozen=True)
-class Heavy(Network):
-    """A network on which payloads weigh `factor` times as much."""
-
-    network: Network
-    factor: float
-
-    def start(self, cluster: Cluster) -> Fabric:
-        """The network's own hops."""
-        return _Scaled(self.network.start(cluster), self.factor)

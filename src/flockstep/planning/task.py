@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,23 @@ import numpy as np
 
 from flockstep import registry
 from flockstep.arrays.schema import Schema
+from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
-from flockstep.costs.setting import Rates, Setting
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError, UnknownName
+from flockstep.feedback.nothing import NoFeedback
+from flockstep.feedback.sender import fitted
 from flockstep.frameworks.base import Job
-from flockstep.frameworks.job import build_model
+from flockstep.frameworks.job import build_model, make_engine
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
+from flockstep.planning.stand_in import Lessons
 from flockstep.report import words
 from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.handling import Work
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.sampler import steps_for
@@ -33,8 +38,6 @@ BATCH = 32
 """Samples in a gradient of a model that no job says it of."""
 OPERATIONS = 1e10
 """Floating-point operations per second of a worker of which nothing is known."""
-TURNS = 400
-"""Rounds of a recurrence over random times: within about a per cent."""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 """Operations that an element is taken to cost where nobody measured how fast machines are at that."""
 
@@ -58,6 +61,14 @@ class Task:
     """The job of a run with that seed; None: only sizes are known, and nothing can be trained."""
     file: Path | None = field(default=None, compare=False)
     """The Python file that the job is from; None: it is built in, or was given as an object."""
+
+    @cached_property
+    def lessons(self) -> Lessons:
+        """What a rehearsal has to know of the job where a strategy asks for more than its next gradient."""
+        if self.job is None:
+            return Lessons(self.batch)
+        engine = make_engine(self.job(0), 0)
+        return Lessons(self.batch, engine.train_size, engine.layers(self.batch))
 
     @property
     def itemsize(self) -> int:
@@ -110,7 +121,7 @@ class Site:
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency and bandwidth of the slowest link, which the closed forms take for all of them."""
+        """Latency and bandwidth of the slowest link, which extrapolations take for all of them."""
         if self.cluster.workers > 1:
             wire = self.cluster.slowest
         elif self.cluster.wires:
@@ -125,37 +136,44 @@ class Site:
         latency, bandwidth = self.link
         return latency + self.task.nbytes / bandwidth
 
-    def rates(self, strategy: Strategy) -> Rates:
-        """How fast a worker encodes, decodes and steps: as measured, or by a count of operations."""
-        speed = self.cluster.operations or OPERATIONS
-        codec = str(getattr(strategy, "codec", "identity"))
-        measured = self.cluster.rates
-        usual = {name: speed / count for name, count in WORK.items()}
-        step = measured.optimizer.get(str(self.task.optimizer).partition("(")[0], usual["optimizer"])
-        return Rates(
-            encode=measured.encode.get(codec, usual["encode"]),
-            decode=measured.decode.get(codec, usual["decode"]),
-            optimizer=step,
-            reduce=usual["reduce"],
-        )
+    def rate(self, what: str, name: str) -> float:
+        """Elements per second that a worker encodes, decodes, steps or adds up: as measured, or by their operations."""
+        measured: Mapping[str, float] = getattr(self.cluster.rates, what, {})
+        return measured.get(name, (self.cluster.operations or OPERATIONS) / WORK[what])
 
-    def setting(self, strategy: Strategy, workers: int, compute: ComputeModel | None = None) -> Setting:
-        """What the closed forms ask for."""
-        latency, bandwidth = self.link
-        task = self.task
-        return Setting(
-            workers,
-            task.elements,
-            self.compute(workers) if compute is None else compute,
-            latency,
-            bandwidth,
-            dtype=task.dtype,
-            tensors=task.tensors,
-            batch=task.batch,
-            slots=task.slots,
-            rates=self.rates(strategy),
-            turns=TURNS,
-        )
+    @property
+    def optimizer(self) -> str:
+        """The name of the task's optimizer."""
+        return str(self.task.optimizer).partition("(")[0]
+
+    def encoded(self, strategy: Strategy) -> int | None:
+        """Bytes of the whole model as the strategy's codec encodes it; None without a codec."""
+        codec, task = getattr(strategy, "codec", None), self.task
+        if not isinstance(codec, Codec) or codec.lossless:
+            return None
+        shapes = task.tensors or ((task.elements,),)
+        feedback = getattr(strategy, "feedback", None) or NoFeedback()
+        return fitted(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
+
+    def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Work:
+        """What nodes spend besides gradients; a worker encodes in a `share` of its steps.
+
+        A worker decodes what all others encoded, or, where encodings are added up or servers decode them, once.
+        """
+        task, traits = self.task, strategy.traits
+        add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
+        receive = serve = add / task.itemsize
+        step = 0.0 if traits.server_optimizer else update
+        if (once := self.encoded(strategy)) is not None:
+            codec = strategy.codec  # type: ignore[attr-defined]
+            decode = task.elements / self.rate("decode", str(codec))
+            others = 0 if strategy.servers_for(workers) else 1 if codec.linear else workers
+            step += share * (task.elements / self.rate("encode", str(codec)) + others * decode)
+            receive, serve = 0.0, decode / once if strategy.servers_for(workers) else 0.0
+        if traits.server_optimizer:
+            each = update / workers if traits.completeness == 1 else update
+            serve += each / (once or task.nbytes)
+        return Work(self.cluster.message, receive, serve, step)
 
     def assumptions(self) -> list[str]:
         """What was taken for granted because neither job nor cluster says it."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flockstep.codecs.base import Codec
-from flockstep.codecs.identity import Identity
 from flockstep.collectives import costs
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
@@ -26,6 +24,7 @@ from flockstep.planning.prospect import ALONE
 from flockstep.planning.task import Site
 from flockstep.records.events import Event, Snapshot
 from flockstep.simulation.compute import ComputeModel, Constant, Speeds
+from flockstep.simulation.handling import Longer
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Link, Network
 from flockstep.strategies.all_reduce import AllReduce
@@ -189,13 +188,9 @@ def goal_of(job: Job, target: float | None) -> float:
 
 def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
     """How long gradients take, with what a worker computes besides: its optimiser's step, encoding and decoding."""
-    rates = site.rates(AllReduce() if strategy is None else strategy)
-    elements = site.task.elements
-    extra = elements / rates.optimizer
-    codec = getattr(strategy, "codec", None)
-    if isinstance(codec, Codec) and not isinstance(codec, Identity):
-        extra += elements / rates.encode + elements / rates.decode
-    return _Longer(_fastest(site) if strategy is None else site.compute(workers), extra)
+    if strategy is None:
+        return Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
+    return Longer(site.compute(workers), site.work(strategy, workers).step)
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
@@ -216,25 +211,6 @@ def _fastest(site: Site) -> ComputeModel:
     if site.seconds is None:
         return Speeds(law, (1 / speed,))
     return Constant(site.seconds / speed) if mean == 0 else Speeds(law, (site.seconds / mean / speed,))
-
-
-@dataclass(frozen=True)
-class _Longer(ComputeModel):
-    """Every gradient of `base` takes `seconds` longer."""
-
-    base: ComputeModel
-    seconds: float
-
-    @property
-    def sharing(self) -> int | None:
-        return self.base.sharing
-
-    @property
-    def spells(self) -> int:
-        return self.base.spells
-
-    def stream(self, seed: int, rank: int) -> Iterator[float]:
-        return map(self.seconds.__add__, self.base.stream(seed, rank))
 
 
 def _every(job: Job, workers: int, steps: int) -> int:

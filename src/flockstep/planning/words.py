@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from flockstep.planning.criteria import NEVER, is_synchronous, lateness
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.scaling import Curve
 from flockstep.report.words import NONE, number, seconds, share, size
-
-if TYPE_CHECKING:
-    from flockstep.planning.check import Check
 
 HEADINGS = (
     "strategy",
@@ -28,21 +24,6 @@ HEADINGS = (
     "memory",
     "from",
 )
-CHECK_HEADINGS = (
-    "strategy",
-    "workers",
-    "step",
-    "measured",
-    "error",
-    "samples/s",
-    "measured",
-    "error",
-    "bytes",
-    "measured",
-    "error",
-    "from",
-)
-
 
 LITTLE = 1e-3
 """Worth below which it does not matter how little."""
@@ -105,7 +86,7 @@ def worth_of(worth: float | None) -> str:
 
 def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
     """A row of the table; `worth`: how many times as quickly as one worker it is taken to advance."""
-    bound = found.staleness_bound
+    most = found.staleness_most
     return (
         short(found.name),
         worth_of(worth),
@@ -115,8 +96,8 @@ def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
         size(found.sent),
         size(found.server_bytes) if found.server_bytes else NONE,
         _late(outlook, found),
-        NONE if bound is None else str(bound),
-        f"≥ {size(found.memory)}" if found.memory_is_least else size(found.memory),
+        NONE if most is None else str(most),
+        size(found.memory),
         found.source,
     )
 
@@ -149,38 +130,8 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """What is not in the table, in a sentence or two."""
-    formless = [name for name, why in outlook.refused if "no closed form" in why]
-    others = [(name, why) for name, why in outlook.refused if name not in formless]
-    said = [f"{short(name)}: {why}" for name, why in others]
-    if formless:
-        said.append(f"without a closed form, rehearsed by --all: {', '.join(formless)}")
-    return tuple(said)
-
-
-def check_cells(one: Check) -> tuple[str, ...]:
-    """A row of prediction beside measurement."""
-    return (
-        short(one.strategy),
-        str(one.workers),
-        seconds(one.predicted.seconds),
-        seconds(one.measured.seconds),
-        _error(one.error),
-        number(one.predicted.rate),
-        number(one.measured.rate),
-        _error(one.rate_error),
-        size(one.predicted.sent),
-        size(one.measured.sent),
-        _error(one.sent_error),
-        one.source,
-    )
-
-
-def _error(value: float | None) -> str:
-    """Signed, in percent; without a sign where it rounds to nothing."""
-    if value is None:
-        return NONE
-    return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"
+    """What is not in the table, and why."""
+    return tuple(f"{short(name)}: {why}" for name, why in outlook.refused)
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}

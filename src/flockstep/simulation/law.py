@@ -1,10 +1,13 @@
-"""The mean of a compute model, without running anything."""
+"""What to expect of a compute model, without running anything: the mean, and how late the slowest worker is."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
+from functools import lru_cache
+
+import numpy as np
 
 from flockstep.simulation.compute import (
     ComputeModel,
@@ -20,7 +23,9 @@ from flockstep.simulation.compute import (
 )
 
 DRAWS = 4096
-"""Of a model that is not known here."""
+"""Of a model that is not known here, and about as many of all workers."""
+ROUNDS = 100
+"""Fewest draws of each worker."""
 
 
 def mean_of(law: ComputeModel) -> float:
@@ -47,3 +52,20 @@ def _truncated(mean: float, deviation: float) -> float:
     ratio = mean / deviation
     density = math.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
     return mean + deviation * density / (0.5 * math.erfc(-ratio / math.sqrt(2)))
+
+
+def late_of(law: ComputeModel, workers: int) -> float:
+    """Seconds by which the slowest of the workers' gradients of a step is later than the mean, on average."""
+    return drawn(law, workers, max(ROUNDS, DRAWS // workers))[1]
+
+
+@lru_cache(maxsize=512)
+def drawn(law: ComputeModel, workers: int, rounds: int, first: int = 0) -> tuple[float, float]:
+    """Mean seconds of a gradient, and by how much the slowest of a step is later, in rounds of a run with seed 0.
+
+    Waiting for a core is not counted.
+    """
+    if isinstance(law, SharedCores):
+        return drawn(law.base, workers, rounds, first)
+    times = np.array([list(itertools.islice(law.stream(0, rank), first, rounds)) for rank in range(workers)])
+    return float(times.mean()), float((times.max(0) - times.mean(0)).mean())

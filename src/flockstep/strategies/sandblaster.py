@@ -60,7 +60,7 @@ class Sandblaster(Strategy):
                 raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
 
     # One exact gradient at a time; any worker takes any portion, also one that a dead worker had.
-    traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others")
+    traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True)
 
     @property
     def cell(self) -> Cell:

@@ -46,6 +46,8 @@ class Traits:
     approximation: Approximation = "none"
     """What becomes of the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
     there is none; a later step sends that part; the part is lost."""
+    curvature: bool = False
+    """Steps follow the curvature, not the job's optimizer, so that steps to a target cannot be compared."""
     matrices: bool = False
     """The strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of tensors."""
     restarts: bool = True

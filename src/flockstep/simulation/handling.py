@@ -1,0 +1,113 @@
+"""What nodes themselves spend on messages and steps: handling, encoding, decoding, adding up, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flockstep.messages import HEADER_BYTES, Address
+from flockstep.nodes import Cluster
+from flockstep.simulation.compute import ComputeModel
+from flockstep.simulation.network import Fabric, Network, Transit
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that a node spends, besides gradients."""
+
+    message: float = 0.0
+    """On each message, where it is sent and where it is received."""
+    receive: float = 0.0
+    """On each byte of payload that a worker receives: decoding and adding up."""
+    serve: float = 0.0
+    """On each byte of payload that a server receives."""
+    step: float = 0.0
+    """On a worker's step, besides its gradient: the optimizer, and encoding."""
+
+    @property
+    def free(self) -> bool:
+        """Whether messages cost their nodes nothing."""
+        return not (self.message or self.receive or self.serve)
+
+
+@dataclass(frozen=True)
+class Longer(ComputeModel):
+    """Gradients that each take `extra` seconds more."""
+
+    base: ComputeModel
+    extra: float
+
+    @property
+    def sharing(self) -> int | None:
+        """As of the base."""
+        return self.base.sharing
+
+    @property
+    def spells(self) -> int:
+        """As of the base."""
+        return self.base.spells
+
+    def stream(self, seed: int, rank: int) -> Iterator[float]:
+        """The durations of one worker's gradients, without end."""
+        return (seconds + self.extra for seconds in self.base.stream(seed, rank))
+
+
+@dataclass(frozen=True)
+class Handled(Network):
+    """A network whose payloads weigh `factor` times as much, and whose nodes handle one message after the other."""
+
+    network: Network
+    work: Work = Work()
+    factor: float = 1.0
+
+    def start(self, cluster: Cluster) -> Fabric:
+        """The network's own hops, between the processors of two nodes."""
+        return _Handled(self.network.start(cluster), self.work, self.factor)
+
+
+class _Begun(Transit):
+    """A message that its sender handles before the network carries it."""
+
+    __slots__ = ("carried",)
+
+    def __init__(self, source: Address, to: Address, nbytes: int, ready: float):
+        super().__init__(source, to, nbytes, ready, ((), ()))
+        self.done = False
+        self.carried: Transit | None = None
+
+
+class _Handled(Fabric):
+    def __init__(self, fabric: Fabric, work: Work, factor: float) -> None:
+        self._inner = fabric
+        self._work = work
+        self._factor = factor
+        self._sending: dict[Address, float] = {}
+        self._receiving: dict[Address, float] = {}
+
+    def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
+        heavy = HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._factor)
+        if not self._work.message or source == to:
+            return self._received(self._inner.depart(source, to, heavy, t))
+        self._sending[source] = ready = max(t, self._sending.get(source, 0.0)) + self._work.message
+        return _Begun(source, to, heavy, ready)
+
+    def advance(self, transit: Transit) -> bool:
+        if not isinstance(transit, _Begun):
+            self._inner.advance(transit)
+            return self._received(transit).done
+        if transit.carried is None:
+            carried = self._inner.depart(transit.source, transit.to, transit.nbytes, transit.head)
+        else:
+            carried = transit.carried
+            self._inner.advance(carried)
+        transit.carried = carried
+        transit.head, transit.tail, transit.done = carried.head, carried.tail, carried.done
+        return self._received(transit).done
+
+    def _received(self, transit: Transit) -> Transit:
+        """A message that has come to its receiver is there once that has handled it, and all before it."""
+        work, to = self._work, transit.to
+        if transit.done and transit.source != to and not work.free:
+            seconds = work.message + (work.serve if to < 0 else work.receive) * (transit.nbytes - HEADER_BYTES)
+            self._receiving[to] = transit.tail = max(transit.tail, self._receiving.get(to, 0.0)) + seconds
+        return transit

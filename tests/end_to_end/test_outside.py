@@ -1,0 +1,105 @@
+"""A strategy from outside: planned, compared and searched with nothing edited but one registration."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from flockstep import registry
+from flockstep.cli.app import run
+from flockstep.costs.cluster_reading import load_cluster
+from flockstep.planning.plan import candidates, plan
+from flockstep.planning.space import knobs
+from flockstep.planning.task import Site, task_of
+from flockstep.strategies.base import Strategy
+
+SOURCE = '''
+"""Each worker sends its parameters to the next in a ring every few steps, and takes a share of what it receives."""
+
+from dataclasses import dataclass, field
+
+from flockstep import registry
+from flockstep.expression import searched
+from flockstep.nodes import Worker
+from flockstep.strategies.base import Cell, Strategy, Traits
+
+
+@dataclass(frozen=True)
+class Relay(Strategy):
+    """Not published."""
+
+    period: int = field(default=3, metadata=searched(1, 24))
+    share: float = field(default=0.5, metadata=searched(0.1, 0.9, whole=False, log=False))
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(completeness=4, survives=False, results=("mean", "rank0"))
+
+    @property
+    def cell(self) -> Cell:
+        return Cell("decentral", "sync", "reduce", "closed ring")
+
+    async def worker(self, me: Worker) -> None:
+        while me.training:
+            me.optimizer_step(await me.gradient())
+            if me.step % self.period == 0 and me.workers > 1:
+                me.send((me.rank + 1) % me.workers, "model", me.params)
+                other = await me.receive("model", (me.rank - 1) % me.workers)
+                me.params += self.share * (other.payload - me.params)
+
+
+registry.register("strategy", "relay", Relay)
+'''
+WORKERS = 4
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    for noun in registry.nouns():
+        monkeypatch.setitem(registry._TABLE, noun, dict(registry._TABLE[noun]))
+    monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
+    monkeypatch.setattr(registry, "_names", dict(registry._names))
+    path = tmp_path / f"{request.node.name}.py"  # a process imports a file of one name once
+    path.write_text(SOURCE)
+    return path
+
+
+def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce", "--json"]
+    assert run([*words, "--import", str(file)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    (found,) = (one for one in said["strategies"] if one["name"] == "relay")
+    assert found["sent"] == pytest.approx(4 * said["parameters"] / 3, rel=0.02)
+    assert found["criteria"]["hyper_parameters"] == 2
+    assert {one["name"] for one in said["scaling"]} == {"all_reduce", "relay"}
+    assert all(len(one["workers"]) == 11 for one in said["scaling"])
+
+
+def test_it_is_among_all_and_its_step_is_its_messages(file: Path) -> None:
+    site = Site(task_of("softmax"), load_cluster("lab-1gbit"))
+    assert "relay" not in {str(one) for one in candidates((), site)}
+    runpy.run_path(str(file), run_name="relay_from_outside")
+    assert "relay" in {str(one) for one in candidates((), site)}
+    seldom, often = plan(site.task, site.cluster, WORKERS, strategies=("relay(period=4)", "relay(period=1)"),
+                         further=False).prospects[:2]  # fmt: skip
+    if seldom.name != "relay(period=4)":
+        seldom, often = often, seldom
+    latency, bandwidth = site.link
+    assert often.seconds - seldom.seconds == pytest.approx(0.75 * (latency + site.task.nbytes / bandwidth), rel=0.2)
+
+
+def test_it_is_compared(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "softmax", "-s", "relay", "-s", "all_reduce", "--simulate", "--workers", str(WORKERS)]
+    more = ["--steps", "12", "--network", "1gbit", "--compute", "constant(0.01)", "--out", str(tmp_path / "compared")]
+    assert run([*words, *more, "--import", str(file)]) == 0, capsys.readouterr()
+    page = (tmp_path / "compared" / "report.html").read_text("utf-8")
+    assert page.count("rehearsal, link(") == 2
+
+
+def test_its_own_hyper_parameters_are_searched(file: Path) -> None:
+    runpy.run_path(str(file), run_name="relay_from_outside")
+    found = {one.name: (one.low, one.high, one.whole) for one in knobs(Strategy.parse("relay"), WORKERS)}
+    assert found == {"period": (1, 24, True), "share": (0.1, 0.9, False)}

@@ -1,0 +1,63 @@
+"""What nodes spend on messages themselves, and how late the slowest worker of a step is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flockstep.messages import HEADER_BYTES
+from flockstep.planning.rehearsal import rehearse
+from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.simulation.handling import Longer, Work
+from flockstep.simulation.law import drawn, late_of
+from flockstep.simulation.network import Network
+from flockstep.strategies.base import Strategy
+
+NBYTES = 4000.0
+NETWORK = Network.parse("link(1e6, 0.001)")
+BUSY = (NBYTES + HEADER_BYTES) / 1e6
+
+
+def seconds(text: str, work: Work, workers: int = 4) -> float:
+    law = Constant(0.01)
+    return rehearse(Strategy.parse(text), workers, NBYTES, law, NETWORK, work=work, steps=8).seconds_per_step
+
+
+def test_a_server_handles_one_message_after_the_other() -> None:
+    """n gradients come in and n models go out, and each costs its worker as much: 2 n + 2, less what the card takes."""
+    free, handled = (seconds("ps", Work(message=cost)) for cost in (0.0, 0.01))
+    assert BUSY < 0.01
+    assert 5 * 0.01 < handled - free < (2 * 4 + 2) * 0.01
+
+
+def test_a_ring_handles_a_message_of_its_own_and_one_of_its_neighbor_in_each_round() -> None:
+    free, handled = (seconds("all_reduce", Work(message=cost)) for cost in (0.0, 0.01))
+    assert handled - free == pytest.approx(2 * 3 * 2 * 0.01, rel=0.02)
+
+
+def test_bytes_cost_servers_and_workers_that_receive_them() -> None:
+    free = seconds("ps", Work())
+    assert seconds("ps", Work(serve=1e-5)) - free > 3 * NBYTES * 1e-5
+    assert seconds("ps", Work(receive=1e-5)) - free == pytest.approx(NBYTES * 1e-5, rel=0.02)
+    assert seconds("all_reduce", Work(serve=1e-5)) == seconds("all_reduce", Work())
+
+
+def test_steps_are_longer_by_the_optimizer() -> None:
+    assert seconds("ps", Work(step=0.02)) - seconds("ps", Work()) == pytest.approx(0.02)
+    law = Longer(ComputeModel.parse("shared_cores(constant(1), 2)"), 0.5)
+    assert (law.sharing, next(law.stream(0, 0))) == (2, 1.5)
+
+
+@pytest.mark.parametrize("workers", [2, 8, 64])
+def test_the_slowest_of_exponential_times_is_later_than_the_mean_by_the_harmonic_number(workers: int) -> None:
+    """Renyi (1953): the mean of the slowest of n is H_n times the mean."""
+    expected = sum(1 / k for k in range(1, workers + 1)) - 1
+    assert late_of(ComputeModel.parse("exponential(1)"), workers) == pytest.approx(expected, rel=0.1)
+
+
+def test_speeds_make_the_slowest_late_and_constants_do_not() -> None:
+    assert late_of(Constant(1), 8) == 0
+    assert late_of(ComputeModel.parse("speeds(constant(1), (1, 3))"), 2) == pytest.approx(1)
+    assert drawn(ComputeModel.parse("lognormal(2, sigma=0.1)"), 4, 12)[0] == pytest.approx(2, rel=0.1)
+    assert math.isfinite(late_of(ComputeModel.parse("pareto(1, 1.5)"), 1024))
