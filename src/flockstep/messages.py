@@ -111,7 +111,8 @@ class Mailbox:
     Kept by tag, and replies by what they answer, so that finding one takes no longer the more others wait.
     """
 
-    _queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
+    queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
+    """By tag, with the number of its arrival."""
     _replies: dict[tuple[Address | None, int], Message] = field(default_factory=dict)
     _arrivals: int = 0
     _heard: dict[Address, int] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Mailbox:
     """Node → the number of the first of its messages that got lost."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values())) + len(self._replies)
+        return sum(map(len, self.queues.values())) + len(self._replies)
 
     def put(self, message: Message) -> None:
         """Add an arrival."""
@@ -128,15 +129,15 @@ class Mailbox:
             self._replies[message.source, message.reply_to] = message
             return
         self._arrivals += 1
-        queue = self._queues.get(message.tag)
+        queue = self.queues.get(message.tag)
         if queue is None:
-            queue = self._queues[message.tag] = deque()
+            queue = self.queues[message.tag] = deque()
         queue.append((self._arrivals, message))
 
     def give_back(self, messages: Iterable[Message]) -> None:
         """Put messages that were taken before what waits now, in their order."""
         for message in reversed(list(messages)):
-            self._queues.setdefault(message.tag, deque()).appendleft((0, message))
+            self.queues.setdefault(message.tag, deque()).appendleft((0, message))
 
     def hear(self, message: Message) -> None:
         """Count an arrival without keeping it."""
@@ -148,7 +149,7 @@ class Mailbox:
 
     def clear(self, but: str) -> None:
         """Drop all that waits, except messages of the channel `but`."""
-        self._queues = {tag: queue for tag, queue in self._queues.items() if tag.endswith(but)}
+        self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}
         self._replies.clear()
 
     def require_all(self, source: Address) -> None:
@@ -168,9 +169,9 @@ class Mailbox:
         if wanted.reply_to is not None:
             return self._replies.pop((wanted.source, wanted.reply_to), None)
         if wanted.tag is not None:
-            queue = self._queues.get(wanted.tag)
+            queue = self.queues.get(wanted.tag)
             return _first(queue, wanted.source) if queue else None
-        waiting = [queue for queue in self._queues.values() if queue]
+        waiting = [queue for queue in self.queues.values() if queue]
         if wanted.source is not None:
             waiting = [queue for queue in waiting if any(m.source == wanted.source for _, m in queue)]
         if not waiting:

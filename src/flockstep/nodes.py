@@ -164,23 +164,23 @@ class Node:
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send a message; the array is copied, so it may change afterwards."""
-        self._post(to, tag, self._carried(to, array), note)
+        self._post(to, tag, array, note)
 
     def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send the same message to several nodes; the array is copied once."""
         copy = None if array is None else self.freeze(array)
         for address in to:
-            self._post(address, tag, copy, note)
+            self._post(address, tag, copy, note, copied=True)
 
     def reply(self, message: Message, array: Array | None = None, note: Beside | None = None) -> None:
         """Answer a request."""
-        self._post(message.source, message.tag, self._carried(message.source, array), note, reply_to=message.number)
+        self._post(message.source, message.tag, array, note, reply_to=message.number)
 
     def reply_all(self, requests: Iterable[Message], array: Array | None, note: Beside | None = None) -> None:
         """Answer several requests with the same array, which is copied once."""
         copy = None if array is None else self.freeze(array)
         for message in requests:
-            self._post(message.source, message.tag, copy, note, reply_to=message.number)
+            self._post(message.source, message.tag, copy, note, message.number, copied=True)
 
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
@@ -205,7 +205,7 @@ class Node:
 
     async def ask_all(self, tag: str, requests: Sequence[tuple[Address, Array | None, Beside | None]]) -> list[Message]:
         """Send several requests at once and wait for all replies, in the order of the requests."""
-        numbers = [(to, self._post(to, tag, self._carried(to, a), note)) for to, a, note in requests]
+        numbers = [(to, self._post(to, tag, a, note)) for to, a, note in requests]
         return [await self._await(Wanted(source=to, reply_to=number)) for to, number in numbers]
 
     async def request(self, to: Address, tag: str, array: Array | None = None) -> Array:
@@ -284,13 +284,11 @@ class Node:
         finally:
             self._channel = outer
 
-    def _carried(self, to: Address, array: Array | None) -> Array | None:
-        """What a message to that node carries."""
-        if array is None or (self.port_copies and to != self.address):
-            return array
-        return self.freeze(array)
-
-    def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
+    def _post(
+        self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
+    ) -> int:
+        if array is not None and not copied and (to == self.address or not self.port_copies):
+            array = self.freeze(array)
         if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
             tag += self._channel
         kind = note_kind(self.notes, tag, reply_to) if self.notes else None
@@ -314,14 +312,15 @@ class Node:
             ProtocolError: one of its messages got lost, or this one has no array.
         """
         wanted = Wanted(tag + self._channel, source)
-        message = self.mailbox.take(wanted)
+        mailbox = self.mailbox
+        message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
             if self.departed or self.leaving:
                 self.require_coming(wanted)
             message = yield wanted
         if self.taken:
             self._keep(message)
-        if self.mailbox.missing:
+        if mailbox.missing:
             self.require_all(source)
         array = message.array
         return message.payload if array is None else array
@@ -418,7 +417,7 @@ class Worker(Node):
         """Whether there is another gradient to compute; the condition of a worker's loop, where it can begin anew."""
         if self.at_boundary is not None:
             self.boundary()
-        return self.has_steps
+        return self.steps is None or self.step < self.steps
 
     @property
     def has_steps(self) -> bool:

@@ -153,11 +153,13 @@ class Party(Worker):
         if task is not None:
             self.give_up(task, error)
 
-    def _post(self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0) -> int:
+    def _post(
+        self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
+    ) -> int:
         if self._channel in self._calls and not reply_to:
             assert not isinstance(note, Note)
             note = {**(note or {}), "call": self._calls[self._channel][1]}
-        return super()._post(to, tag, array, note, reply_to)
+        return super()._post(to, tag, array, note, reply_to, copied)
 
     def _advance_tasks(self) -> None:
         for task in list(self.tasks):

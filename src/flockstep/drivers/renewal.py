@@ -38,11 +38,13 @@ class Reception:
     def __init__(self, node: Server, strategy: Strategy):
         self.stopped = False
         """The program is not to go on: all workers have stopped theirs."""
+        self.asked = False
+        """Whether anything has been asked of it since the programs last began."""
         self._node = node
         self._strategy = strategy
         self._stopped: dict[Address, Message] = {}
         self._slots: dict[str, FlatArray] = {}
-        self._asked: deque[Message] = deque()
+        self._reads: deque[Message] = deque()
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
@@ -50,10 +52,11 @@ class Reception:
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)
+        self.asked = True
         if message.tag == STOPPED:
             self._stopped[message.source] = message
         elif message.tag == READ:
-            (self._asked_for_the_end if message.note.get("last") else self._asked).append(message)
+            (self._asked_for_the_end if message.note.get("last") else self._reads).append(message)
         else:
             self._slots[message.tag.removesuffix(CHANNEL)] = message.payload
         return True
@@ -65,8 +68,8 @@ class Reception:
             Renewed: every node has stopped.
         """
         node = self._node
-        while idle and self._asked:
-            self._answer(self._asked.popleft())
+        while idle and self._reads:
+            self._answer(self._reads.popleft())
         workers = set(range(node.cluster.workers)) - node.departed
         if not workers or not workers <= self._stopped.keys():
             return
@@ -93,7 +96,7 @@ class Reception:
         forget(node, int(new.note["before"]))
         node.version = 0
         node.state = self._strategy.master_state(node)
-        self.stopped, self._stopped, self._slots = False, {}, {}
+        self.stopped, self._stopped, self._slots, self.asked = False, {}, {}, bool(self._reads)
         node.send_all([rank for rank in sorted(stopped) if rank >= 0], "begun" + CHANNEL)
 
     def _answer(self, message: Message) -> None:

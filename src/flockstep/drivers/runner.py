@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account
-from flockstep.drivers.renewal import Reception, Renewed
-from flockstep.drivers.settings import taken_over
+from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
+from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, PeerLost, RunError
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
@@ -275,13 +275,13 @@ class Runner:
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))
         if isinstance(node, Server):
-            if self.reception is not None and self.reception.hears(message):
+            if self.reception is not None and message.tag.endswith(CHANNEL) and self.reception.hears(message):
                 self._attend()
                 return
             require_finite_message(node, message)
             if self.progress is not None:
                 self.progress.heard(message)
-            if taken_over(node, message):
+            if message.tag == OPTIMIZER and taken_over(node, message):
                 return
         waiting = self.waiting
         if (  # nothing that lies in the mailbox is what the program waits for, so this need not either
@@ -390,7 +390,7 @@ class Runner:
         self._attend()
 
     def _attend(self) -> None:
-        if self.reception is None or self.waiting is None:
+        if self.reception is None or self.waiting is None or not self.reception.asked:
             return
         try:
             self.reception.attend(idle=self.waiting == ANYTHING)
