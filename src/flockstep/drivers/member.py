@@ -1,10 +1,10 @@
 """One process's place in a run: how it is let in, and what it and the supervisor say to each other.
 
 node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
-supervisor → node   "linked", from then on both talk over the node's own socket
+supervisor → node   "linked", from then on both talk over the node's link
 rank 0 → supervisor "initial": the parameters that everyone starts from
 supervisor → node   "welcome": those parameters, and where the peers listen
-node ⇄ node         "hello", until everyone has heard everyone
+node ⇄ node         greetings of their buses, until every two are connected
 node → supervisor   "ready"; supervisor → node "go": the clock starts
 node → supervisor   "progress", "snapshot", "done" or "failed"
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;

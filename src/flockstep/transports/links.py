@@ -22,6 +22,7 @@ CONTROL_BYTES = 1 << 20
 """The largest message that the control socket takes."""
 ZERO_COPY = 1 << 18
 """Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
+_READABLE = int(zmq.POLLIN)
 QUEUED = 10_000
 """Messages that may wait for the other end before the sender has to wait for it."""
 KNOCKING = 20_000
@@ -178,7 +179,7 @@ class Line:
         Raises:
             ProtocolError: it is not as agreed.
         """
-        while self._socket.poll(0):
+        while self._socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if frames[0].bytes != routing_id(LAUNCHER) or not 2 <= len(frames) <= 3:
                 self.rejected += 1  # a stranger: ZeroMQ let it connect, nobody in this run sent it

@@ -40,6 +40,7 @@ class _Slot:
     number: int
     start: int
     array: Array
+    address: int
     nbytes: int = 0
     sent: Counter[int] = field(default_factory=Counter)
     """Node → messages."""
@@ -59,15 +60,17 @@ class SharedHeap:
         self._memory.array(np.uint8, TOKEN)[:] = np.frombuffer(token, np.uint8)
         self.told = f"{token.hex()}@{self._memory.address}"
         self._done = _table(self._memory)
-        self._slots: list[_Slot] = []
+        self._slots: dict[int, list[_Slot]] = {}
+        """By size."""
+        self._numbered: list[_Slot] = []
         self._found: dict[int, _Slot] = {}
         self._used = FRONT
 
     def copy(self, array: Array, lost: Collection[Address] = ()) -> Array | None:
         """A read-only copy of `array` in a slot; None where none is free. What `lost` nodes hold counts as free."""
         room, gone = slot_bytes(array.nbytes), {address % NODES for address in lost}
-        slot = next((one for one in self._slots if len(one.array) == room and self._free(one, gone)), None)
-        slot = slot or self._new(room)
+        slots = self._slots.setdefault(room, [])
+        slot = next((one for one in slots if self._free(one, gone)), None) or self._new(room, slots)
         if slot is None:
             return None
         slot.nbytes = array.nbytes
@@ -79,13 +82,13 @@ class SharedHeap:
     def place(self, array: Array) -> int | None:
         """Number of the slot in which `array`, made by `copy`, lies; None: it lies elsewhere, or is a part of it."""
         slot = self._found.get(id(array.base))
-        if slot is None or array.nbytes != slot.nbytes or array.ctypes.data != slot.array.ctypes.data:
+        if slot is None or array.nbytes != slot.nbytes or _address(array) != slot.address:
             return None
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
         """A message with that slot goes to a node (count -1: it did not go after all); where the array starts."""
-        slot = self._slots[place]
+        slot = self._numbered[place]
         slot.sent[to % NODES] += count
         return slot.start
 
@@ -95,13 +98,15 @@ class SharedHeap:
         done = self._done[slot.number]
         return all(done[to] == n for to, n in slot.sent.items() if to not in gone)
 
-    def _new(self, room: int) -> _Slot | None:
+    def _new(self, room: int, slots: list[_Slot]) -> _Slot | None:
         start = self._used
-        if len(self._slots) == SLOTS or start + room > self._memory.size:
+        if len(self._numbered) == SLOTS or start + room > self._memory.size:
             return None
         self._used += room
-        slot = _Slot(len(self._slots), start, self._memory.array(np.uint8, room, start))
-        self._slots.append(slot)
+        array: Array = self._memory.array(np.uint8, room, start)
+        slot = _Slot(len(self._numbered), start, array, _address(array))
+        slots.append(slot)
+        self._numbered.append(slot)
         self._found[id(slot.array)] = slot
         return slot
 
@@ -149,6 +154,12 @@ def heap_room_for(model_bytes: int) -> int:
     return 16 * slot_bytes(model_bytes) + (1 << 20)
 
 
+def _address(array: Array) -> int:
+    """Where its first byte lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def _table(memory: SharedMemory) -> Array:
     table: Array = memory.array(np.int64, SLOTS * NODES, PAGE).reshape(SLOTS, NODES)
     return table
@@ -159,7 +170,7 @@ def _count(done: Array, entry: int) -> None:
 
 
 def _references() -> int:
-    slot = _Slot(0, 0, np.empty(0))
+    slot = _Slot(0, 0, np.empty(0), 0)
     return sys.getrefcount(slot.array)
 
 

@@ -33,8 +33,9 @@ QUEUED = 10_000
 """Messages that may wait for one peer before the sender has to wait for it."""
 UNREAD = 1 << 28
 """Bytes of messages that are read ahead of the program."""
-SOCKET_BUFFER = 1 << 20
-"""Bytes of the system's buffers: with more, what is on its way no longer fits the processor's caches."""
+LOCAL_BUFFER = 1 << 20
+"""Bytes of the system's buffers within a host: with more, what is on its way no longer fits the processor's caches.
+Between hosts the system chooses, as the delay of the link demands."""
 STAGING = 1 << 17
 """Bytes that are read at a time where no large payload is due; more than the largest header."""
 USUAL_HEADER = 256
@@ -260,10 +261,11 @@ class StreamBus(Bus):
 
     def _add(self, sock: socket.socket, wanted: Address | None = None) -> _Connection:
         sock.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_INET or sock.getpeername()[0].startswith("127."):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
         connection = self._connections[sock.fileno()] = _Connection(sock, wanted)
         self._epoll.register(sock, select.EPOLLIN)
         return connection
