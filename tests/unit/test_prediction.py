@@ -20,6 +20,7 @@ from flockstep.planning.fit import fit_records
 from flockstep.planning.scaling import faster
 from flockstep.planning.task import task_of
 from flockstep.records.config import RunConfig
+from flockstep.strategies.base import Strategy
 
 JOB = "softmax(features=200, train=256, test=64)"
 
@@ -54,6 +55,21 @@ def truth(*errors: float) -> Truth:
         for place, (one, error) in enumerate(zip(measured, errors, strict=True))
     ]
     return Truth(JOB, 4, 2, 0.9, (), tuple(pairs))
+
+
+def test_combinations_are_drawn_by_their_seed() -> None:
+    one, again, other = (prediction.drawn(60, seed) for seed in (1, 1, 2))
+    assert one == again != other
+    pairs = [(key, pair) for key, mine in one.items() for pair in mine]
+    assert len(set(pairs)) == 60
+    assert len(prediction.DRAWN) == 20
+    for text in prediction.DRAWN:
+        for workers in prediction.NUMBERS:
+            Strategy.parse(text).check(workers)
+    whole = prediction.together([truth(0.1), truth(-0.3, 0.0)])
+    assert len(whole.pairs) == 3
+    assert [one.holds for one in whole.pairs] == [True, False, True]
+    assert whole.misses[0].startswith(f"strategy 0, 4 × {JOB} at 1gbit: -30%")
 
 
 def test_misses_are_told() -> None:

@@ -7,6 +7,7 @@ fast as the cards are.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -27,7 +28,7 @@ from flockstep.launchers import namespaces
 from flockstep.launchers.train import train
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
-from flockstep.planning.prospect import Prospect, codecs_of, faster, prospect
+from flockstep.planning.prospect import Prospect, Unpredictable, codecs_of, faster, prospect
 from flockstep.planning.rates import measure_rates
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
@@ -51,6 +52,26 @@ STRATEGIES = (
     "ps(codec=topk(0.01))",
 )
 BANDWIDTHS = ("20mbit", "100mbit", "1gbit")
+DRAWN = (
+    *STRATEGIES,
+    "gossip",
+    "adpsgd(topology=tree)",
+    "sgp",
+    "powersgd",
+    "local_sgd(period=7)",
+    "easgd(period=4)",
+    "dpsgd",
+    "ps(shards=2)",
+    "slice_servers",
+    "all_reduce(codec=topk(0.01), feedback=residual)",
+)
+"""Strategies that combinations are drawn from,"""
+JOBS = (JOB, "softmax(features=4000, train=512, test=64, batch=32)", "charlm")
+"""jobs,"""
+NUMBERS = (3, 4, 5)
+"""numbers of workers,"""
+SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
+"""and bandwidths."""
 CALIBRATED = ("all_reduce", "100mbit")
 """The strategy and the bandwidth of the record that everything is predicted from."""
 WITHIN = 0.2
@@ -169,13 +190,13 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
-def rates_of(strategies: Sequence[str]) -> Rates:
+def rates_of(strategies: Sequence[str], workers: int = WORKERS) -> Rates:
     """What is in no record: how fast each worker codes and steps while all do, on the cores that they share."""
     codecs = {
         str(one) for text in strategies for one in codecs_of(Strategy.parse(text)) if not isinstance(one, Identity)
     }
     alone = measure_rates(sorted(codecs))
-    share = min(1.0, cores() / WORKERS)
+    share = min(1.0, cores() / workers)
     return Rates(*({name: share * one for name, one in vars(alone)[kind].items()} for kind in vars(alone)))
 
 
@@ -205,38 +226,67 @@ def measure(
     rounds: int = 1,
     say: Callable[[str], None] = lambda what: None,
     job: str = JOB,
+    workers: int = WORKERS,
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> Truth:
-    """Calibrate, predict, and run every strategy at every bandwidth.
+    """Calibrate, predict, and run every strategy at every bandwidth, or only `pairs` of the two.
+
+    A strategy that cannot be predicted is told to `say` and left out.
 
     Raises:
         ConfigurationError: namespaces are not to be had here, or there is no such strategy, bandwidth or job.
     """
+    pairs = pairs or [(strategy, bandwidth) for bandwidth in bandwidths for strategy in strategies]
+    strategies, bandwidths = (list(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
     for text in strategies:
-        Strategy.parse(text).check(WORKERS)
+        Strategy.parse(text).check(workers)
     for text in bandwidths:
         units.bandwidth(units.with_unit(text, "bandwidths", "100mbit"), "bandwidths")
     namespaces.require()
     task = task_of(job, None, load_job(job, 0))
     with tempfile.TemporaryDirectory() as folder:
-        runs = _Runs(Path(folder), job)
+        runs = _Runs(Path(folder), job, workers)
         say(f"calibrating: {CALIBRATED[0]} at {CALIBRATED[1]}")
         calibration = fit_records([runs.record(*CALIBRATED, 80 * SPANS // 3)])
-        known = replace(calibration.shape, rates=rates_of(strategies))
+        known = replace(calibration.shape, rates=rates_of(strategies, workers))
         nominal = units.bandwidth(CALIBRATED[1])
-        pairs = []
-        for bandwidth in bandwidths:
+        found = []
+        for strategy, bandwidth in pairs:
             cluster = faster(known, units.bandwidth(bandwidth) / nominal)
-            for strategy in strategies:
-                steps = steps_for(predict(cluster, task, strategy, WORKERS, FEW).seconds)
-                predicted = predict(cluster, task, strategy, WORKERS, steps).seconds
-                say(f"{strategy} at {bandwidth}: {predicted * 1e3:.3g} ms a step predicted")
-                took = sorted(
-                    measured_in(RunFolder(runs.record(strategy, bandwidth, steps)).read_events(), WORKERS).seconds
-                    for _ in range(rounds)
-                )
-                pairs.append(Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1]))
+            try:
+                steps = steps_for(predict(cluster, task, strategy, workers, FEW).seconds)
+                predicted = predict(cluster, task, strategy, workers, steps).seconds
+            except Unpredictable as why:
+                say(f"{strategy} at {bandwidth}: {why}")
+                continue
+            say(f"{strategy} at {bandwidth}: {predicted * 1e3:.3g} ms a step predicted")
+            took = sorted(
+                measured_in(RunFolder(runs.record(strategy, bandwidth, steps)).read_events(), workers).seconds
+                for _ in range(rounds)
+            )
+            found.append(Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1]))
     efficiency = calibration.shape.wires[0].bandwidth / nominal
-    return Truth(job, WORKERS, cores(), efficiency, calibration.notes, tuple(pairs))
+    return Truth(job, workers, cores(), efficiency, calibration.notes, tuple(found))
+
+
+def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
+    """Job and number of workers → strategies and bandwidths: so many different combinations, drawn by a seed."""
+    every = list(itertools.product(JOBS, NUMBERS, DRAWN, SPEEDS))
+    chosen = sorted(np.random.default_rng(seed).choice(len(every), min(count, len(every)), replace=False).tolist())
+    found: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    for job, workers, strategy, bandwidth in map(every.__getitem__, chosen):
+        found.setdefault((job, workers), []).append((strategy, bandwidth))
+    return found
+
+
+def together(parts: Sequence[Truth]) -> Truth:
+    """What several measurements say as one, each pair with its job and workers."""
+    pairs = [
+        replace(pair, strategy=f"{pair.strategy}, {one.workers} × {one.job}") for one in parts for pair in one.pairs
+    ]
+    notes = tuple(dict.fromkeys(note for one in parts for note in one.notes))
+    efficiency = statistics.fmean(one.efficiency for one in parts)
+    return Truth("drawn combinations", max(one.workers for one in parts), cores(), efficiency, notes, tuple(pairs))
 
 
 @dataclass
@@ -245,6 +295,7 @@ class _Runs:
 
     folder: Path
     job: str
+    workers: int
     count: int = 0
 
     def record(self, strategy: str, bandwidth: str, steps: int) -> Path:
@@ -254,7 +305,7 @@ class _Runs:
             kind="train",
             job=self.job,
             strategy=strategy,
-            workers=WORKERS,
+            workers=self.workers,
             transport=f"namespaces('{bandwidth}')",
             steps=steps,
             threads=1,

@@ -141,6 +141,10 @@ def prediction(
         list[str] | None, typer.Option("--strategy", "-s", help="Only this one; repeat for each.")
     ] = None,
     bandwidths: Annotated[str, typer.Option("--bandwidths", help="Of the links.")] = "20mbit,100mbit,1gbit",
+    job: Annotated[str | None, typer.Option(help="What is trained (default: a softmax of 200,010 parameters).")] = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Processes, each on a host of its own.")] = 4,
+    draw: Annotated[int, typer.Option(help="Draw so many combinations of strategy, job, workers, bandwidth.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     rounds: Rounds = 1,
     out: Out = None,
     as_json: Json = False,
@@ -151,7 +155,14 @@ def prediction(
 
     names = [text.strip() for text in bandwidths.split(",")]
     with _progress() as say:
-        found = bench.measure(strategy or bench.STRATEGIES, names, _at_least_one("rounds", rounds, 1), say)
+        rounds = _at_least_one("rounds", rounds, 1)
+        if draw:
+            groups = bench.drawn(draw, seed).items()
+            found = bench.together(
+                [bench.measure(pairs=p, rounds=rounds, say=say, job=j, workers=n) for (j, n), p in groups]
+            )
+        else:
+            found = bench.measure(strategy or bench.STRATEGIES, names, rounds, say, job or bench.JOB, workers)
     headings = ("strategy", "bandwidth", "predicted", "measured", "error")
     rows = [
         [one.strategy, one.bandwidth, words.seconds(one.predicted), words.seconds(one.measured), f"{one.error:+.1%}"]
