@@ -150,6 +150,13 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
     return sorted(module for module in imports if module in reached(module))
 
 
+def test_no_module_imports_itself_by_way_of_others():
+    known = {module_of(path) for path in FILES}
+    assert (
+        circles({module_of(path): imported_modules(path.read_text(), module_of(path), known) for path in FILES}) == []
+    )
+
+
 def test_a_circle_is_found():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     within = "def f():\n    from flockstep.b import g\nif TYPE_CHECKING:\n    from flockstep import c"
