@@ -1,9 +1,6 @@
-"""What share of the time workers compute: periodic averaging, and exchange that overlaps with backward."""
+"""What share of the time workers compute that meet periodically."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 from flockstep.errors import ConfigurationError
 
@@ -29,25 +26,3 @@ def period_for(utilisation: float, compute: float, communication: float) -> floa
             f"{utilisation}, {compute} and {communication}; use 0.833 for five parts of computing to one"
         )
     return utilisation / (1 - utilisation) * communication / compute
-
-
-def whole_period_for(utilisation: float, compute: float, communication: float) -> int:
-    """The least whole τ with at least that utilisation."""
-    return max(1, math.ceil(period_for(utilisation, compute, communication) * (1 - 1e-12)))
-
-
-def overlapped(compute: float, communication: float) -> float:
-    """Seconds of a step whose communication goes on all the while: the longer of the two."""
-    return max(compute, communication)
-
-
-def bucketed(ready: Sequence[float], seconds: Sequence[float]) -> float:
-    """When the last bucket is done, where each is ready at a time, and they are exchanged one after the other.
-
-    That is where the card is always busy with the one under way; latencies of buckets that overlap are hidden, so it is
-    the most that it takes (Li et al. 2020, section 3.2.3, for the idea).
-    """
-    end = 0.0
-    for begins, takes in zip(ready, seconds, strict=True):
-        end = max(end, begins) + takes
-    return end
