@@ -103,10 +103,10 @@ def test_clusters_that_come_and_go_need_no_telling() -> None:
 
 
 def test_memory_rules_out() -> None:
-    advice = advise(outlook("100gbit", more='memory = "13MB"'))
+    advice = advise(outlook("100gbit", more='memory = "11MB"'))
     out = dict(advice.excluded)
     assert "all_reduce(codec=topk, feedback=residual)" in out or "easgd" in out
-    assert advice.choice.memory <= 13e6
+    assert advice.choice.memory <= 11e6
 
 
 def test_where_nothing_fits_it_is_said_and_why() -> None:

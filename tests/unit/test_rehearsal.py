@@ -170,11 +170,18 @@ def test_sizes_shrink_with_the_stand_in(text: str) -> None:
 
 def test_what_no_stand_in_can_say_is_refused() -> None:
     site = dataclasses.replace(cluster(), task=LARGE)
-    with pytest.raises(ConfigurationError, match="stand-in of 4,096"):
+    with pytest.raises(ConfigurationError, match="depends on the shapes of matrices"):
         rehearse(Strategy.parse("powersgd"), 4, LARGE.nbytes, site.compute(4), site.cluster.network(4),
                  tensors=LARGE.tensors)  # fmt: skip
     with pytest.raises(ConfigurationError, match="only sizes are known"):
         prospect(Strategy.parse("sufficient_factors"), site, 4)
+
+
+def test_a_matrix_with_a_short_side_is_no_vector() -> None:
+    """Factors of 20,000 × 10 have rank (20,000 + 10) elements; a stand-in of 1,431 × 1 would send itself."""
+    tall = Task("tall", 200_010, ((20_000, 10), (10,)))
+    found = prospect(Strategy.parse("powersgd(rank=2)"), dataclasses.replace(cluster(), task=tall), 4)
+    assert found.sent == pytest.approx(1.5 * 4 * (2 * 20_010 + 10), rel=0.02)
 
 
 def test_matrices_shrink_to_matrices() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.codecs.base import Shape
+from flockstep.codecs.base import Codec, Shape
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError
@@ -34,7 +34,7 @@ ELEMENTS = 4096
 """Parameters of the stand-in for a large model."""
 SMALL = 60_000
 """Parameters of all workers up to which a model always stands for itself."""
-LARGE = 3e7
+LARGE = 5e7
 """Parameters of a worker, times steps and pairs of workers, up to which it may have to;"""
 QUICK = 1e6
 """the same where a rehearsal is to be quick."""
@@ -252,23 +252,26 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     """With the model itself if that is quick, else with a stand-in, unless only the model itself will do."""
     whole, workers = stage.elements, stage.workers
     first = 2 if steps is None else steps
+    short = max(FEW + 2, longest_cycle(stage.strategy, MOST)) if steps is None else steps
     if whole <= ELEMENTS or (
         not stage.quick and workers * whole <= SMALL and _begun(stage, ELEMENTS, first) <= stage.longest(whole)
     ):
         return _of_size(stage, whole, steps)
     try:
+        if _by_shape(stage):
+            raise Shrunk("what it sends depends on the shapes of matrices")
         if steps is None and (
             why := _unlike(stage.strategy, _few(stage.strategy, workers), stage.shapes, stage.lessons)
         ):
             raise Shrunk(why)
         return _of_size(stage, ELEMENTS, steps)
     except Shrunk as reason:
-        if workers**2 * whole * _begun(stage, whole, first) > (QUICK if stage.quick else LARGE):
+        if workers**2 * whole * short > (QUICK if stage.quick else LARGE):
             raise Unrehearsed(
                 f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan it "
                 "for a smaller model or fewer workers"
             ) from None
-    return _of_size(stage, whole, max(FEW + 2, longest_cycle(stage.strategy, MOST)) if steps is None else steps)
+    return _of_size(stage, whole, short)
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:
@@ -455,6 +458,13 @@ def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons
                 "that neither can stand for the model"
             )
     return None
+
+
+def _by_shape(stage: _Stage) -> bool:
+    """Whether its bytes depend on shapes that a stand-in of a matrix with a short side would lose."""
+    codecs = [one for one in vars(stage.strategy).values() if isinstance(one, Codec)]
+    fitted = stage.strategy.traits.matrices or any(one.on(stage.shapes) is not one for one in codecs)
+    return fitted and any(len(shape) > 1 for shape in stage.shapes)
 
 
 def _few(strategy: Strategy, workers: int) -> int:
