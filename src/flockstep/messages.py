@@ -202,14 +202,14 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
 
 def frozen(array: Array) -> Array:
     """A read-only copy of `array` as it is now: what a message carries. One that nobody can change is not copied."""
-    if not array.flags.writeable and array.flags.c_contiguous and _unchangeable(array):
+    if not array.flags.writeable and array.flags.c_contiguous and unchangeable(array):
         return array
     copy = np.array(array, order="C", copy=True)
     copy.flags.writeable = False
     return copy
 
 
-def _unchangeable(array: Array | None) -> bool:
+def unchangeable(array: Array | None) -> bool:
     """Whether neither the array nor any other that it is a view of can be written."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:

@@ -24,7 +24,7 @@ class Sockets:
     """What a mover needs of its membership."""
 
     def __init__(self, rank: int, most: int):
-        self.ticket = SimpleNamespace(seed=0)
+        self.ticket = SimpleNamespace(seed=0, heartbeat=5.0)
         me = Identity("run", rank, "schema", most)
         self.line = Line(me, Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")

@@ -21,7 +21,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:
     """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
     coming = deque(arriving)
     ticket = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
-    bus = SimpleNamespace(lend=frozen, traffic=Traffic())
+    bus = SimpleNamespace(lend=frozen, traffic=Traffic(), broken=set)
     member: Any = SimpleNamespace(
         ticket=ticket,
         memory=None,

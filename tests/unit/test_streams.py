@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import flockstep.transports.streams as streams
+from flockstep.drivers.real import Seat
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Message
+from flockstep.nodes import Cluster, Worker
+from flockstep.strategies.base import Strategy
 from flockstep.transports import shared_memory
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog
@@ -376,3 +383,93 @@ def test_memory_that_is_not_the_peers_is_noticed(make: Make) -> None:
     assert Borrowed(told, 1) is not None
     with pytest.raises(CompositionError, match="is not what it should be"):
         Borrowed("00" * 16 + told[32:], 1)
+
+
+def test_a_header_that_is_nested_too_deep_is_refused(make: Make) -> None:
+    first, second = introduced(make)
+    header = b"\x9f" + b"\x00\xa0\x00\x00\x00\xa0\xa0\x00\x00\x00\xa0\x00\x00\x00"
+    stranger = knocking(first, framed(header + b"\x91" * (1023 - len(header)) + b"\x00"))
+    while not first.rejected:
+        first.poll(0.01)
+    stranger.close()
+    still_works(first, second)
+
+
+def test_what_may_still_change_is_sent_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view that cannot be written, of memory that can: it waits for a receiver that takes nothing meanwhile."""
+    monkeypatch.setattr(streams, "UNREAD", -1)
+    first, second = introduced(make)
+    array = np.zeros(1 << 17, np.float64)
+    shown = array[:]
+    shown.flags.writeable = False
+    for number in range(1, 13):
+        array[:] = number
+        second.send(0, Message(1, "push", shown, number=number))
+    array[:] = 99
+    for number in range(1, 13):
+        got = arrived(first, second).payload
+        assert (got == number).all()
+        del got
+
+
+def test_what_was_sent_before_the_end_is_read_though_nothing_can_be_written(make: Make) -> None:
+    first, second = introduced(make)
+    for number in range(1, 6):
+        second.send(0, Message(1, "push", number=number))
+    second.close(1)
+    with contextlib.suppress(PeerLost):
+        for number in range(1, 50):
+            first.send(1, Message(0, "pull", np.zeros(1 << 17), number=number))
+    assert [arrived(first).number for _ in range(5)] == [1, 2, 3, 4, 5]
+    while first.broken() != {1}:
+        first.poll(0.01)
+
+
+@LINUX
+def test_a_forked_child_frees_nothing_of_its_parent_s(make: Make) -> None:
+    first, second = introduced(make, "shared_memory")
+    second.send(0, Message(1, "push", second.lend(np.full(100_000, 7, np.float32)), number=1))
+    message = arrived(first, second)
+    held = message.payload
+    if (child := os.fork()) == 0:
+        del held, message
+        os._exit(0)
+    os.waitpid(child, 0)
+    for number in range(2, 8):
+        second.send(0, Message(1, "push", second.lend(np.full(100_000, number, np.float32)), number=number))
+    assert (held == 7).all()
+
+
+def test_messages_keep_their_order_where_a_receiver_is_slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a background task sends while an earlier message waits for room goes after that one."""
+    monkeypatch.setattr(streams, "QUEUED", 5)
+    monkeypatch.setattr(streams, "UNREAD", -1)
+    first, second = introduced(make)
+    stepper: Any = None
+    node = Worker(1, Cluster(2), np.zeros(4, np.float32), np.random.default_rng(0), stepper, None)
+    ticket = SimpleNamespace(address=1, record="", run="run", heartbeat=60.0, workers=2)
+    fake: Any = SimpleNamespace(bus=second, receive=second.poll, ticket=ticket, memory=None, tell=lambda *_: None)
+    Seat(fake, node, Strategy.parse("gossip"), lambda _: None)
+    got: list[tuple[int, str]] = []
+
+    def receiver() -> None:
+        first.send(1, Message(0, "ping/echo", number=1))
+        while len(got) < 31:
+            if (message := first.poll(0.01)) is not None:
+                got.append((message.number, message.tag))
+
+    async def echo() -> None:
+        await node.receive("ping", 0)
+        node.send(0, "pong")
+
+    node.background("echo", echo())
+    thread = Thread(target=receiver, daemon=True)
+    big = np.zeros(1 << 17, np.float64)
+    for number in range(30):
+        node.send(0, "push", big)
+        if number == 8:
+            thread.start()
+    while thread.is_alive():
+        second.poll(0.01)
+    assert [number for number, _ in got] == list(range(1, 32))
+    assert "pong/echo" in {tag for _, tag in got}

@@ -232,7 +232,7 @@ def launch(
     heartbeat: o.Heartbeat = 5.0,
     step_timeout: o.StepTimeout = None,
     threads: o.ScriptThreads = None,
-    seed: o.Seed = 0,
+    seed: o.ScriptSeed = 0,
     imports: o.Imports = None,
     output: o.Ranks = "all",
     prefix: o.Prefix = False,

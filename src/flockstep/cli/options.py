@@ -23,6 +23,10 @@ StrategyText = Annotated[
 ]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
 Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
+ScriptSeed = Annotated[
+    int,
+    typer.Option("--seed", help="Seed of what strategies and codecs draw; a script seeds its own model and data."),
+]
 Epochs = Annotated[
     float | None, typer.Option(help="Passes of all workers together over the training data (default: the job's).")
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -78,6 +79,7 @@ class Loop:
         self.epochs = 0
         self.handed: dict[int, FlatArray] = {}
         self.gradients = gradients
+        self._process = os.getpid()
         self._params = params
         self._buffers = buffers
         self._member: Member | None = None
@@ -391,6 +393,8 @@ class Loop:
 
     def _at_exit(self) -> None:
         """A script that does not call `finish` still leaves properly, unless it is failing."""
+        if os.getpid() != self._process:  # a forked child leaves nothing
+            return
         if self._failure is None and getattr(sys, "last_value", None) is None:
             with contextlib.suppress(FlockstepError):  # the supervisor has been told
                 self.finish()

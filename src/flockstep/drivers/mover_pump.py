@@ -29,6 +29,8 @@ ARRIVED = "arrived"
 """Tag of what it tells."""
 AT_ONCE = 64
 """Messages that are taken in before it is looked at what threads have asked for."""
+LOOK = 1.0
+"""Seconds after which it is looked whether connections stand."""
 RETRY = 0.005
 """Seconds after which a peer that took nothing is tried again."""
 
@@ -88,6 +90,7 @@ class Pump:
         self._asked: deque[Callable[[], None]] = deque()
         self._open: dict[Future[Any], Task] = {}
         self._waiting: dict[Address, deque[Message]] = {}
+        self._broken: dict[Address, float] = {}
         self._told: dict[Address, int] = {}
         self._bell, self._ear = socket.socketpair()
         self._ear.setblocking(False)
@@ -222,7 +225,7 @@ class Pump:
         if self._member is None:
             select.select([self._ear], [], [])
         else:
-            message = self._member.receive(RETRY if self._waiting else None, self._ear.fileno())
+            message = self._member.receive(RETRY if self._waiting else LOOK, self._ear.fileno())
             if message is not None:
                 self._take(message)
 
@@ -239,6 +242,15 @@ class Pump:
                 action()
 
     def _retry(self) -> None:
+        """Send what waited; take a rank for lost whose connection broke though the supervisor knows of no death."""
+        if self._member is not None:
+            for peer in self._member.bus.broken() - self.party.departed:
+                noticed = self._broken.setdefault(peer, time.monotonic())
+                if time.monotonic() - noticed > 2 * self._member.ticket.heartbeat:
+                    self.party.reasons[peer] = f"the connection to worker {peer} broke"
+                    self._waiting.pop(peer, None)
+                    self.party.lose(peer)
+                    self.flow.look()
         for to in list(self._waiting):
             queue = self._waiting.pop(to)
             while queue and to not in self._waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
@@ -44,6 +45,8 @@ class Seat:
         self._moved = 0.0
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
+        self._held: dict[Address, deque[Message]] = {}
+        self._broken: dict[Address, float] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
         self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
@@ -67,18 +70,35 @@ class Seat:
 
     def send(self, to: Address, message: Message) -> None:
         """Send to a peer; what goes to a lost one goes nowhere."""
-        while to not in self.node.lost:
-            try:
-                self._member.bus.send(to, message)
-                return
-            except Backlog:  # it is slow: whether it is lost is for the supervisor to say
-                self._keep(message)
-                arrived = self._member.receive(PAUSE)
-                if arrived is not None:
-                    self._take(arrived)
-            except PeerLost as error:
-                self._keep(message)
-                self._verdict(to, error)
+        held = self._held.get(to)
+        if held is not None:  # one that was sent before waits for room: what arrives meanwhile may send more
+            self._keep(message)
+            held.append(message)
+            return
+        held = self._held[to] = deque([message])
+        try:
+            while held:
+                if self._sent(to, held[0]):
+                    held.popleft()
+        finally:
+            del self._held[to]
+
+    def _sent(self, to: Address, message: Message) -> bool:
+        """Whether a message went where it can go; if not, what has arrived meanwhile has been taken in."""
+        if to in self.node.lost:
+            return True
+        try:
+            self._member.bus.send(to, message)
+            return True
+        except Backlog:  # it is slow: whether it is lost is for the supervisor to say
+            self._keep(message)
+            arrived = self._member.receive(PAUSE)
+            if arrived is not None:
+                self._take(arrived)
+        except PeerLost as error:
+            self._keep(message)
+            self._verdict(to, error)
+        return False
 
     def _keep(self, message: Message) -> None:
         """The message has to wait: what it carries may change meanwhile."""
@@ -264,7 +284,14 @@ class Seat:
             self.runner.wake()
 
     def _look_for_leavers(self) -> None:
-        """Where all workers go in step, none can go on once one has left after fewer steps; servers leave last."""
+        """Raise `PeerLost` where somebody whom this node cannot do without has left, or cannot be reached any more.
+
+        Where all workers go in step, none can go on once one has left after fewer steps; servers leave last. Who has
+        died is known to the supervisor in time; if it knows of nobody, only the connection has broken.
+        """
+        for peer in self._member.bus.broken() - self.node.lost:
+            if self.now() - self._broken.setdefault(peer, self.now()) > 2 * self._member.ticket.heartbeat:
+                raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")

@@ -188,6 +188,8 @@ class Runner:
         Of one that is not `whole`, only the part that is waited for is there.
         """
         need = self.waiting
+        if gradient is not None and not isinstance(need, NeedGradient):
+            raise RunError("a step was interrupted in its middle, and cannot be gone on with; start the run again")
         if gradient is not None and (type(need) is not NeedGradient or need.unless is None or not self._needless()):
             self.give(gradient, loss, 0 if whole else self.awaited)
         self._road.bring(self)

@@ -1,14 +1,15 @@
 """What a program remembers, as bytes: arrays, numbers, text and data classes of them; never code.
 
-What is read back can only be data: of a data class that a module which is loaded already defines, made without running
-anything of it.
+What is read back can only be arrays, numbers, text, and data classes that modules define which are loaded already. What
+would not come back as it was is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ConfigurationError, ProtocolError
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "list": list}
+_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
 _MAPPINGS = {"dict": dict, "Counter": Counter}
 _LARGEST = 1 << 63
 
@@ -40,7 +41,7 @@ def from_bytes(data: bytes) -> Any:
     """
     try:
         return _Reader().value(msgspec.msgpack.decode(data))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"what was saved cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -63,7 +64,7 @@ class _Writer:
 
     def _tagged(self, value: Any, number: int, where: str) -> list[Any]:
         kind = type(value)
-        if isinstance(value, np.ndarray):
+        if kind is np.ndarray and value.dtype.isnative:
             data = np.ascontiguousarray(value).tobytes()
             return ["array", number, value.dtype.name, list(value.shape), value.flags.writeable, data]
         if isinstance(value, np.generic):
@@ -72,12 +73,14 @@ class _Writer:
             return ["random", number, self.plain(value.bit_generator.state, where)]
         if kind is slice:
             return ["slice", number, value.start, value.stop, value.step]
+        if kind is deque:
+            return ["deque", number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)], value.maxlen]
         if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
             return [kind.__name__, number, [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]]
-        if kind in (dict, Counter, defaultdict):
+        if kind in (dict, Counter):
             pairs = [[self.plain(key, where), self.plain(one, f"{where}[{key!r}]")] for key, one in value.items()]
             return ["Counter" if kind is Counter else "dict", number, pairs]
-        if names := _fields(kind):
+        if (names := _fields(kind)) and not _more(value, names):
             parts = [
                 [name, self.plain(getattr(value, name), f"{where}.{name}")] for name in names if hasattr(value, name)
             ]
@@ -118,6 +121,8 @@ class _Reader:
             return generator
         if kind == "slice":
             return slice(*rest)
+        if kind == "deque":
+            return deque(map(self.value, rest[0]), rest[1])
         if kind in _SEQUENCES:
             if kind == "list":  # it may hold itself
                 made: list[Any] = []
@@ -153,3 +158,9 @@ def _fields(kind: type) -> tuple[str, ...]:
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_fields__
     return ()
+
+
+def _more(value: Any, names: tuple[str, ...]) -> set[str]:
+    """Attributes that are no fields, nor kept results of properties."""
+    more = set(getattr(value, "__dict__", ())) - set(names)
+    return {name for name in more if not isinstance(getattr(type(value), name, None), cached_property)}

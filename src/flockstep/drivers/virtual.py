@@ -199,7 +199,7 @@ class Simulation:
             RunError: it does not come to where it was.
         """
         old, waited = runner.node, runner.waiting
-        params = old.params.copy()
+        before = to_bytes(self._facts(old))
         old.params[:] = np.nan
         runner.close()
         saved = from_bytes(history.point)
@@ -208,9 +208,9 @@ class Simulation:
         self._restore(node, saved)
         runner.remember(history, partial(self._state, runner))
         runner.replay(history.inputs, partial(self._begin, runner), partial(_settle, node, saved))
-        differs = node.params.tobytes() != params.tobytes() or node.step != old.step
+        differs = to_bytes(self._facts(node)) != before
         if differs or str(runner.waiting) != str(waited):
-            other = ", with other parameters" if differs else ""
+            other = ", and what it has differs" if differs else ""
             raise RunError(
                 f"{node_name(node.address)} began anew and waits for {runner.waiting} at step {node.step}, where it "
                 f"had waited for {waited} at step {old.step}{other}: what a program remembers between steps belongs "

@@ -118,8 +118,9 @@ class Evaluator(Evaluation):
         self._feed.setblocking(True)
         said = b""
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it may have answered and gone: even sending nothing fails then
                 self._feed.sendall(self._unsent)
+            with contextlib.suppress(OSError):
                 while chunk := self._feed.recv(1 << 16):
                     said += chunk
         except BaseException:  # asked a second time to end: now

@@ -201,7 +201,7 @@ class Supervisor:
     def _knock(self, data: bytes) -> None:
         try:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
-        except ValueError:
+        except (ValueError, RecursionError):
             return  # A stranger on the control socket; it is not let in.
         if words.run != self._run or words.address not in self.children:
             return

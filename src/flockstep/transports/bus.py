@@ -70,6 +70,10 @@ class Bus(ABC):
         """Whether the connection to the peer stands."""
 
     @abstractmethod
+    def broken(self) -> set[Address]:
+        """The peers that were connected and are not any more, for whatever reason."""
+
+    @abstractmethod
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a peer without waiting for it; an array that is not lent may change afterwards.
 

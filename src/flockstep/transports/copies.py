@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from flockstep.messages import Address, Array, frozen
+from flockstep.messages import Address, Array, frozen, unchangeable
 from flockstep.transports.shared_heap import SMALLEST, SharedHeap, slot_bytes
 
 REUSED = 1 << 16
@@ -43,6 +43,15 @@ class Copies:
         np.copyto(copy, array)
         copy.flags.writeable = False
         return copy
+
+    def lasting(self, array: Array) -> bool:
+        """Whether nobody can change the array: it lies in one of these buffers, or in no memory that can be written."""
+        if array.flags.writeable:
+            return False
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        return any(root is one for some in self._buffers.values() for one in some) or unchangeable(array)
 
     def room(self, nbytes: int) -> Array:
         """An array of that many bytes (uint8) which nobody else holds."""

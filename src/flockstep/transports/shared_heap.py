@@ -7,6 +7,7 @@ slot the node is done with. A slot is free again once these are as many as were 
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import weakref
@@ -139,7 +140,7 @@ class Borrowed:
             raise ProtocolError(f"slot {place} at byte {start} with {nbytes} bytes is none of a heap")
         array: Array = self._memory.array(dtype, size, start)
         array.flags.writeable = False
-        weakref.finalize(array, _count, self._done[place], self._me).atexit = False
+        weakref.finalize(array, _count, self._done[place], self._me, os.getpid()).atexit = False
         return array
 
 
@@ -165,8 +166,9 @@ def _table(memory: SharedMemory) -> Array:
     return table
 
 
-def _count(done: Array, entry: int) -> None:
-    done[entry] += 1
+def _count(done: Array, entry: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has arrays of its parent's, and has read none
+        done[entry] += 1
 
 
 def _references() -> int:

@@ -67,6 +67,8 @@ class _Connection:
         """Who this node has connected to; None: the other end connected."""
         self.greeting: Message | None = None
         self.open = True
+        self.deaf = False
+        """Nothing more can be written."""
         self.armed = False
         """Whether the end of a jam is waited for."""
         self.out: deque[memoryview] = deque()
@@ -79,6 +81,10 @@ class _Connection:
         self.body: memoryview | None = None
         """The payload that is arriving, of which `filled` bytes are here."""
         self.filled = 0
+
+    def usable(self) -> bool:
+        """Whether more can be written."""
+        return self.open and not self.deaf
 
 
 class _Busy:
@@ -151,7 +157,11 @@ class StreamBus(Bus):
 
     def reachable(self, peer: Address) -> bool:
         """Whether the connection to the peer stands."""
-        return peer in self._peers and self._peers[peer].open
+        return peer in self._peers and self._peers[peer].usable()
+
+    def broken(self) -> set[Address]:
+        """The peers whose connection has ended, for whatever reason."""
+        return {peer for peer in self._peers if not self.reachable(peer)}
 
     def lend(self, array: Array) -> Array:
         """A read-only copy in shared memory where there is room, or else in memory that is used again."""
@@ -160,7 +170,7 @@ class StreamBus(Bus):
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a peer; an array that is not lent may change afterwards."""
         connection = self._peers.get(to)
-        if connection is None or not connection.open:
+        if connection is None or not connection.usable():
             raise self._unreachable(to)
         if len(connection.out) >= 2 * QUEUED:
             raise Backlog(f"{node_name(to)} takes no messages: {QUEUED} wait for it")
@@ -172,7 +182,7 @@ class StreamBus(Bus):
         header = encode(message, self._me, -1 if place is None else place, start)
         with self._busy:
             self._write(connection, header, array)
-        if not connection.open:
+        if not connection.usable():
             raise self._unreachable(to)
         self.traffic.sent(message, len(header))
 
@@ -263,6 +273,9 @@ class StreamBus(Bus):
         sock.setblocking(False)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, seconds in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
         if sock.family != socket.AF_INET or sock.getpeername()[0].startswith("127."):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
@@ -302,6 +315,7 @@ class StreamBus(Bus):
             del self._connections[connection.socket.fileno()]
             self._epoll.unregister(connection.socket)
             connection.socket.close()
+            self._woken = True
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
         """Write a message; what the socket does not take soon is copied, unless nobody can change it, and waits."""
@@ -318,7 +332,7 @@ class StreamBus(Bus):
             until = time.monotonic() + BRIEF + payload.nbytes / FAST
             while connection.out and self._move(BRIEF) and time.monotonic() < until:
                 pass
-        if connection.out and array.flags.writeable and payload.nbytes:
+        if connection.out and payload.nbytes and not self._copies.lasting(array):
             left = connection.out.pop()
             kept = self._copies.room(left.nbytes)
             kept[:] = left
@@ -336,9 +350,9 @@ class StreamBus(Bus):
                     out[0] = out[0][sent:]
         except BlockingIOError:
             pass
-        except OSError:  # the peer has gone
-            self._drop(connection)
-            return
+        except OSError:  # the peer has gone: what it sent before is still read
+            out.clear()
+            connection.deaf = True
         if connection.armed != bool(out):
             connection.armed = bool(out)
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if out else 0))

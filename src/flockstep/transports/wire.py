@@ -164,7 +164,7 @@ def decode_greeting(header: bytes, me: Identity) -> Message:
 def _read(header: bytes, who: str) -> Header:
     try:
         return _decoder.decode(header)
-    except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors, and so is text that is not UTF-8
         raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
 
 
@@ -202,7 +202,7 @@ def _note(head: Header, me: Identity, who: str) -> Any:
         return {}
     try:
         return _reader(kind).decode(head.note)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         named = kind.__name__ if kind else "mapping of names to numbers and texts"
         raise ProtocolError(f"{who} sent {head.tag!r} with a note that is no {named}: {error}") from None
 
