@@ -71,7 +71,7 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
     done: list[str] = []
 
     class Joining:
-        def __init__(self, *given: object):
+        def __init__(self, *given: object, notes: object = None):
             pass
 
         def join(self, *given: object) -> None:

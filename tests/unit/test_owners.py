@@ -152,5 +152,3 @@ def test_a_lost_rank_without_a_step_or_a_file_had_nothing_to_lose(tmp_path: Path
         supervisor.outcome.nodes.add(rank)
         supervisor._lose(rank, "killed")
     assert supervisor.outcome.nodes == {1, 2}
-    supervisor._control.close()
-    supervisor._context.term()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -110,3 +110,22 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
 def test_what_is_none_of_ours_is_refused(value: Any) -> None:
     with pytest.raises(ProtocolError):
         from_bytes(msgspec.msgpack.encode(value))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: int
+
+
+def test_named_tuples_and_bounded_queues_keep_their_kind() -> None:
+    pair, queue = from_bytes(to_bytes((Pair(np.ones(2), 3), deque([1, 2], maxlen=2))))
+    assert type(pair) is Pair
+    assert (pair.first.tolist(), pair.second, queue.maxlen) == ([1, 1], 3, 2)
+
+
+def test_what_would_not_come_back_as_it_was_is_refused() -> None:
+    more = Inner(1)
+    more.extra = 2  # type: ignore[attr-defined]
+    for thing in (defaultdict(int), np.ma.masked_array([1, 2]), np.ones(2, ">f4"), more):
+        with pytest.raises(ConfigurationError, match="cannot be saved"):
+            to_bytes(thing)

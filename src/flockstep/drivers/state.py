@@ -142,6 +142,8 @@ class _Reader:
             raise ProtocolError(f"{module}.{name} is no data class")
         if issubclass(kind, msgspec.Struct):
             return kind(**{field: self.value(one) for field, one in parts})
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, [self.value(one) for _, one in parts])
         made: Any = object.__new__(kind)
         self._read[number] = made
         for field, one in parts:
@@ -152,7 +154,9 @@ class _Reader:
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    """Names of the fields of a data class or a struct; none of anything else."""
+    """Names of the fields of a data class, a struct or a named tuple; none of anything else."""
+    if issubclass(kind, tuple):
+        return tuple(getattr(kind, "_fields", ()))
     if dataclasses.is_dataclass(kind):
         return tuple(field.name for field in dataclasses.fields(kind))
     if issubclass(kind, msgspec.Struct):
