@@ -189,15 +189,7 @@ class Node:
         Raises:
             PeerLost: the node has left or was lost, and no such message can come any more.
         """
-        wanted = Wanted(None if tag is None else tag + self._channel, source)
-        message: Message | None = self.mailbox.take(wanted)
-        if message is None:
-            if self.departed or self.leaving:
-                self.require_coming(wanted)
-            message = yield wanted
-        if self.taken:
-            self._keep(message)
-        return message
+        return (yield from self._await(Wanted(None if tag is None else tag + self._channel, source)))
 
     async def ask(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> Message:
         """Send a request and wait for its reply."""
@@ -314,7 +306,7 @@ class Node:
             PeerLost: the node has left or was lost.
             ProtocolError: one of its messages got lost, or this one has no array.
         """
-        wanted = Wanted(tag + self._channel, source)
+        wanted = Wanted(tag + self._channel, source)  # not by `_await`: all collectives come by here
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:

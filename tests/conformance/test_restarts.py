@@ -13,7 +13,7 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.testing.strategies import accepts, check_restart
+from flockstep.testing.strategies import accepts, check_restart, run_strategy
 
 OTHERS = [
     *(f"ps({name}, shards=3, codec=half, feedback=residual)" for name in ("asynchronous", "ssp(2)", "value_bound")),
@@ -47,6 +47,35 @@ def test_restart(name: str) -> None:
 @pytest.mark.parametrize("text", OTHERS)
 def test_restart_with_other_settings(text: str) -> None:
     check_restart(Strategy.parse(text), 4)
+
+
+@dataclass(frozen=True)
+class Waits(Strategy):
+    """Worker 0 computes; the others give up when it says so, and wait for more of it in the same step."""
+
+    traits = Traits(completeness=4, survives=False, results=("rank0",))
+
+    async def worker(self, me: Worker) -> None:
+        while me.training:
+            if me.rank == 0:
+                gradient = await me.gradient()
+                me.send_all(me.peers, "enough")
+                me.send_all(me.peers, "more", gradient)
+            else:
+                await me.gradient_unless("enough")
+                gradient = await me.receive_array("more", 0)
+                for _ in me.arrived("enough"):
+                    pass
+            me.optimizer_step(gradient)
+
+
+def test_restart_between_a_gradient_that_was_given_up_and_the_next_step() -> None:
+    """What was noted of it before is not noted again."""
+    setting = {"compute": "speeds(constant(1), (1, 3, 3, 3))", "network": "link(bandwidth=100, latency=0.3)"}
+    whole = run_strategy(Waits(), 4, 6, **setting)
+    for share in np.linspace(0.05, 0.95, 12):
+        again = run_strategy(Waits(), 4, 6, restarts=[float(share) * whole.seconds], **setting)
+        assert again.events == whole.events
 
 
 @dataclass(frozen=True)

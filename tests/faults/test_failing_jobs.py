@@ -61,8 +61,9 @@ def failing(misfortune: str, folder: Path, *options: str, strategy: str = "all_r
     return RealRun(["train", str(folder / "faulty.py"), "-s", strategy, *ENDLESS, *options], folder / "run")
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "asgd"])
-def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, tmp_path: Path) -> None:
+# The worker that fails has made 39 gradients; under asgd the two others may have made none by then.
+@pytest.mark.parametrize(("strategy", "least"), [("all_reduce", 38), ("asgd", 38 / 3)])
+def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, least: float, tmp_path: Path) -> None:
     ended = failing("raise OverflowError('too many cooks')", tmp_path, strategy=strategy).end()
     assert ended.code == 1
     said = r"worker \d at step 3\d raised OverflowError: too many cooks \(faulty.py, line \d+\)"
@@ -74,7 +75,7 @@ def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, tm
     assert found[1] in ended.summary["error"]
     assert ended.summary["lost"] == []
     assert ended.summary["best_metric"] is not None, "evaluations handed in before are kept"
-    assert ended.summary["result_step"] > 30
+    assert ended.summary["result_step"] >= least
     record = RunFolder(tmp_path / "run")
     assert not np.array_equal(record.read_result()[0], prepare(record.read_config())[0].initial())
 

@@ -17,11 +17,11 @@ from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER, Traffic
 
 
-def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:
+def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[int] = frozenset()) -> Message:
     """What worker 0, after its third step, gets when it waits for a message of `who`; nobody survives a death."""
     coming = deque(arriving)
     ticket = SimpleNamespace(address=0, record=str(tmp_path), run="r", heartbeat=1.0, workers=2)
-    bus = SimpleNamespace(lend=frozen, traffic=Traffic(), broken=set)
+    bus = SimpleNamespace(lend=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ()))
     member: Any = SimpleNamespace(
         ticket=ticket,
         memory=None,
@@ -38,7 +38,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int) -> Message:
         got.append(await worker.receive("state", who))
 
     seat.runner.begin(program())
-    seat.bring(seat.runner)
+    seat.drive(seat.runner)
     return got[0]
 
 
@@ -56,3 +56,9 @@ def test_a_server_that_has_answered_and_left_ends_no_wait(tmp_path: Any, gone: i
 def test_a_worker_that_has_left_after_fewer_steps_does(tmp_path: Any) -> None:
     with pytest.raises(PeerLost, match="worker 1 left after step 2; worker 0 at step 3 waited"):
         waiting(tmp_path, [left(1, 2)], 1)
+
+
+def test_a_connection_that_broke_though_both_live_ends_the_wait(tmp_path: Any) -> None:
+    """Two heartbeats after it broke: by then the supervisor would have said who has died."""
+    with pytest.raises(PeerLost, match="the connection to worker 1 broke, though both live; worker 0 at step 3 waited"):
+        waiting(tmp_path, [], 1, broken=frozenset({1}))

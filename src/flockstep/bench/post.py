@@ -46,10 +46,10 @@ class Post:
             returned.append(await program)
 
         self._runner.begin(whole())
-        self.bring(self._runner)
+        self.drive(self._runner)
         return returned[0]
 
-    def bring(self, runner: Runner) -> None:
+    def drive(self, runner: Runner) -> None:
         """Wait for messages until the program has ended."""
         while not runner.done:
             if not isinstance(runner.waiting, Wanted):

@@ -90,7 +90,6 @@ class Pump:
         self._asked: deque[Callable[[], None]] = deque()
         self._open: dict[Future[Any], Task] = {}
         self._waiting: dict[Address, deque[Message]] = {}
-        self._broken: dict[Address, float] = {}
         self._told: dict[Address, int] = {}
         self._bell, self._ear = socket.socketpair()
         self._ear.setblocking(False)
@@ -244,13 +243,11 @@ class Pump:
     def _retry(self) -> None:
         """Send what waited; take a rank for lost whose connection broke though the supervisor knows of no death."""
         if self._member is not None:
-            for peer in self._member.bus.broken() - self.party.departed:
-                noticed = self._broken.setdefault(peer, time.monotonic())
-                if time.monotonic() - noticed > 2 * self._member.ticket.heartbeat:
-                    self.party.reasons[peer] = f"the connection to worker {peer} broke"
-                    self._waiting.pop(peer, None)
-                    self.party.lose(peer)
-                    self.flow.look()
+            for peer in self._member.bus.broken(2 * self._member.ticket.heartbeat) - self.party.departed:
+                self.party.reasons[peer] = f"the connection to worker {peer} broke"
+                self._waiting.pop(peer, None)
+                self.party.lose(peer)
+                self.flow.look()
         for to in list(self._waiting):
             queue = self._waiting.pop(to)
             while queue and to not in self._waiting:

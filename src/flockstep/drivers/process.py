@@ -62,7 +62,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
             node = make_server(rule, cluster, index, params, schema, ticket.seed, spec)
             seat = guard.seat = Seat(member, node, rule, events.write, every)
             seat.runner.serve(rule, node)
-            seat.bring(seat.runner)
+            seat.drive(seat.runner)
             seat.close()
         member.wait_for_end()
     return guard.code

@@ -46,7 +46,6 @@ class Seat:
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
         self._held: dict[Address, deque[Message]] = {}
-        self._broken: dict[Address, float] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
         self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
@@ -111,7 +110,7 @@ class Seat:
             self._take(message)
         self.node.poll()
 
-    def bring(self, runner: Runner) -> None:
+    def drive(self, runner: Runner) -> None:
         """Wait for what the program waits for, until that is a gradient or nothing.
 
         Raises:
@@ -126,7 +125,7 @@ class Seat:
                 runner.go_on(self._join(wanted.work))
                 continue
             self._wanted = wanted
-            self._look_for_leavers()
+            self._require_others()
             self._tell_waiting()
             if (message := self._member.receive(GLANCE if node.poll() else WAIT_PERIOD)) is not None:
                 self._take(message)
@@ -192,7 +191,7 @@ class Seat:
         self._wanted = Wanted("sum")
         self._tell_waiting()
         self.collect()
-        self._look_for_leavers()
+        self._require_others()
         self._wanted = None
         gone = {peer for peer in self.node.departed if peer >= 0}
         for peer in sorted(gone & self._gone):  # who left since the last time may have taken part in this sum
@@ -223,13 +222,13 @@ class Seat:
                 return failure
             self._tell_waiting()
             self.collect()
-            self._look_for_leavers()
+            self._require_others()
 
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
         """Something failed for want of a peer: wait for the supervisor to say which one is lost, and why."""
         deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
         while not (self.node.lost if to is None else to in self.node.lost):
-            self._look_for_leavers()
+            self._require_others()
             message = self._member.receive(max(0.0, deadline - time.monotonic()))
             if message is None:
                 raise failure
@@ -283,15 +282,14 @@ class Seat:
             self.node.deliver(Message(address, BYE, note={"lost": 1}))
             self.runner.wake()
 
-    def _look_for_leavers(self) -> None:
+    def _require_others(self) -> None:
         """Raise `PeerLost` where somebody whom this node cannot do without has left, or cannot be reached any more.
 
         Where all workers go in step, none can go on once one has left after fewer steps; servers leave last. Who has
         died is known to the supervisor in time; if it knows of nobody, only the connection has broken.
         """
-        for peer in self._member.bus.broken() - self.node.lost:
-            if self.now() - self._broken.setdefault(peer, self.now()) > 2 * self._member.ticket.heartbeat:
-                raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
+        for peer in self._member.bus.broken(2 * self._member.ticket.heartbeat) - self.node.lost:
+            raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
                 raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")

@@ -26,8 +26,8 @@ from flockstep.strategies.finite import require_finite_gradient, require_finite_
 ANYTHING = Wanted()
 
 
-class Road(Protocol):
-    """What brings a node's messages."""
+class Driver(Protocol):
+    """Moves a node's messages: in this process, in virtual time, or between processes."""
 
     def send(self, to: Address, message: Message) -> None:
         """Take `message`, whose array will not change any more, and count it; does not wait."""
@@ -35,12 +35,12 @@ class Road(Protocol):
     def collect(self) -> None:
         """Deliver what has arrived by now; does not wait."""
 
-    def bring(self, runner: Runner) -> None:
-        """Deliver messages, and wait for them, until the program waits for none."""
+    def drive(self, runner: Runner) -> None:
+        """Deliver messages, waiting for them, until the program waits for none."""
 
 
 class OneProcess:
-    """Brings messages between the nodes of one process: each is delivered before `send` returns."""
+    """Moves messages between the nodes of one process: each is delivered before `send` returns."""
 
     def __init__(self) -> None:
         self.runners: dict[Address, Runner] = {}
@@ -52,7 +52,7 @@ class OneProcess:
     def collect(self) -> None:
         """Nothing is ever on its way."""
 
-    def bring(self, runner: Runner) -> None:
+    def drive(self, runner: Runner) -> None:
         """The message must be here already, or it will never come."""
         if type(runner.waiting) is Wanted:
             node = runner.node
@@ -98,7 +98,7 @@ class Runner:
     replaying: bool = False
     """It goes through what happened already: nothing that the program asks for now is to be done again."""
 
-    def __init__(self, node: Node, road: Road, account: Account, clock: Callable[[], float]):
+    def __init__(self, node: Node, driver: Driver, account: Account, clock: Callable[[], float]):
         self.node = node
         self.account = account
         self.recorded = account.emit is not None
@@ -107,8 +107,8 @@ class Runner:
         self.done = False
         self.partly = 0.0
         """Which share the program has had of the gradient that it goes on to wait for; 0: it waits for another one."""
-        self.send = road.send
-        self._road = road
+        self.send = driver.send
+        self._driver = driver
         self._program: Program | None = None
         self._then: Callable[[], Program] | None = None
         self._again: Callable[[], Program]
@@ -177,7 +177,7 @@ class Runner:
         self._since += spent
         try:
             self.begin(program)
-            self._road.bring(self)
+            self._driver.drive(self)
         finally:
             self._program, self._then, self.waiting, self.done, self.partly = kept
             self._since = self.clock() - spent
@@ -188,18 +188,19 @@ class Runner:
         Of one that is not `whole`, only the part that is waited for is there.
         """
         need = self.waiting
-        if gradient is not None and not isinstance(need, NeedGradient):
-            raise RunError("a step was interrupted in its middle, and cannot be gone on with; start the run again")
-        if gradient is not None and (type(need) is not NeedGradient or need.unless is None or not self._needless()):
-            self.give(gradient, loss, 0 if whole else self.awaited)
-        self._road.bring(self)
+        if gradient is not None:
+            if not isinstance(need, NeedGradient):
+                raise RunError("a step was interrupted in its middle, and cannot be gone on with; start the run again")
+            if need.unless is None or not self._needless():
+                self.give(gradient, loss, 0 if whole else self.awaited)
+        self._driver.drive(self)
         while not self.done:
             need = self.waiting
             if type(need) is not NeedGradient or need.unless is None or not self._needless():
                 if gradient is None or not whole or not self.partly:
                     return True
                 self.give(gradient, loss)
-            self._road.bring(self)
+            self._driver.drive(self)
         return False
 
     @property
@@ -267,8 +268,9 @@ class Runner:
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("needless",))
         self.partly = 0.0
-        self._lap("compute")
-        self._step(None)
+        if self.recorded:
+            self._lap("compute")
+            self._step(None)
         self.resume(found)
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
@@ -336,7 +338,7 @@ class Runner:
 
     def collect(self) -> None:
         """Deliver what has arrived by now."""
-        self._road.collect()
+        self._driver.collect()
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Write to the record."""
@@ -373,7 +375,7 @@ class Runner:
 
     def _needless(self) -> bool:
         """Whether the gradient that is waited for is not needed any more; then the program has gone on."""
-        self._road.collect()
+        self._driver.collect()
         found = self.needless()
         if found is not None:
             self.give_up(found)

@@ -168,7 +168,7 @@ class Simulation:
     def collect(self) -> None:
         """What has arrived by now has been delivered already."""
 
-    def bring(self, runner: Runner) -> None:
+    def drive(self, runner: Runner) -> None:
         """Nobody waits for one node alone."""
         raise RunError("in virtual time all programs run together; call Simulation.run")
 

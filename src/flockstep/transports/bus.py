@@ -70,8 +70,8 @@ class Bus(ABC):
         """Whether the connection to the peer stands."""
 
     @abstractmethod
-    def broken(self) -> set[Address]:
-        """The peers that were connected and are not any more, for whatever reason."""
+    def broken(self, seconds: float) -> set[Address]:
+        """The peers whose connection ended at least so long ago, for whatever reason."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:

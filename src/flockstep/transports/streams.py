@@ -125,6 +125,8 @@ class StreamBus(Bus):
         self._lent: set[Address] = set()
         self._connections: dict[int, _Connection] = {}
         self._peers: dict[Address, _Connection] = {}
+        self._ended: dict[Address, float] = {}
+        """Peer → when its connection ended."""
         self._expected: set[Address] | None = None
         self._inbox: deque[Message | ProtocolError] = deque()
         self._unread = 0
@@ -159,9 +161,10 @@ class StreamBus(Bus):
         """Whether the connection to the peer stands."""
         return peer in self._peers and self._peers[peer].usable()
 
-    def broken(self) -> set[Address]:
-        """The peers whose connection has ended, for whatever reason."""
-        return {peer for peer in self._peers if not self.reachable(peer)}
+    def broken(self, seconds: float) -> set[Address]:
+        """The peers whose connection ended at least so long ago, for whatever reason."""
+        latest = time.monotonic() - seconds
+        return {peer for peer, at in self._ended.items() if at <= latest}
 
     def lend(self, array: Array) -> Array:
         """A read-only copy in shared memory where there is room, or else in memory that is used again."""
@@ -316,6 +319,12 @@ class StreamBus(Bus):
             self._epoll.unregister(connection.socket)
             connection.socket.close()
             self._woken = True
+            self._note_end(connection)
+
+    def _note_end(self, connection: _Connection) -> None:
+        peer = None if connection.greeting is None else connection.greeting.source
+        if peer is not None and self._peers.get(peer) is connection:
+            self._ended.setdefault(peer, time.monotonic())
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
         """Write a message; what the socket does not take soon is copied, unless nobody can change it, and waits."""
@@ -353,6 +362,7 @@ class StreamBus(Bus):
         except OSError:  # the peer has gone: what it sent before is still read
             out.clear()
             connection.deaf = True
+            self._note_end(connection)
         if connection.armed != bool(out):
             connection.armed = bool(out)
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if out else 0))
