@@ -11,7 +11,7 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
 
 Bytes = npt.NDArray[np.uint8]
-Indices = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
 
 SPARE = 0x5BA2E
 """Seed of the directions that stand in for columns that depend on the ones before."""
@@ -112,7 +112,7 @@ def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
     return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
 
 
-def largest_of_rows(array: FlatArray, count: int) -> Indices:
+def largest_of_rows(array: FlatArray, count: int) -> Integers:
     """Where the `count` largest magnitudes of every row are, (rows, count), ascending; the first among equals."""
     rows, size = array.shape
     if count >= size:
@@ -126,25 +126,25 @@ def largest_of_rows(array: FlatArray, count: int) -> Indices:
     return np.nonzero(chosen)[1].reshape(rows, count)
 
 
-def placed(spots: Indices, values: FlatArray, size: int) -> FlatArray:
+def placed(spots: Integers, values: FlatArray, size: int) -> FlatArray:
     """Rows (rows, size) of zeros, but for `values` (rows, count) in the places `spots` (rows, count)."""
     out: FlatArray = np.zeros((len(spots), size), values.dtype)
     np.put_along_axis(out, spots, values, axis=1)
     return out
 
 
-def taken(array: FlatArray, spots: Indices) -> FlatArray:
+def taken(array: FlatArray, spots: Integers) -> FlatArray:
     """The elements (rows, count) of the rows of `array` in the places `spots` (rows, count)."""
     return np.take_along_axis(array, spots, axis=1)
 
 
-def packed_integers(numbers: Indices, bits: int) -> Bytes:
+def packed_integers(numbers: Integers, bits: int) -> Bytes:
     """Flat integers from 0 to 2^bits - 1, each in that many bits, the lowest first; zeros up to a whole byte."""
     ones = np.unpackbits(numbers.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return np.packbits(ones[:, :bits].reshape(-1), bitorder="little")
 
 
-def unpacked_integers(data: Bytes, count: int, bits: int) -> Indices:
+def unpacked_integers(data: Bytes, count: int, bits: int) -> Integers:
     """The `count` integers of that many bits at the start of `data`."""
     ones = np.zeros((count, 32), np.uint8)
     ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
