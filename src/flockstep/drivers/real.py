@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Account, Emit
-from flockstep.drivers.member import PAUSE, Member, stopped
+from flockstep.drivers.account import Emit
+from flockstep.drivers.member import PAUSE, Member
+from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.renewal import Reception
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshots import Snapshots
@@ -19,7 +19,7 @@ from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
 from flockstep.records.events import Lost
 from flockstep.strategies.base import Strategy
-from flockstep.transports.bus import LAUNCHER, Backlog
+from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 
 PROGRESS_PERIOD = 0.2
@@ -30,36 +30,28 @@ GLANCE = 0.001
 """Seconds that one wait for a message lasts while background tasks wait for something else."""
 
 
-class Seat:
+class Seat(Messenger):
     """A node's part in the run that this process was started for: its messages, its part in the evaluation."""
 
     def __init__(self, member: Member, node: Node, strategy: Strategy, emit: Emit, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0: there are none."""
-        self.node = node
+        super().__init__(member, node, emit)
         self.snapshots = Snapshots(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)
         self._emit = emit
-        self._start = time.monotonic()
         self._reported = -PROGRESS_PERIOD
         self._moved = 0.0
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
-        self._held: dict[Address, deque[Message]] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
-        self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
         self.runner.hand_in, self.runner.every, self.runner.stepped = self.hand_in, every, self._report
-        node.freeze, node.port_copies = member.bus.lend, True
         if isinstance(node, Worker):
             self._meet(node)
         elif isinstance(node, Server):
             self.runner.progress = Progress(node.cluster, every) if every else None
             self.runner.reception = Reception(node, strategy)
-
-    def now(self) -> float:
-        """Seconds since all nodes were ready."""
-        return time.monotonic() - self._start
 
     def home(self, gradients: FlatArray) -> FlatArray:
         """Where a worker's gradients are to lie: where the sum over all workers can be had in place, or `gradients`."""
@@ -68,47 +60,17 @@ class Seat:
         return self._group.allocate(len(gradients), gradients.dtype.name)
 
     def send(self, to: Address, message: Message) -> None:
-        """Send to a peer; what goes to a lost one goes nowhere."""
-        held = self._held.get(to)
-        if held is not None:  # one that was sent before waits for room: what arrives meanwhile may send more
-            self._keep(message)
-            held.append(message)
-            return
-        held = self._held[to] = deque([message])
-        try:
-            while held:
-                if self._sent(to, held[0]):
-                    held.popleft()
-        finally:
-            del self._held[to]
-
-    def _sent(self, to: Address, message: Message) -> bool:
-        """Whether a message went where it can go; if not, what has arrived meanwhile has been taken in."""
-        if to in self.node.lost:
-            return True
-        try:
-            self._member.bus.send(to, message)
-            return True
-        except Backlog:  # it is slow: whether it is lost is for the supervisor to say
-            self._keep(message)
-            arrived = self._member.receive(PAUSE)
-            if arrived is not None:
-                self._take(arrived)
-        except PeerLost as error:
-            self._keep(message)
-            self._verdict(to, error)
-        return False
-
-    def _keep(self, message: Message) -> None:
-        """The message has to wait: what it carries may change meanwhile."""
-        if message.array is not None:
-            message.array = self.node.freeze(message.array)
-
-    def collect(self) -> None:
-        """Take in what has arrived by now."""
-        while (message := self._member.receive(0)) is not None:
-            self._take(message)
-        self.node.poll()
+        """Send to a peer, and wait until there is room for it; what has arrived meanwhile is taken in."""
+        nested = to in self._held  # what has arrived while an earlier message waits for room sends more
+        super().send(to, message)
+        while to in self._held and not nested:
+            if self._bus.reachable(to):
+                arrived = self._receive(PAUSE)
+                if arrived is not None:
+                    self.take(arrived)
+            else:
+                self._verdict(to)
+            self.retry()
 
     def drive(self, runner: Runner) -> None:
         """Wait for what the program waits for, until that is a gradient or nothing.
@@ -127,8 +89,8 @@ class Seat:
             self._wanted = wanted
             self._require_others()
             self._tell_waiting()
-            if (message := self._member.receive(GLANCE if node.poll() else WAIT_PERIOD)) is not None:
-                self._take(message)
+            if (message := self._receive(GLANCE if node.poll() else WAIT_PERIOD)) is not None:
+                self.take(message)
             runner.wake()
         self._wanted = None
 
@@ -229,14 +191,15 @@ class Seat:
         deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
         while not (self.node.lost if to is None else to in self.node.lost):
             self._require_others()
-            message = self._member.receive(max(0.0, deadline - time.monotonic()))
+            message = self._receive(max(0.0, deadline - time.monotonic()))
             if message is None:
                 raise failure
-            self._take(message)
+            self.take(message)
 
-    def _verdict(self, to: Address, error: PeerLost) -> None:
+    def _verdict(self, to: Address) -> None:
         """A peer is unreachable: wait for the supervisor to say that it is lost, and go on if the strategy can."""
-        self._hear_of_loss(PeerLost(f"{error}; {self._doing()}"), to)
+        here = node_name(self.node.address)
+        self._hear_of_loss(PeerLost(f"{node_name(to)} is not reachable from {here}; {self._doing()}"), to)
 
     def _report(self, loss: float | None) -> None:
         """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
@@ -254,27 +217,21 @@ class Seat:
             self._moved = now
             self._member.tell("progress", None, {"step": self.node.run_step, "for": str(self._wanted)})
 
-    def _take(self, message: Message) -> None:
-        if message.source == LAUNCHER:
-            self._obey(message)
-            return
-        self.runner.deliver(message)
-        if message.tag == BYE:
-            self._release(message.source)
-
-    def _obey(self, message: Message) -> None:
-        if message.tag == "stop":
-            raise stopped(message)
-        if message.tag == "lost":
-            address, reason = int(message.note["address"]), str(message.note["reason"])
-            self._emit(Lost(self.now(), address, reason))
-            if not self._survives or address < 0:
-                raise PeerLost(f"{reason}; {self._doing()}")
-            self._member.bus.disconnect(address)
-            self.runner.lose(address)
-        if message.tag == "left" and (address := int(message.note["address"])) not in self._left:
+    def take(self, message: Message) -> None:
+        """Deliver a message, or do what the supervisor says."""
+        super().take(message)
+        if message.source != LAUNCHER:
+            if message.tag == BYE:
+                self._release(message.source)
+        elif message.tag == "left" and (address := int(message.note["address"])) not in self._left:
             self._left[address] = int(message.note["step"])
             self._release(address)
+
+    def mourn(self, address: Address, reason: str) -> None:
+        """Put the loss on the record, and end the run where the strategy needs that node."""
+        self._emit(Lost(self.now(), address, reason))
+        if not self._survives or address < 0:
+            raise PeerLost(f"{reason}; {self._doing()}")
 
     def _release(self, address: Address) -> None:
         """Once a worker has left and its last message is here, a server that could do without it has to."""
@@ -288,7 +245,7 @@ class Seat:
         Where all workers go in step, none can go on once one has left after fewer steps; servers leave last. Who has
         died is known to the supervisor in time; if it knows of nobody, only the connection has broken.
         """
-        for peer in self._member.bus.broken(2 * self._member.ticket.heartbeat) - self.node.lost:
+        for peer in self._bus.broken(2 * self._member.ticket.heartbeat) - self.node.lost:
             raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
