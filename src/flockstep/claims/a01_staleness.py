@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.clockwork import Updates, timed, trace_of
@@ -59,16 +59,16 @@ class Staleness(Claim):
 
     steps: int = 300
     real_steps: int = 1500
-    statement: ClassVar[str] = (
+    statement = (
         "n-softsync collects c = floor(workers / n) gradients, so that the mean staleness is (workers - 1) / c, about "
         "n, whatever the law of the service times; where the server steps after each, it is the number of executors"
     )
-    source: ClassVar[str] = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
-    setting: ClassVar[str] = (
+    source = "Gupta, Zhang & Wang 2016 (average staleness of n-softsync); Zhang et al. 2016, figure 1"
+    setting = (
         "parameter server, 30 workers in virtual time under normal (cv 0.1), exponential and lognormal (sigma 1) "
         "gradient times, free messages; 4 real processes; both up to where the first worker ends"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "virtual +-0.5 %, real +-2 %, both without the first 5 updates per worker; the sum of all staleness equals "
         "the number of other gradients in flight, summed over the updates, exactly"
     )

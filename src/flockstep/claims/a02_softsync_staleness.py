@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -21,16 +20,16 @@ class SoftsyncStaleness(Claim):
 
     steps: int = 1220
     contrast: int = 300
-    statement: ClassVar[str] = (
+    statement = (
         "On alike machines the staleness of 1-softsync is 0, 1 or 2, and that of n-softsync exceeds 2 n with "
         "probability below 1e-4; memoryless service times break both"
     )
-    source: ClassVar[str] = "Zhang, Gupta, Lian & Liu 2016, figure 1 (30 learners)"
-    setting: ClassVar[str] = (
+    source = "Zhang, Gupta, Lian & Liu 2016, figure 1 (30 learners)"
+    setting = (
         "parameter server, 30 workers, n = 1, 2, 5, 15, 30, virtual time, normal gradient times of cv 0.1, 180,000 "
         "gradients; exponential ones, 45,000 gradients, for contrast"
     )
-    tolerance: ClassVar[str] = "the set {0, 1, 2} exactly; share above 2 n < 1e-4; exponential: between 8 and 13 %"
+    tolerance = "the set {0, 1, 2} exactly; share above 2 n < 1e-4; exponential: between 8 and 13 %"
 
     def check(self, say: Say) -> Verdict:
         """Both laws under every n."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,10 @@ class GeometricStaleness(Claim):
     """The distribution of staleness against the geometric one."""
 
     steps: int = 15_000
-    statement: ClassVar[str] = (
-        "With memoryless workers the staleness of asynchronous SGD is geometric: P(k) = (1/P) (1 - 1/P)^k"
-    )
-    source: ClassVar[str] = "Mitliagkas, Zhang, Hadjis & Re 2016 (queueing model with exponential work times)"
-    setting: ClassVar[str] = "parameter server, 8 workers, exponential gradient times, virtual time, free messages"
-    tolerance: ClassVar[str] = "chi-squared with 40 degrees of freedom: p > 0.01; mean 7 within 1 %"
+    statement = "With memoryless workers the staleness of asynchronous SGD is geometric: P(k) = (1/P) (1 - 1/P)^k"
+    source = "Mitliagkas, Zhang, Hadjis & Re 2016 (queueing model with exponential work times)"
+    setting = "parameter server, 8 workers, exponential gradient times, virtual time, free messages"
+    tolerance = "chi-squared with 40 degrees of freedom: p > 0.01; mean 7 within 1 %"
 
     def check(self, say: Say) -> Verdict:
         """One long run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -98,16 +98,16 @@ class AsynchronyBegetsMomentum(Claim):
     seeds: int = 5
     responses: int = 30_000
     """Per number of workers and seed."""
-    statement: ClassVar[str] = (
+    statement = (
         "With M memoryless workers asynchronous SGD moves in expectation as SGD with momentum 1 - 1/M and with the "
         "learning rate divided by M: E[w_(t+1) - w_t] = (1 - 1/M) E[w_t - w_(t-1)] - (rate / M) E f'(w_t)"
     )
-    source: ClassVar[str] = "Mitliagkas, Zhang, Hadjis & Re 2016 (momentum from asynchrony, memoryless workers)"
-    setting: ClassVar[str] = (
+    source = "Mitliagkas, Zhang, Hadjis & Re 2016 (momentum from asynchrony, memoryless workers)"
+    setting = (
         "quadratic, exponential gradient times (whoever finishes next is uniformly distributed), M = 2, 4, 8, 16, rate "
         "times curvature 0.5, 0.3, 0.2, 0.1, 60 updates, 150,000 runs, which overlap, for each M, 5 seeds"
     )
-    tolerance: ClassVar[str] = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"
+    tolerance = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"
 
     def check(self, say: Say) -> Verdict:
         """Fit momentum and rate to the mean course of each number of workers."""

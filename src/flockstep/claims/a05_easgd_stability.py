@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import ClassVar
 
 import numpy as np
 
@@ -51,16 +50,16 @@ class Paced(ElasticAveraging):
 class EasgdStability(Claim):
     """The boundary of stability of asynchronous elastic averaging."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "Asynchronous EASGD in turns on the quadratic w²/2 is stable if and only if 0 <= eta <= 2 and 0 <= alpha <= "
         "(4 - 2 eta) / (4 - eta), for any number of workers"
     )
-    source: ClassVar[str] = "Zhang, Choromanska & LeCun 2015, section 3.2, theorem 1"
-    setting: ClassVar[str] = (
+    source = "Zhang, Choromanska & LeCun 2015, section 3.2, theorem 1"
+    setting = (
         "the strategy easgd(1, alpha, paper) in virtual time, messages free, 1, 3 and 8 workers in turn, float64, no "
         "noise: what one round does, taken from runs that start at each unit vector, and long runs"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "alpha at which the spectral radius of a round crosses 1 within 0.003 of the formula; runs at 0.95 of the "
         "formula's alpha converge, at 1.05 of it they diverge"
     )

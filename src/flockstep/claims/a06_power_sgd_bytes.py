@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.network_shapes import lstm, resnet18
@@ -21,17 +20,17 @@ RANKS = (1, 2, 4)
 class PowerSgdBytes(Claim):
     """PowerSGD's published compression follows from the shapes."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "PowerSGD of rank 1, 2 and 4 sends 243, 136 and 72 times less than SGD for ResNet-18 on CIFAR-10, and 310, 203 "
         "and 120 times less for an LSTM on WikiText-2"
     )
-    source: ClassVar[str] = "Vogels, Karimireddy & Jaggi 2019, section 4.3"
-    setting: ClassVar[str] = (
+    source = "Vogels, Karimireddy & Jaggi 2019, section 4.3"
+    setting = (
         "the shapes of ResNet-18 for images of 32 × 32 and of an LSTM of 3 layers of 650 units over 33,278 words whose "
         "output shares the embedding; the sizes of the codec's encodings, float32"
     )
-    tolerance: ClassVar[str] = "parameters and floats sent: exactly; ratios within 1 % of the published"
-    quick: ClassVar[bool] = True
+    tolerance = "parameters and floats sent: exactly; ratios within 1 % of the published"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Count."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -32,17 +31,16 @@ REAL = 3
 class RingBytes(Claim):
     """A ring all-reduce sends 2(N-1)K/N elements a node."""
 
-    statement: ClassVar[str] = "A ring all-reduce of K elements sends 2(N-1)K/N of them per node, 2(N-1)K in all"
-    source: ClassVar[str] = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
-    setting: ClassVar[str] = (
+    statement = "A ring all-reduce of K elements sends 2(N-1)K/N of them per node, 2(N-1)K in all"
+    source = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
+    setting = (
         f"quadratic, K = {ELEMENTS}, {STEPS} steps: N = 2 to 8 in virtual time, N = {REAL} on processes, payload as "
         f"handed to the sockets; times on virtual 1 Gbit/s links, K = {LARGE}"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "elements of each node 2K minus its two chunks, in all 2(N-1)K, and 2(N-1) messages a node, all exactly; slope "
         "of the time over 2(N-1)K/N within 15 %"
     )
-    quick: ClassVar[bool] = False
 
     def check(self, say: Say) -> Verdict:
         """Count in virtual time, count on processes, fit."""

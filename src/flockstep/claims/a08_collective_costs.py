@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -40,19 +39,17 @@ STEP = 1.04
 class CollectiveCosts(Claim):
     """Tree, butterfly, pipeline, and reduce-scatter with gather take what their formulas say."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, none "
         "less than L lg P + 2mG(P-1)/P; the second is best up to 250, 150, 118 and 93 kB for P = 4, 8, 16 and 64"
     )
-    source: ClassVar[str] = (
-        "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from them"
-    )
-    setting: ClassVar[str] = (
+    source = "Hoefler's slides for Ben-Nun & Hoefler 2019, on collectives; the crossovers follow from them"
+    setting = (
         "virtual links of 10 Gbit/s and 50 µs, P = 2 to 64, arrays of 512 B to 1 MiB; headers of 64 B a message are "
         "charged, and counted in the formulas compared with"
     )
-    tolerance: ClassVar[str] = "virtual time within 1e-9 of the formula; crossover within a step of 4 % in size"
-    quick: ClassVar[bool] = True
+    tolerance = "virtual time within 1e-9 of the formula; crossover within a step of 4 % in size"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Time all of them; look for the crossovers."""

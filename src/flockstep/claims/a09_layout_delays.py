@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.figure_14 import simulated, times
@@ -22,17 +21,17 @@ GOLDEN = {
 class LayoutDelays(Claim):
     """Eight layouts, from a naive server to a ring."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With 16 workers on 10 Gbit Ethernet a step of VGG-A spends at least 14.6 s on a naive parameter server and "
         "1.09 s on a ring, and eight layouts take what eight formulas say"
     )
-    source: ClassVar[str] = "Langer, He, Rahayu & Xue 2020, figure 14 (whose link speeds are not in the text)"
-    setting: ClassVar[str] = (
+    source = "Langer, He, Rahayu & Xue 2020, figure 14 (whose link speeds are not in the text)"
+    setting = (
         f"formulas at 1.25e9 bytes/s, reducing 10 GiB/s, updating 2 GiB/s, n = {WORKERS}; the exchanges as programs in "
         "virtual time, without latency, computing included"
     )
-    tolerance: ClassVar[str] = "formulas equal to all digits given; simulated exchange ≥ formula and ≤ 1.02 times it"
-    quick: ClassVar[bool] = True
+    tolerance = "formulas equal to all digits given; simulated exchange ≥ formula and ≤ 1.02 times it"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Evaluate, and simulate."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.clockwork import harmonic, timed
@@ -19,13 +18,13 @@ K = 4
 class SyncAsyncRuntime(Claim):
     """Time per update, synchronous over asynchronous, and of the variants in between."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With exponential gradient times an update of synchronous SGD takes P H_P times as long as one of asynchronous "
         "SGD, H_P = 1 + 1/2 + ... + 1/P; K-sync takes H_P - H_(P-K), K-batch-sync and K-batch-async K/P gradient times"
     )
-    source: ClassVar[str] = "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (runtime analysis, exponential times)"
-    setting: ClassVar[str] = "parameter server, 2 to 32 workers, virtual time, the same draws for all, free messages"
-    tolerance: ClassVar[str] = "+-1 % each"
+    source = "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (runtime analysis, exponential times)"
+    setting = "parameter server, 2 to 32 workers, virtual time, the same draws for all, free messages"
+    tolerance = "+-1 % each"
 
     def check(self, say: Say) -> Verdict:
         """Each number of workers, synchronously and asynchronously; then the variants."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +23,13 @@ Seconds = npt.NDArray[np.float64]
 class BackupWorkersRuntime(Claim):
     """Seconds of a step with and without backup workers."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With b backup workers a step takes as long as the N-th fastest of N + b; for exponential gradient times that "
         "is H_(N+b) - H_b: 4 of 100 workers as backups save 40 %"
     )
-    source: ClassVar[str] = "Chen, Pan, Monga, Bengio & Jozefowicz 2016; Abadi et al. 2016, section 4.4"
-    setting: ClassVar[str] = "parameter server, 16 to 18 and 100 workers, virtual time, the same draws, free messages"
-    tolerance: ClassVar[str] = (
+    source = "Chen, Pan, Monga, Bengio & Jozefowicz 2016; Abadi et al. 2016, section 4.4"
+    setting = "parameter server, 16 to 18 and 100 workers, virtual time, the same draws, free messages"
+    tolerance = (
         "mean +-1 %; every step ends with the N-th order statistic of its draws, in every bit; no step ends later than "
         "without backups on the same draws"
     )

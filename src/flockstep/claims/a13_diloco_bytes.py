@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.testing.strategies import run_strategy
@@ -16,11 +15,11 @@ STEPS = 1000
 class DilocoBytes(Claim):
     """DiLoCo sends as much every 500 steps as synchronous training does every step."""
 
-    statement: ClassVar[str] = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
-    source: ClassVar[str] = "Douillard et al. 2023, abstract and table 2"
-    setting: ClassVar[str] = f"softmax regression, {WORKERS} workers, {STEPS} steps each, a ring in virtual time"
-    tolerance: ClassVar[str] = "bytes and messages of all-reduce ÷ those of DiLoCo: exactly H"
-    quick: ClassVar[bool] = True
+    statement = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
+    source = "Douillard et al. 2023, abstract and table 2"
+    setting = f"softmax regression, {WORKERS} workers, {STEPS} steps each, a ring in virtual time"
+    tolerance = "bytes and messages of all-reduce ÷ those of DiLoCo: exactly H"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Count both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.simulation.queue import EventQueue
@@ -98,18 +98,16 @@ class Pipeline:
 class PipelineSchedules(Claim):
     """GPipe's bubble and 1F1B's memory."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "A pipeline of K stages and M micro-batches idles for (K - 1) / (M + K - 1) of its time; GPipe's stages hold M "
         "micro-batches at once, those of 1F1B K, K - 1, ..., 1"
     )
-    source: ClassVar[str] = (
-        "Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2019 and 2021 (PipeDream, 1F1B with flushes)"
-    )
-    setting: ClassVar[str] = (
+    source = "Huang et al. 2019 (GPipe), section 2.3; Narayanan et al. 2019 and 2021 (PipeDream, 1F1B with flushes)"
+    setting = (
         f"{STAGES} stages, {', '.join(map(str, BATCHES))} micro-batches, forward {FORWARD:g} s and backward "
         f"{BACKWARD:g} s, messages free; both schedules carried out on the event queue of virtual time"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "in virtual time exactly, up to rounding; a stage twice as slow must break the formula; with real stages +-10 %"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,11 +16,11 @@ from flockstep.strategies.gradient_coding import code, decoder
 class GradientCodingExact(Claim):
     """Gradient coding is exact under any s stragglers."""
 
-    statement: ClassVar[str] = "Gradient coding gives the exact gradient, whichever s of n workers are missing"
-    source: ClassVar[str] = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
-    setting: ClassVar[str] = "every set of n - s survivors, for (n, s) = (5, 1), (6, 2), (10, 3), both schemes"
-    tolerance: ClassVar[str] = "cyclic: largest error of a decoded coefficient <= 1e-9; fractional: exactly 0"
-    quick: ClassVar[bool] = True
+    statement = "Gradient coding gives the exact gradient, whichever s of n workers are missing"
+    source = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
+    setting = "every set of n - s survivors, for (n, s) = (5, 1), (6, 2), (10, 3), both schemes"
+    tolerance = "cyclic: largest error of a decoded coefficient <= 1e-9; fractional: exactly 0"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Decode for every set of survivors."""

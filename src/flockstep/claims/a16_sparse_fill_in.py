@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -30,14 +29,14 @@ SPEED_UPS = {
 class SparseFillIn(Claim):
     """Sums of sparse vectors are denser."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups are those "
         "of Amdahl's law with a speed-up of the communication alone in brackets"
     )
-    source: ClassVar[str] = "Renggli et al. 2019 (SparCML), as in Ben-Nun & Hoefler's slides on it"
-    setting: ClassVar[str] = f"{BUCKETS} buckets with random supports on each of P workers, summed by ssar_doubling"
-    tolerance: ClassVar[str] = "density within 1 % of the formula; shares of communication equal to 3 digits, at most 1"
-    quick: ClassVar[bool] = True
+    source = "Renggli et al. 2019 (SparCML), as in Ben-Nun & Hoefler's slides on it"
+    setting = f"{BUCKETS} buckets with random supports on each of P workers, summed by ssar_doubling"
+    tolerance = "density within 1 % of the formula; shares of communication equal to 3 digits, at most 1"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Sum, and divide."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,18 +23,18 @@ DIMENSION = 4
 class ConsensusRate(Claim):
     """Without gradients, D-PSGD's replicas on a ring agree by a factor rho a step."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With a learning rate of zero, disagreement on a ring with weights 1/3 shrinks by its second eigenvalue a step"
     )
-    source: ClassVar[str] = "Lian et al. 2017, assumption 1 and theorem 1 (rho of W); eigenvalues of a circulant matrix"
-    setting: ClassVar[str] = (
+    source = "Lian et al. 2017, assumption 1 and theorem 1 (rho of W); eigenvalues of a circulant matrix"
+    setting = (
         f"dpsgd(ring), learning rate 0, {', '.join(map(str, PUBLISHED))} workers from random starts of {SEEDS} seeds, "
         "float64, virtual time"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "slope of log disagreement over steps, median seed, within 1 % of log rho; the bound rho^t holds in every seed"
     )
-    quick: ClassVar[bool] = True
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Measure how disagreement shrinks, long after the start; check the bound all the way."""

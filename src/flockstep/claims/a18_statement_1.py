@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -64,10 +64,10 @@ class StatementOne(Claim):
     """FAST's statement 1, with its negative controls."""
 
     patterns: int = 1000
-    statement: ClassVar[str] = "If every update reaches every worker, however late, all replicas are equal in the end"
-    source: ClassVar[str] = "FAST (seed 000), section 3, statement 1"
-    setting: ClassVar[str] = "broadcast, 2 to 5 workers, softmax regression, random compute times and latencies"
-    tolerance: ClassVar[str] = "equal in every bit in every pattern; with one message lost, never"
+    statement = "If every update reaches every worker, however late, all replicas are equal in the end"
+    source = "FAST (seed 000), section 3, statement 1"
+    setting = "broadcast, 2 to 5 workers, softmax regression, random compute times and latencies"
+    tolerance = "equal in every bit in every pattern; with one message lost, never"
 
     def check(self, say: Say) -> Verdict:
         """Many random patterns of delay, and the same with one lost message."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.messages import Message
@@ -25,13 +24,13 @@ class SspLimits(Claim):
 
     seeds: int = 5
     steps: int = 60
-    statement: ClassVar[str] = (
+    statement = (
         "Stale synchronous parallel with s = 0 is bulk synchronous; without a bound, every update added in full, it is "
         "asynchronous; and nobody is ever more than s clocks ahead of the slowest"
     )
-    source: ClassVar[str] = "Ho et al. 2013, section 3; Langer, He, Rahayu & Xue 2020, section 3.3.4"
-    setting: ClassVar[str] = "softmax regression, 6 workers with momentum, 4 laws of gradient times, 5 seeds, 1 Gbit/s"
-    tolerance: ClassVar[str] = "equal in every bit, parameters and times; the gap never exceeds s, and reaches it"
+    source = "Ho et al. 2013, section 3; Langer, He, Rahayu & Xue 2020, section 3.3.4"
+    setting = "softmax regression, 6 workers with momentum, 4 laws of gradient times, 5 seeds, 1 Gbit/s"
+    tolerance = "equal in every bit, parameters and times; the gap never exceeds s, and reaches it"
 
     def check(self, say: Say) -> Verdict:
         """The limits under every law; then the gaps."""

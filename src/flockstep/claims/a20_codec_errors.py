@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,19 +45,19 @@ class CodecErrors(Claim):
 
     draws: int = 100_000
     arrays: int = 10_000
-    statement: ClassVar[str] = (
+    statement = (
         "Unbiased codecs are unbiased and of the variance that they declare; contractions contract, top-k by 1 - k/d; "
         "with error feedback everything arrives in the end, and what is kept stays bounded"
     )
-    source: ClassVar[str] = (
+    source = (
         "Alistarh et al. 2017, lemma 3.1 (QSGD); Wen et al. 2017 (TernGrad); Horvath et al. 2019 (natural); Stich, "
         "Cordonnier & Jaggi 2018, section 2 (top-k, random-k); Karimireddy et al. 2019, lemma 3 (error feedback)"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"every codec of the registry, as it is, with every switch turned, every number at 1 and at infinity; {SIZE} "
         f"elements; 100,000 draws where the codec draws, otherwise 10,000 arrays; error feedback: {STEPS} steps"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"means within {SIGMAS:.0f} standard errors, element by element; mean squared errors <= bound, within "
         f"{SIGMAS:.0f} standard errors; decoding one per cent short, and a damped codec undamped, are noticed"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.errors import FlockstepError
@@ -20,12 +19,10 @@ MISSING = "MP missing"
 class Taxonomy(Claim):
     """Every row of the survey's table 1, derived from a composition that has just run."""
 
-    statement: ClassVar[str] = (
-        "The systems of table 1 are compositions of one set of parts, and their rows follow from it"
-    )
-    source: ClassVar[str] = "Langer, He, Rahayu & Xue 2020, table 1"
-    setting: ClassVar[str] = "every mode of every system runs on 4 workers in virtual time; its row is derived from it"
-    tolerance: ClassVar[str] = "all columns of all 17 rows as printed"
+    statement = "The systems of table 1 are compositions of one set of parts, and their rows follow from it"
+    source = "Langer, He, Rahayu & Xue 2020, table 1"
+    setting = "every mode of every system runs on 4 workers in virtual time; its row is derived from it"
+    tolerance = "all columns of all 17 rows as printed"
 
     def check(self, say: Say) -> Verdict:
         """Run, derive, compare."""

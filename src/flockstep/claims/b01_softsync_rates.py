@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.spans import error_of, median, ranged
@@ -20,20 +19,20 @@ class SoftsyncRates(Claim):
     """n-softsync with a learning rate of alpha, and of alpha / n."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "15- and 30-softsync with the learning rate alpha of few workers do not learn; with alpha / n every n-softsync "
         "ends where synchronous training does"
     )
-    source: ClassVar[str] = (
+    source = (
         "Zhang, Gupta, Lian & Liu 2016, figure 3 (CIFAR-10, 30 learners: 90 % against 18 %); Gupta, Zhang & Wang 2016, "
         "section 3.2. The figures to compare with are those of a pilot run in plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, {EPOCHS} epochs (the "
         f"pilot: 40), {OPTIMIZER} "
         "on the server, gradient times normal with cv 0.1; alpha / n by staleness_scaled(mean, known=n); 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"medians: synchronous and fixed, n = 1: <= {LEARNS:g} %; fixed, n >= 15: >= 80 % error; divided by n: <= "
         "synchronous + 2.5 points"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.spans import SAMPLES, error_of, median, ranged
@@ -20,19 +19,19 @@ class EasgdDownpour(Claim):
     """EASGD and Downpour over the period tau."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "EASGD learns as well whether workers exchange at every step or at every 64th; Downpour, as good at every "
         "step, diverges with long periods"
     )
-    source: ClassVar[str] = (
+    source = (
         "Zhang, Choromanska & LeCun 2015, figures 1 to 4 (CIFAR-10, tau 1, 4, 16 and 64). The figures to compare with "
         "are those of a pilot run in plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of {BATCH} samples (the pilot: 1500 "
         f"steps, and tau = 4 too), learning rate {LR}, elastic rate {BETA} / {WORKERS}; 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"medians: EASGD <= {LEARNS:g} % and within 2.5 points over tau; Downpour <= EASGD + 1 at tau = 1 and >= 50 % "
         "at tau = 16 and 64"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,16 +31,16 @@ class GradualWarmup(Claim):
     """Final error of large-batch SGD by kind of warm-up."""
 
     seeds: int = 30
-    statement: ClassVar[str] = (
+    statement = (
         "With k times the batch, k times the learning rate and a gradual warm-up the error is that of the small batch; "
         "with a constant warm-up, or none, it is worse"
     )
-    source: ClassVar[str] = "Goyal et al. 2017, section 5.1 and table 1 (ResNet-50, 8,192 per batch)"
-    setting: ClassVar[str] = (
+    source = "Goyal et al. 2017, section 5.1 and table 1 (ResNet-50, 8,192 per batch)"
+    setting = (
         "digits on a perceptron 64-64-64-10, all-reduce in virtual time, 16 workers of batch 16 against 1; reference "
         "learning rate 0.05, momentum 0.9, 40 epochs of which 5 are warm-up, a tenth after 60 %; mean of 30 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "mean errors: gradual <= small batch + 2.5 points; none and constant >= gradual + 5; with 32 workers gradual "
         "fails too (>= small batch + 5; 5 seeds)"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -25,19 +24,19 @@ class ErrorFeedback(Claim):
     """Sparsifiers and one bit, with feedback and without."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "What a codec left out, added to the next gradient, makes a thousandth of the elements enough; without it "
         "training stalls"
     )
-    source: ClassVar[str] = (
+    source = (
         "Stich, Cordonnier & Jaggi 2018; Karimireddy, Rebjock, Stich & Jaggi 2019; Seide et al. 2014. The figures to "
         "compare with are those of a pilot run in plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron 64-64-64-10, {WORKERS} workers, batches of {BATCH}, learning rate {LR}, {EPOCHS} "
         "epochs, gradients to a parameter server in virtual time; median test error of 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"dense <= {LEARNS:g} %; with feedback <= dense + 3 points; without >= dense + 10 for the top 0.1 %, >= dense "
         "+ 40 for a random 1 % (which is not scaled up); one bit: less loss with feedback than without"
     )

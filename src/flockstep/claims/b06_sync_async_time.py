@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -54,19 +53,19 @@ class SyncAsyncTime(Claim):
     """Time to a test error of 10 % with memoryless workers."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "With memoryless gradient times asynchronous SGD reaches its target several times sooner than synchronous SGD; "
         "the first half of the workers' gradients lie between; with workers that are all alike the advantage is smaller"
     )
-    source: ClassVar[str] = (
+    source = (
         "Dutta, Joshi, Ghosh, Dube & Nagpurkar 2018 (error over runtime). The figures to compare with are those of a "
         "pilot run in plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, batches of {BATCH}, learning rate {LR}, 15 % of "
         "the training labels random, exponential gradient times of mean 1 s; time to a test error of 10 %; 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "medians: synchronous / asynchronous >= 3 and at most 21.7, the ratio of their updates; 4-sync between them"
     )
 

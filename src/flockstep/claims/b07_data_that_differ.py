@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
@@ -42,20 +41,20 @@ class DataThatDiffer(Claim):
     """The error of the mean model, and of each worker's own, where every worker knows a digit or two."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "Where the workers' data differ, the error of decentral methods grows the less they communicate, that of each "
         "worker's own model most; synchronous gradients do not mind, and with mixed data nothing shows"
     )
-    source: ClassVar[str] = (
+    source = (
         "Langer, He, Rahayu & Xue 2020, table 2, column R_LBD. The figures to compare with are those of a pilot run in "
         "plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of 8 samples (the pilot: 600), "
         f"learning rate {LR}; data sorted by label, or mixed; the mean of the workers' models, and each "
         "worker's own; 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"medians: synchronous <= {LEARNS:g} % and within 1.5 points of mixed data; mean models within a factor of "
         f"{FACTOR:g} of the pilot's, worst worker's own >= {APART:g} point worse; errors in the order of the "
         "communication for local SGD and gossip; without communication >= 60 % on sorted, <= 10 % on mixed data"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, End, ends_of
@@ -20,19 +19,19 @@ class PartialCommunication(Claim):
     """Updates that reach each peer with probability q: the rest dropped, or deferred."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "Updates that are not sent at once may be deferred, but not dropped: dropped, replicas drift apart and fail "
         "where data differ; deferred, training is as good as with full communication, with a twentieth of the messages"
     )
-    source: ClassVar[str] = (
+    source = (
         "FAST, section 3, class 4, which leaves the question open. The figures to compare with are those of a pilot "
         "run in plain numpy"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron, {WORKERS} workers in virtual time, {STEPS} steps of 8 samples, learning rate {LR}; "
         "data sorted by label, or mixed; who drops moves by the mean of what arrived (rest = average); 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"medians: full <= {LEARNS:g} %; deferred <= full + 2 points at every share; dropped at 0.5 on sorted "
         "data >= 25 %; spread of replicas grows as the share falls; after the flush equal in every bit in every run"
     )

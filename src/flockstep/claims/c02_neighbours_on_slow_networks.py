@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -74,16 +73,16 @@ class InTurns(Strategy):
 class NeighboursOnSlowNetworks(Claim):
     """D-PSGD against a single server and against ring all-reduce, over bandwidth and latency."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "D-PSGD on a ring beats a single server by up to the number of workers on slow links; it beats a ring "
         "all-reduce at most twofold by overlap, and by more only where latency dominates"
     )
-    source: ClassVar[str] = "Lian et al. 2017, abstract and section 5.2; Langer et al. 2020, section 3.4.2"
-    setting: ClassVar[str] = (
+    source = "Lian et al. 2017, abstract and section 5.2; Langer et al. 2020, section 3.4.2"
+    setting = (
         f"{WORKERS} workers, {MEGABYTES} MB a model, {COMPUTE} s a gradient, virtual full-duplex links of 10 Mb/s to "
         f"10 Gb/s and 0.1 to 100 ms; accuracy: digits on a perceptron, {SEEDS} seeds, {EPOCHS} epochs"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "vs a server with an evenly shared card n ± 10 %; vs ring all-reduce, overlapped or not: no win at 10 Mb/s, at "
         "most 2 by overlap without latency, closed form ± 5 % where latency dominates; accuracy within 1.5 points"
     )

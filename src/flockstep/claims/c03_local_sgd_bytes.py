@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,16 +26,16 @@ MOST = 1.2
 class LocalSgdBytes(Claim):
     """Bytes to a target fall like 1/H up to some H, which is lower where workers see different data."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "Averaging every H steps divides the bytes to a target error by H, up to the H from which on more steps are "
         "needed; where the workers' data differ that H is smaller"
     )
-    source: ClassVar[str] = "Stich 2019, sections 1 and 3; McMahan et al. 2017, section 3, for data that differ"
-    setting: ClassVar[str] = (
+    source = "Stich 2019, sections 1 and 3; McMahan et al. 2017, section 3, for data that differ"
+    setting = (
         f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, H = 1 to 64; "
         f"data dealt at random, or sorted by label; accuracy {TARGET} within {STEPS} steps; median of 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "up to the largest H whose steps to the target grow by no more than 20 %: exponent of bytes over H, fitted, -1 "
         "± 0.15; that H lower with data by label"
     )

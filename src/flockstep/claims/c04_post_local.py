@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,18 +23,16 @@ LARGE, POST = "local_sgd(1, recursive_doubling)", f"local_sgd(post_local(period=
 class PostLocalGeneralises(Claim):
     """Post-local SGD against large-batch SGD."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "Large-batch training that turns to local steps at the first decay of the learning rate generalises no worse, "
         "and communicates less from there on"
     )
-    source: ClassVar[str] = (
-        "Lin et al. 2020, section 3 and table 3 (ResNet-20, 16 workers, H = 16 from epoch 150 of 300)"
-    )
-    setting: ClassVar[str] = (
+    source = "Lin et al. 2020, section 3 and table 3 (ResNet-20, 16 workers, H = 16 from epoch 150 of 300)"
+    setting = (
         f"digits on a perceptron, {OPTIMIZER}, {WORKERS} workers with batches of {BATCH} in virtual time, {STEPS} "
         f"steps with {SCHEDULE}, H = {PERIOD} from the first decay on; 5 seeds"
     )
-    tolerance: ClassVar[str] = "median test error <= the large batch's; bytes after the switch ÷ H exactly"
+    tolerance = "median test error <= the large batch's; bytes after the switch ÷ H exactly"
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:

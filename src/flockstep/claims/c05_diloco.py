@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -25,17 +24,17 @@ MOST = 1.03
 class Diloco(Claim):
     """Local AdamW and an outer Nesterov step, every H steps."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "DiLoCo with Nesterov momentum outside ends at about the loss of synchronous training with the same batches, "
         "with H times less communication, and better than with averaging or Adam outside"
     )
-    source: ClassVar[str] = "Douillard et al. 2023, table 2 (perplexity 15.02 against 15.30) and section 3.2"
-    setting: ClassVar[str] = (
+    source = "Douillard et al. 2023, table 2 (perplexity 15.02 against 15.30) and section 3.2"
+    setting = (
         f"next character of Python's own library on a small network, {OPTIMIZER}, {WORKERS} workers with batches of "
         f"{BATCH} in virtual time, {STEPS} steps from scratch, H of {', '.join(map(str, PERIODS))} (Adam outside: "
         f"{PERIODS[1]}); 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "medians of the final test loss: DiLoCo's at most 3 % above all-reduce's, and below averaging's and Adam's "
         "with the same H; bytes of all-reduce ÷ DiLoCo's exactly H"
     )

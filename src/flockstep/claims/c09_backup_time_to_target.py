@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -54,17 +53,17 @@ class BackupTimeToTarget(Claim):
     seeds: int = 5
     more_seeds: int = 15
     """Where two methods are compared at the learning rates that were chosen."""
-    statement: ClassVar[str] = (
+    statement = (
         "Synchronous SGD with one or two backup workers for 16 reaches the target before synchronous SGD without and "
         "before asynchronous SGD, and ends more accurate than the latter; the best number of backups is interior"
     )
-    source: ClassVar[str] = "Chen, Pan, Monga, Bengio & Jozefowicz 2016 (experiments); Abadi et al. 2016, section 6.3"
-    setting: ClassVar[str] = (
+    source = "Chen, Pan, Monga, Bengio & Jozefowicz 2016 (experiments); Abadi et al. 2016, section 6.3"
+    setting = (
         "handwritten digits on a perceptron, batches of 8, momentum 0.9, gradient times Pareto of shape 2.5, virtual "
         "time, free messages, target 95 %, each method with the best of three or four learning rates; 5 seeds, and 15 "
         "against asynchronous SGD"
     )
-    tolerance: ClassVar[str] = "order of the median times to target, and of the mean accuracies after 3 virtual seconds"
+    tolerance = "order of the median times to target, and of the mean accuracies after 3 virtual seconds"
 
     def check(self, say: Say) -> Verdict:
         """Times to target; then long runs for the accuracies."""

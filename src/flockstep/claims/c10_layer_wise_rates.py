@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -20,15 +19,13 @@ class LayerWiseRates(Claim):
     """Final error of LARS and LAMB at batches that SGD cannot use."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
-        "LARS and LAMB train at batches at which SGD with a scaled learning rate and a gradual warm-up diverges"
-    )
-    source: ClassVar[str] = "You, Gitman & Ginsburg 2017 (ResNet-50 at 32 k); You et al. 2020 (BERT at 32,868)"
-    setting: ClassVar[str] = (
+    statement = "LARS and LAMB train at batches at which SGD with a scaled learning rate and a gradual warm-up diverges"
+    source = "You, Gitman & Ginsburg 2017 (ResNet-50 at 32 k); You et al. 2020 (BERT at 32,868)"
+    setting = (
         "the digits of B3, 32 and 64 workers of batch 16, 40 epochs, gradual warm-up over 5; after it lars(lr=20), "
         "lamb(lr=0.04), sgd(lr=0.05 k, momentum=0.9); small batch: 1 worker; mean of 5 seeds"
     )
-    tolerance: ClassVar[str] = "mean errors: SGD >= 50 %, LARS and LAMB <= small batch + 3 points"
+    tolerance = "mean errors: SGD >= 50 %, LARS and LAMB <= small batch + 3 points"
 
     def check(self, say: Say) -> Verdict:
         """Train with each, on every seed."""

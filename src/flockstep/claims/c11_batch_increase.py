@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,16 +26,16 @@ class LargerBatches(Claim):
     """Final error and updates of two schedules with the same noise."""
 
     seeds: int = 10
-    statement: ClassVar[str] = (
+    statement = (
         "Multiplying the batch in place of dividing the learning rate ends at the same error after as many samples, "
         "with fewer updates"
     )
-    source: ClassVar[str] = "Smith, Kindermans, Ying & Le 2018, sections 4 and 5 (ResNet-50 to 76.1 % in 30 minutes)"
-    setting: ClassVar[str] = (
+    source = "Smith, Kindermans, Ying & Le 2018, sections 4 and 5 (ResNet-50 to 76.1 % in 30 minutes)"
+    setting = (
         "digits on a perceptron 64-64-64-10, one worker of batch 4 in virtual time, sgd(lr=0.05, momentum=0.9), 12,000 "
         "samples; a factor of 5 after 30 % and 60 % of them; mean of 10 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "mean errors equal within 1 point; updates reduced by the exact ratio; equal samples; neither: 5 points worse"
     )
 

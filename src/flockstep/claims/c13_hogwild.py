@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.spans import median, ranged
@@ -46,17 +46,17 @@ class HogwildSpeedUp(Claim):
     """One process, then two, side by side on the cores that there are."""
 
     rounds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "Processes that update one sparse model in shared memory without a lock are faster almost in proportion to "
         "their number, and lose next to no updates"
     )
-    source: ClassVar[str] = "Niu, Recht, Ré & Wright 2011, section 6 and figures 3 to 5"
-    setting: ClassVar[str] = (
+    source = "Niu, Recht, Ré & Wright 2011, section 6 and figures 3 to 5"
+    setting = (
         f"logistic regression on {FIELDS} categories a sample, {COEFFICIENTS:,} coefficients, {OPTIMIZER}, batches of "
         f"{BATCH}; real processes, {STEPS} steps in all by one, then by two, 5 rounds, the first quarter untimed; in "
         "the same rounds with weight decay, whose updates are dense, and with workers that share nothing"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"steps a second, best of the rounds, two processes over one: >= {LEAST}; lost updates on the record of every "
         "run, none with one process, none with a lock, some where updates are dense; median final test loss of two "
         f"within {NEAR:.0%} of one's"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.compressed_digits import EPOCHS, LR, WORKERS, told, trained
@@ -21,20 +20,20 @@ class FewBits(Claim):
     """1-bit SGD, TernGrad and QSGD with four levels against dense gradients."""
 
     seeds: int = 5
-    statement: ClassVar[str] = (
+    statement = (
         "1-bit SGD with error feedback, TernGrad and 4-level QSGD send 1.06, 2 and about 4 bits an element and train "
         "as well as 32"
     )
-    source: ClassVar[str] = (
+    source = (
         "Seide et al. 2014; Wen et al. 2017 (AlexNet: no loss of accuracy); Alistarh et al. 2017 (ResNet-50, 4 bits: "
         "none either)"
     )
-    setting: ClassVar[str] = (
+    setting = (
         f"digits on a perceptron 64-64-64-10, {WORKERS} workers, batches of {BATCH}, learning rate {LR}, {EPOCHS} "
         "epochs, gradients to a parameter server in virtual time; median test error of 5 seeds; bits as counted in the "
         "messages of the workers"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "error <= dense + 1.5 points; bits of the formulas: within 1e-9 of 1 an element and 64 a column or bias, 2 an "
         "element and 32 a tensor, 4 an element and 32 a bucket of 512, whole bytes a tensor"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -23,15 +22,15 @@ OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 class BlockMomentum(Claim):
     """BMUF needs fewer steps than averaging, and loses nothing."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With block momentum 1 - 1/N, N workers lose nothing against plain averaging, and get there in fewer steps"
     )
-    source: ClassVar[str] = "Chen & Huo 2016, sections 2 and 3"
-    setting: ClassVar[str] = (
+    source = "Chen & Huo 2016, sections 2 and 3"
+    setting = (
         f"digits on a perceptron, {OPTIMIZER}, batches of {BATCH}, {WORKERS} workers in virtual time, averages after "
         f"every {PERIOD} of {STEPS} steps; median of 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         f"steps to accuracy {TARGET}: BMUF's below averaging's, with classical and with Nesterov's block momentum; "
         "best accuracy no more than 0.5 points below averaging's"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.messages import MASTER
@@ -25,20 +24,20 @@ MODES = {
 class HierarchicalServer(Claim):
     """Leaf servers divide the root's traffic by the size of their groups."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With leaf servers for groups of workers, the root's traffic falls by the size of the groups; gradients pass "
         "one more level, and are staler for it"
     )
-    source: ClassVar[str] = "Gupta, Zhang & Wang 2016, section 3.3 (Rudra-adv); Chen et al. 2015, section 3.2 (MXNet)"
-    setting: ClassVar[str] = (
+    source = "Gupta, Zhang & Wang 2016, section 3.3 (Rudra-adv); Chen et al. 2015, section 3.2 (MXNet)"
+    setting = (
         f"softmax regression, {WORKERS} workers, {STEPS} steps each, exponential durations, virtual {NETWORK} network; "
         f"groups of {', '.join(map(str, GROUPS))}"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "bytes into the root: exactly a single server's ÷ group, out of it too but for one last copy a leaf; mean "
         "staleness, in gradients: reported, and above a single server's where leaves are caches"
     )
-    quick: ClassVar[bool] = True
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Compare the root's books and lateness with those of a single server."""

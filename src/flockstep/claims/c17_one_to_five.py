@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.costs.utilisation import ONE_TO_FIVE, period_for, periodic
@@ -24,17 +23,17 @@ ROUNDS = 2
 class OneToFive(Claim):
     """Communication for a fifth of the time of computation keeps workers busy for 83.3 % of it."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "Local phases of tau steps keep workers busy for tau T_c / (tau T_c + T_comm) of the time; at a ratio of 1:5 "
         "between communication and computation that is 83.3 %"
     )
-    source: ClassVar[str] = "Moritz et al. 2016, section 3 (SparkNet); Langer et al. 2020, section 3.3.2"
-    setting: ClassVar[str] = (
+    source = "Moritz et al. 2016, section 3 (SparkNet); Langer et al. 2020, section 3.3.2"
+    setting = (
         f"quadratic, K = {SIZE}, T_c = {1000 * GRADIENT:g} ms, virtual time: 4, 8 and 16 workers on links of different "
         "speed, ring and recursive doubling, tau from 1 to 30; T_comm measured with tau = 1"
     )
-    tolerance: ClassVar[str] = "utilisation as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
-    quick: ClassVar[bool] = True
+    tolerance = "utilisation as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
+    quick = True
 
     def check(self, say: Say) -> Verdict:
         """Sweep tau; solve for 5/6, and try."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.drivers.account import fingerprint
@@ -23,10 +22,10 @@ class Reproducible(Claim):
     """Establishing reproducible behaviour: easy if synchronous, hard if asynchronous, unless time is virtual."""
 
     attempts: int = 5
-    statement: ClassVar[str] = "Synchronous runs can be repeated bit for bit, asynchronous ones only in virtual time"
-    source: ClassVar[str] = "Langer et al. 2020, table 2, column ERB (easy for synchronous, hard for asynchronous)"
-    setting: ClassVar[str] = "softmax regression, 4 workers, one seed; real processes, and virtual time"
-    tolerance: ClassVar[str] = "one hash for synchronous and for virtual runs; asynchronous real runs: more than one"
+    statement = "Synchronous runs can be repeated bit for bit, asynchronous ones only in virtual time"
+    source = "Langer et al. 2020, table 2, column ERB (easy for synchronous, hard for asynchronous)"
+    setting = "softmax regression, 4 workers, one seed; real processes, and virtual time"
+    tolerance = "one hash for synchronous and for virtual runs; asynchronous real runs: more than one"
 
     def check(self, say: Say) -> Verdict:
         """Repeat each run; count the different results."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -44,20 +43,20 @@ SHAPED = {"all_reduce": True, "asgd": False}
 class Resilience(Claim):
     """Resilience to stragglers and to what fails: by injection, cell by cell."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "What a dead worker, a lost message and a slow worker do to each family of methods, and when its replicas are "
         "equal, is what the table of failures says; one slow worker, or link, of n costs everyone as much as itself "
         "where training is synchronous, and at most an n-th of that where it is not"
     )
-    source: ClassVar[str] = (
+    source = (
         "the cited papers' algorithms, family by family; Langer et al. 2020, table 2, columns RSOI (resilience: low "
         "for synchronous, high for asynchronous methods)"
     )
-    setting: ClassVar[str] = (
+    setting = (
         "virtual time: 4 workers, 24 steps, one fault a run; 8 workers for what everyone feels of one slow worker or "
         "narrow link; real processes: SIGKILL, and a link narrowed between network namespaces"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "every cell as the table says; shares within 0.06 of 1, or at most 1/n + 0.06; those of virtual time and of "
         "the plan within 0.15 of each other; real narrow link: everyone's share ≥ 0.7 or ≤ 0.5"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -90,18 +89,16 @@ class Copies(Model):
 class LargestLearningRate(Claim):
     """Largest stable learning rate over the number of workers, by method."""
 
-    statement: ClassVar[str] = (
+    statement = (
         "With more workers the largest stable learning rate of synchronous SGD rises about linearly, that of "
         "asynchronous SGD falls like 1 / staleness, and that of local SGD stays"
     )
-    source: ClassVar[str] = (
-        "Langer, He, Rahayu & Xue 2020, table 2, column OptLR; Zhang et al. 2016 for the scaled rate"
-    )
-    setting: ClassVar[str] = (
+    source = "Langer, He, Rahayu & Xue 2020, table 2, column OptLR; Zhang et al. 2016 for the scaled rate"
+    setting = (
         "least squares with Gaussian inputs in virtual time, 1 to 32 workers, gradient times normal with cv 0.1, "
         "messages free; all learning rates in one run; median of 5 seeds"
     )
-    tolerance: ClassVar[str] = (
+    tolerance = (
         "exponents of a power law fitted over the workers: 1, -1 and 0, each within 0.25; async within 2^(1/2), two "
         "steps of the grid, of the largest stable rate under a constant delay, 2 sin(pi / (4 tau + 2)) / curvature"
     )
