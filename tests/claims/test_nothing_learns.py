@@ -15,11 +15,11 @@ from flockstep.claims.spans import GUESSING
 
 GUESSED = Finals(np.full(5, GUESSING), np.full(5, math.log(10)), 0)
 RUNS = {
-    "B1": ("b01_softsync_rates", {"error_of": GUESSING}),
-    "B2": ("b02_easgd_downpour", {"error_of": GUESSING}),
-    "B3": ("b03_gradual_warmup", {"final_error": GUESSING}),
+    "B1": ("spans", {"error_of": GUESSING}),
+    "B2": ("spans", {"error_of": GUESSING}),
+    "B3": ("spans", {"error_of": GUESSING}),
     "B4": ("b04_error_feedback", {"trained": GUESSED}),
-    "B5": ("b05_delay_compensation", {"error_of": GUESSING, "_alone": np.zeros(3, np.float32)}),
+    "B5": ("b05_delay_compensation", {"errors_of": [GUESSING] * 5, "_alone": np.zeros(3, np.float32)}),
     "B6": ("b06_sync_async_time", {"seconds_to_target": math.inf}),
     "B7": ("b07_data_that_differ", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B8": ("b08_partial_communication", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),

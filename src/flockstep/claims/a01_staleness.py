@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Row, Say, Verdict, near
 from flockstep.claims.clockwork import Updates, timed, trace_of
 from flockstep.launchers.train import train
 from flockstep.messages import Address, Message
@@ -80,13 +80,13 @@ class Staleness(Claim):
             expected = (WORKERS - 1) / (WORKERS // n)
             for law in LAWS:
                 mean, total, in_flight = self._virtual(n, law)
-                rows.append(_row(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
+                rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
                 what = f"n={n}, {law}: sum of staleness; of gradients in flight"
                 rows.append(Row(what, total, in_flight, total == in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):
             expected = (REAL_WORKERS - 1) / (REAL_WORKERS // n)
-            rows.append(_row(f"n={n}, {REAL_WORKERS} real processes: mean staleness", expected, self._real(n), 0.02))
+            rows.append(near(f"n={n}, {REAL_WORKERS} real processes: mean staleness", expected, self._real(n), 0.02))
             say(f"n={n}, real processes: {rows[-1].ours:.4f}")
         return Verdict(tuple(rows))
 
@@ -105,7 +105,3 @@ class Staleness(Claim):
             train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=workers, steps=steps), folder)
             trace = trace_of([event for event in RunFolder(folder).read_events() if isinstance(event, Update)])
         return float(trace.until_first_end(self.real_steps).staleness[5 * REAL_WORKERS :].mean())
-
-
-def _row(what: str, expected: float, ours: float, tolerance: float) -> Row:
-    return Row(what, expected, ours, abs(ours / expected - 1) <= tolerance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.claims.clockwork import harmonic, timed
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
@@ -33,9 +33,9 @@ class SyncAsyncRuntime(Claim):
             sync = seconds_per_update("ps(bsp)", workers, steps, workers)
             one = seconds_per_update("ps(asynchronous)", workers, steps, 1)
             rows += [
-                _row(f"P={workers}: seconds of a synchronous step", harmonic(workers), sync),
-                _row(f"P={workers}: seconds per asynchronous update", 1 / workers, one),
-                _row(f"P={workers}: synchronous over asynchronous", workers * harmonic(workers), sync / one),
+                near(f"P={workers}: seconds of a synchronous step", harmonic(workers), sync, 0.01),
+                near(f"P={workers}: seconds per asynchronous update", 1 / workers, one, 0.01),
+                near(f"P={workers}: synchronous over asynchronous", workers * harmonic(workers), sync / one, 0.01),
             ]
             say(f"{workers} workers: {sync / one:.2f}")
         workers = 8
@@ -45,7 +45,7 @@ class SyncAsyncRuntime(Claim):
             ("k_batch_async", K / workers, 10_000),
         ):
             found = seconds_per_update(f"ps(consistency={rule}({K}))", workers, steps, K)
-            rows.append(_row(f"P={workers}: seconds per update of {rule}({K})", expected, found))
+            rows.append(near(f"P={workers}: seconds per update of {rule}({K})", expected, found, 0.01))
             say(f"{rows[-1].what}: {found:.4f}")
         return Verdict(tuple(rows))
 
@@ -55,7 +55,3 @@ def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) 
     t = timed(strategy, workers, steps, LAW)[0].t
     updates = 9 * len(t) // (10 * gradients)
     return float(t[updates * gradients - 1] / updates)
-
-
-def _row(what: str, expected: float, ours: float) -> Row:
-    return Row(what, expected, ours, abs(ours / expected - 1) <= 0.01)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Row, Say, Verdict, near
 from flockstep.claims.clockwork import harmonic, timed
 from flockstep.simulation.compute import ComputeModel
 
@@ -41,7 +41,7 @@ class BackupWorkersRuntime(Claim):
             ends[n, b] = found = _ends(n, b, steps)
             mean = float(found[-1] / steps)
             expected = harmonic(n + b) - harmonic(b)
-            rows.append(Row(f"{n}+{b}: seconds of a step", expected, mean, abs(mean / expected - 1) <= 0.01))
+            rows.append(near(f"{n}+{b}: seconds of a step", expected, mean, 0.01))
             same = int((found == _order_statistics(n, b, steps)).sum())
             rows.append(Row(f"{n}+{b}: steps that end with the {n}th fastest", steps, same, same == steps))
             say(f"{n}+{b}: {mean:.3f} s a step, {expected:.3f} expected")

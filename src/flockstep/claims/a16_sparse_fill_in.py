@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Row, Say, Verdict, near
 from flockstep.claims.programs_alone import run_once
 from flockstep.collectives.sparse import expected_elements
 from flockstep.collectives.sparse_phases import summed_by_doubling
@@ -49,9 +49,7 @@ class SparseFillIn(Claim):
                 Row(f"formula, {kept} of {bucket}, P={n}: %", published, formula, round(formula, digits) == published)
             )
             ours = 100 * self._density(n, kept, bucket)
-            rows.append(
-                Row(f"summed, {kept} of {bucket}, P={n}: %", published, ours, abs(ours / published - 1) <= 0.01)
-            )
+            rows.append(near(f"summed, {kept} of {bucket}, P={n}: %", published, ours, 0.01))
         for name, (whole, bracket, published) in SPEED_UPS.items():
             share = (1 - 1 / whole) / (1 - 1 / bracket)
             rows.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.records.events import Step
 from flockstep.testing.strategies import bowl_job, run_strategy
 
@@ -41,13 +41,12 @@ class Straggler(Claim):
             say(f"{workers} workers, one {slow} times as slow")
             free, together = (self._pace(strategy, workers, slow) for strategy in ("adpsgd", "all_reduce"))
             ratio = free / together
-            holds = abs(ratio / published - 1) <= 0.03
-            rows.append(Row(f"gradients a second over synchronous, P = {workers}, s = {slow}", published, ratio, holds))
+            rows.append(near(f"gradients a second over synchronous, P = {workers}, s = {slow}", published, ratio, 0.03))
             figures[f"D-PSGD over synchronous, P = {workers}, s = {slow}"] = (
                 self._pace("dpsgd", workers, slow) / together
             )
         even = self._pace("adpsgd", 8, 1) / self._pace("all_reduce", 8, 1)
-        rows.append(Row("the same without a slow worker, P = 8", 1.0, even, abs(even - 1) <= 0.03))
+        rows.append(near("the same without a slow worker, P = 8", 1.0, even, 0.03))
         most = max(figures.values())
         note = f"D-PSGD, which waits for its neighbours, takes at most {most:.3g} times as many as synchronous training"
         return Verdict(tuple(rows), note, figures)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.spans import error_of, median, ranged
+from flockstep.claims.spans import Training, errors_of, median, ranged
 
 WORKERS, BATCH, EPOCHS = 30, 4, 20
 OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
-COMPUTE = "normal(1, cv=0.1)"
 LEARNS = 6.0
 """Error in per cent above which synchronous training has not learned; the pilot's is 3.3."""
 
@@ -58,8 +57,4 @@ class SoftsyncRates(Claim):
         return Verdict(tuple(rows))
 
     def _errors(self, strategy: str, say: Say) -> list[float]:
-        errors = [
-            error_of(strategy, WORKERS, OPTIMIZER, BATCH, EPOCHS, COMPUTE, seed) for seed in range(self.seeds)
-        ]  # fmt: skip
-        say(f"{strategy}: " + " ".join(f"{error:.1f}" for error in errors))
-        return errors
+        return errors_of(strategy, Training(WORKERS, OPTIMIZER, BATCH, EPOCHS), self.seeds, say)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.spans import SAMPLES, error_of, median, ranged
+from flockstep.claims.spans import SAMPLES, Training, errors_of, median, ranged
 
 WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
 PERIODS = (1, 16, 64)
-COMPUTE = "normal(1, cv=0.1)"
 LEARNS = 7.0
 """Error in per cent above which elastic averaging has not learned; the pilot's is 4.4 at most."""
 
@@ -59,8 +58,4 @@ class EasgdDownpour(Claim):
 
     def _errors(self, strategy: str, say: Say) -> list[float]:
         epochs = STEPS * WORKERS * BATCH / SAMPLES
-        errors = [
-            error_of(strategy, WORKERS, f"sgd(lr={LR})", BATCH, epochs, COMPUTE, seed) for seed in range(self.seeds)
-        ]
-        say(f"{strategy}: " + " ".join(f"{error:.1f}" for error in errors))
-        return errors
+        return errors_of(strategy, Training(WORKERS, f"sgd(lr={LR})", BATCH, epochs), self.seeds, say)

@@ -8,20 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.digits_perceptron import digits_job
-from flockstep.errors import Diverged
-from flockstep.testing.strategies import run_strategy
-from flockstep.workloads.sampler import steps_for
+from flockstep.claims.spans import Training, errors_of
 
-BATCH, LR, WORKERS, EPOCHS, SAMPLES = 16, 0.05, 16, 40, 1437
+BATCH, LR, WORKERS, EPOCHS = 16, 0.05, 16, 40
 STRATEGY = "all_reduce(collective=recursive_doubling)"
 DECAY = "at=(0.6,)"
 WARMUPS = {"none": f"goyal(warmup=0, {DECAY})", "constant": f"goyal(gradual=False, {DECAY})"}
 GRADUAL = f"goyal(warmup=5, {DECAY})"
 LIMIT = 32
-GUESSING = 90.0
-"""Error of a model that diverged so far that nothing can be computed any more."""
-
 
 Errors = npt.NDArray[np.float64]
 
@@ -47,10 +41,10 @@ class GradualWarmup(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Train with every warm-up, on every seed."""
-        base = self._errors("small batch", 1, WARMUPS["none"], say)
-        gradual = self._errors("gradual", WORKERS, GRADUAL, say)
-        others = {name: self._errors(name, WORKERS, text, say) for name, text in WARMUPS.items()}
-        beyond = self._errors(f"gradual, {LIMIT} workers", LIMIT, GRADUAL, say, min(self.seeds, 5))
+        base = self._errors(1, WARMUPS["none"], say)
+        gradual = self._errors(WORKERS, GRADUAL, say)
+        others = {name: self._errors(WORKERS, text, say) for name, text in WARMUPS.items()}
+        beyond = self._errors(LIMIT, GRADUAL, say, min(self.seeds, 5))
         small, mean = float(base.mean()), float(gradual.mean())
         table = {"none": "24.84 % (+1.24)", "constant": "25.88 % (+2.28)"}
         rows = (
@@ -81,24 +75,12 @@ class GradualWarmup(Claim):
         figures |= {f"{name}, most": float(errors.max()) for name, errors in medians.items()}
         return Verdict(rows, reason, figures)
 
-    def _errors(self, name: str, workers: int, schedule: str, say: Say, seeds: int | None = None) -> Errors:
+    def _errors(self, workers: int, schedule: str, say: Say, seeds: int | None = None) -> Errors:
         """The final error of each seed, in per cent."""
-        every = range(self.seeds if seeds is None else seeds)
-        errors = np.array([final_error(f"sgd(lr={LR}, momentum=0.9)", workers, schedule, seed) for seed in every])
-        say(f"{name}: " + " ".join(f"{error:.1f}" for error in errors))
-        return errors
+        how = warmed_up(f"sgd(lr={LR}, momentum=0.9)", workers, schedule)
+        return np.array(errors_of(STRATEGY, how, self.seeds if seeds is None else seeds, say))
 
 
-def final_error(optimizer: str, workers: int, schedule: str, seed: int, epochs: int = EPOCHS) -> float:
-    """Test error in per cent after training by all-reduce."""
-    steps = steps_for(epochs, SAMPLES, workers, BATCH)
-    job = digits_job(optimizer, BATCH)
-    try:
-        run = run_strategy(
-            STRATEGY, workers, steps, job=job, compute="constant(0.01)", network="ideal", seed=seed, schedule=schedule
-        )
-    except Diverged:
-        return GUESSING
-    evaluation = run.simulation.tracker.evaluation
-    assert evaluation is not None
-    return 100 * (1 - evaluation.metric)
+def warmed_up(optimizer: str, workers: int, schedule: str) -> Training:
+    """The training whose final errors are compared."""
+    return Training(workers, optimizer, BATCH, EPOCHS, "constant(0.01)", schedule)

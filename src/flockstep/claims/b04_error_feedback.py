@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, SAMPLES, WORKERS, Finals, told, trained
+from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, told, trained
+from flockstep.claims.spans import SAMPLES
 from flockstep.workloads.sampler import steps_for
 
 BATCH = 10

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.claims.spans import error_of, median, ranged
+from flockstep.claims.spans import Training, errors_of, median, ranged
 from flockstep.testing.strategies import equal_bits, run_strategy
 
 BATCH, EPOCHS = 16, 40
@@ -46,7 +46,8 @@ class DelayCompensation(Claim):
         """Both, at three sizes and alone."""
         rows = []
         for workers, lr, plain, least, compensated in CASES:
-            bare, kept = (self._errors(strategy, workers, lr, say) for strategy in (PLAIN, COMPENSATED))
+            how = Training(workers, f"sgd(lr={lr})", BATCH, EPOCHS)
+            bare, kept = (errors_of(strategy, how, self.seeds, say) for strategy in (PLAIN, COMPENSATED))
             lost, found = median(bare), median(kept)
             what = f"{workers} workers, learning rate {lr}"
             rows += [
@@ -58,13 +59,6 @@ class DelayCompensation(Claim):
         apart = not equal_bits(*(_alone(strategy, 0, workers=2) for strategy in (PLAIN, COMPENSATED)))
         rows.append(Row("control: two workers", "differ", "differ" if apart else "equal", apart))
         return Verdict(tuple(rows))
-
-    def _errors(self, strategy: str, workers: int, lr: float, say: Say) -> list[float]:
-        errors = [
-            error_of(strategy, workers, f"sgd(lr={lr})", BATCH, EPOCHS, COMPUTE, seed) for seed in range(self.seeds)
-        ]
-        say(f"{strategy}, {workers} workers, {lr}: " + " ".join(f"{error:.1f}" for error in errors))
-        return errors
 
 
 def _alone(strategy: str, seed: int, workers: int = 1) -> FlatArray:

@@ -23,6 +23,11 @@ class Row:
     holds: bool
 
 
+def near(what: str, published: float, ours: float, tolerance: float) -> Row:
+    """A row that holds where the two differ by that share at most."""
+    return Row(what, published, ours, abs(ours / published - 1) <= tolerance)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a claim."""

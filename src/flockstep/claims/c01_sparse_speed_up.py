@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.image_perceptron import image_job
+from flockstep.claims.digits_perceptron import Perceptron, digits_job
 from flockstep.drivers.virtual import Simulation
+from flockstep.frameworks.base import Data, Job
 from flockstep.records.events import Event, Node, Snapshot
 from flockstep.testing.strategies import Run, Watched, run_strategy
 
 WORKERS, PARAMS = 8, 79_510
+SIZES, SIDE = (784, 100, 10), 28
 CODEC = "topk(ratio=0.03125, bucket=512, values=qsgd(levels=7, bucket=512))"
 """16 of 512, each an index of 9 bits and a value of 4."""
 RING, DOUBLING = "all_reduce", "all_reduce(collective=recursive_doubling)"
@@ -115,8 +117,20 @@ def explained(nbytes: dict[str, float]) -> str:
     )
 
 
+def image_job() -> Job:
+    """The digits as pictures of MNIST's size, every pixel drawn 3 or 4 times in either direction."""
+    small = digits_job(f"sgd(lr={LR})", BATCH)
+    picture = np.arange(64).reshape(8, 8)[np.ix_(*2 * [np.arange(SIDE) * 8 // SIDE])].ravel()
+
+    def data() -> Data:
+        its = small.data()
+        return Data(its.train_x[:, picture], its.train_y, its.test_x[:, picture], its.test_y)
+
+    return replace(small, model=lambda: Perceptron(SIZES), data=data, name="digits of MNIST's size")
+
+
 def _run(strategy: str, steps: int, network: str, seed: int = 0) -> Run:
-    job = image_job(f"sgd(lr={LR})", BATCH)
+    job = image_job()
     compute = f"constant({COMPUTE})"
     return run_strategy(
         strategy, WORKERS, steps, job=job, compute=compute, network=network, seed=seed, simulation=Quiet

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.digits_perceptron import Perceptron, digits_job
+from flockstep.claims.digits_perceptron import digits_job
 from flockstep.frameworks.base import Data, Job
 from flockstep.records.events import Snapshot
 from flockstep.testing.strategies import run_strategy
@@ -101,4 +101,4 @@ def sorted_by_label(job: Job) -> Job:
         order = np.argsort(its.train_y, kind="stable")
         return Data(its.train_x[order], its.train_y[order], its.test_x, its.test_y)
 
-    return Job(Perceptron, data, job.optimizer, batch=job.batch, name="digits sorted by label")
+    return replace(job, data=data)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.compressed_digits import GUESSING, SAMPLES, WORKERS
+from flockstep.claims.compressed_digits import WORKERS
 from flockstep.claims.digits_perceptron import digits_job
+from flockstep.claims.spans import GUESSING, SAMPLES
 from flockstep.errors import Diverged
 from flockstep.records.events import Step
 from flockstep.testing.strategies import run_strategy
@@ -137,10 +138,8 @@ def _trained(codec: str, feedback: str, momentum: str, lr: float, seed: int) -> 
         run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
     except Diverged:
         return Final(GUESSING, np.inf, np.nan, np.nan)
-    evaluation = run.simulation.tracker.evaluation
-    assert evaluation is not None
     steps, dense = run.of(Step), 4 * len(run.result)
     warm = [dense / event.sent for event in steps if event.step > WARMUP]
     losses = [event.loss for event in steps if event.loss is not None]
     ratio = dense * len(steps) / sum(event.sent for event in steps)
-    return Final(100 * (1 - evaluation.metric), float(np.mean(losses)), ratio, float(np.median(warm)))
+    return Final(100 * (1 - run.evaluation.metric), float(np.mean(losses)), ratio, float(np.median(warm)))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.b03_gradual_warmup import GRADUAL, LR, WARMUPS, final_error
+from flockstep.claims.b03_gradual_warmup import GRADUAL, LR, STRATEGY, WARMUPS, warmed_up
 from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.spans import errors_of
 
 WORKERS = (32, 64)
 LARS, LAMB = 20.0, 0.04
@@ -30,17 +31,15 @@ class LayerWiseRates(Claim):
     def check(self, say: Say) -> Verdict:
         """Train with each, on every seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
-        small = self._mean("small batch", sgd, 1, WARMUPS["none"], say)
+        small = self._mean(sgd, 1, WARMUPS["none"], say)
         rows = [Row("error of the small batch, %", "that of the large one", round(small, 2), True)]
         for k in WORKERS:
-            error = self._mean(f"sgd, {k} workers", sgd, k, GRADUAL, say)
+            error = self._mean(sgd, k, GRADUAL, say)
             rows.append(Row(f"sgd, {k} workers, %", ">= 50", round(error, 2), error >= 50))
             for name, rate in (("lars", LARS), ("lamb", LAMB)):
-                error = self._mean(f"{name}, {k} workers", f"{name}(lr={rate / k})", k, GRADUAL, say)
+                error = self._mean(f"{name}(lr={rate / k})", k, GRADUAL, say)
                 rows.append(Row(f"{name}, {k} workers, %", "<= small batch + 3", round(error, 2), error <= small + 3))
         return Verdict(tuple(rows), f"40 epochs of {WORKERS[-1]} workers are only 57 updates")
 
-    def _mean(self, name: str, optimizer: str, workers: int, schedule: str, say: Say) -> float:
-        errors = [final_error(optimizer, workers, schedule, seed) for seed in range(self.seeds)]
-        say(f"{name}: " + " ".join(f"{error:.1f}" for error in errors))
-        return float(np.mean(errors))
+    def _mean(self, optimizer: str, workers: int, schedule: str, say: Say) -> float:
+        return float(np.mean(errors_of(STRATEGY, warmed_up(optimizer, workers, schedule), self.seeds, say)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.costs.utilisation import ONE_TO_FIVE, period_for, periodic
+from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.testing.strategies import bowl_job, run_strategy
 
+ONE_TO_FIVE = 5 / 6
+"""The share of the time that workers compute, if communication takes a fifth of the time of computation."""
 GRADIENT = 0.01
 """T_c, seconds."""
 SIZE = 4000
@@ -45,17 +46,20 @@ class OneToFive(Claim):
                 busy = _utilisation(workers, network, collective)
                 waits = GRADIENT / busy(1) - GRADIENT
                 figures[f"T_comm in ms, {where}"] = 1000 * waits
-                worst = max(SWEEP, key=lambda tau: abs(busy(tau) - periodic(tau, GRADIENT, waits)))
-                expected = periodic(worst, GRADIENT, waits)
-                rows.append(_row(f"utilisation at tau = {worst}, worst of the sweep, {where}", expected, busy(worst)))
-                solved = max(1, round(period_for(ONE_TO_FIVE, GRADIENT, waits)))
-                rows.append(_row(f"utilisation at tau = {solved}, solved for 5/6, {where}", ONE_TO_FIVE, busy(solved)))
+                worst = max(SWEEP, key=lambda tau: abs(busy(tau) - formula(tau, waits)))
+                what = f"utilisation at tau = {worst}, worst of the sweep, {where}"
+                rows.append(near(what, formula(worst, waits), busy(worst), 0.01))
+                solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
+                what = f"utilisation at tau = {solved}, solved for 5/6, {where}"
+                rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
         note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
         return Verdict(tuple(rows), note, figures)
 
 
-def _row(what: str, expected: float, ours: float) -> Row:
-    return Row(what, expected, ours, abs(ours / expected - 1) <= 0.01)
+def formula(period: int, communication: float) -> float:
+    """tau T_c / (tau T_c + T_comm)."""
+    busy = period * GRADIENT
+    return busy / (busy + communication)
 
 
 def _utilisation(workers: int, network: str, collective: str) -> Callable[[int], float]:

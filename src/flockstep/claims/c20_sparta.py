@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, Row, Say, Verdict, near
 from flockstep.claims.next_character import characters_job
 from flockstep.claims.spans import median, ranged
 from flockstep.records.events import Snapshot
@@ -71,7 +71,7 @@ class SpartaDiloco(Claim):
                 ranged(over[SELDOM], 3),
                 median(over[SELDOM]) <= MOST,
             ),
-            Row(f"bytes, DiLoCo with H = {OFTEN} over ours", FEWER, fewer, abs(fewer / FEWER - 1) <= 0.01),
+            near(f"bytes, DiLoCo with H = {OFTEN} over ours", FEWER, fewer, 0.01),
             Row(f"perplexity over DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
             Row(f"control: perplexity over DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True),
         )

@@ -9,8 +9,8 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Model, Views
+from flockstep.claims.clockwork import Unjudged, unjudged_job
+from flockstep.frameworks.numpy import Views
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = (1, 2, 4, 8, 16, 32)
@@ -46,14 +46,12 @@ METHODS = {
 }
 
 
-class Copies(Model):
+class Copies(Unjudged):
     """Independent least-squares models that see the same samples, each with a learning rate of its own.
 
     The rate is part of the gradient, so that one run tries all of them: what a strategy does with one does not depend
     on the others.
     """
-
-    dtype = "float64"
 
     def __init__(self, regime: Regime):
         self.rates, self.features = regime.rates, regime.features
@@ -75,14 +73,6 @@ class Copies(Model):
         slopes[np.abs(w).max(axis=2) > GONE] = 0
         out["w"][...] = slopes
         return np.zeros(len(x))
-
-    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The parameters; nothing else is asked for."""
-        return params["w"]
-
-    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Not used."""
-        return 0.0
 
 
 @dataclass(frozen=True)
@@ -137,12 +127,8 @@ class LargestLearningRate(Claim):
 
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
     """The largest rate below the first at which the model ends farther from the optimum than it started."""
-
-    def data() -> Data:
-        x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
-        return Data(x, np.zeros(len(x)), x[:1], np.zeros(1))
-
-    job = Job(lambda: Copies(regime), data, "sgd(lr=1)", metric=lambda outputs, targets: 0.0, batch=regime.batch)
+    x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
+    job = unjudged_job(lambda: Copies(regime), x, regime.batch)
     steps = regime.updates(method, workers)
     steps += -steps % LOCAL_STEPS if method == "local" else 0
     run = run_strategy(METHODS[method], workers, steps, job=job, compute=COMPUTE, network="ideal", seed=seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,33 @@ from flockstep.records.events import Event, Update
 from flockstep.testing.strategies import Watched, run_strategy
 
 
-class Still(Model):
+class Unjudged(Model):
+    """A model of which only the parameters matter: nobody asks what it says, or for its loss."""
+
+    dtype = "float64"
+
+    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
+        """The parameters."""
+        return params["w"]
+
+    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
+        """None to speak of."""
+        return 0.0
+
+
+def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) -> Job:
+    """To train it on the samples x, with a learning rate of 1."""
+
+    def data() -> Data:
+        return Data(x, np.zeros(len(x)), x[:1], np.zeros(1))
+
+    return Job(model, data, "sgd(lr=1)", metric=lambda outputs, targets: 0.0, batch=batch)
+
+
+class Still(Unjudged):
     """One parameter that never moves."""
+
+    dtype = "float32"
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -33,22 +58,10 @@ class Still(Model):
         out["w"][...] = 0
         return np.zeros(len(x))
 
-    def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The parameter; nothing is asked for."""
-        return params["w"]
-
-    def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """None to speak of."""
-        return 0.0
-
 
 def still_job() -> Job:
     """A job of one parameter, one sample a worker and no gradient."""
-
-    def data() -> Data:
-        return Data(np.zeros((1024, 1)), np.zeros(1024), np.zeros((1, 1)), np.zeros(1))
-
-    return Job(Still, data, "sgd(lr=1)", metric=lambda outputs, targets: 0.0, batch=1)
+    return unjudged_job(Still, np.zeros((1024, 1)))
 
 
 class Updates(Watched):

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from flockstep.claims.base import Say
 from flockstep.claims.digits_perceptron import digits_job
+from flockstep.claims.spans import GUESSING, SAMPLES
 from flockstep.codecs.base import Codec
 from flockstep.errors import Diverged
 from flockstep.feedback.base import Feedback
@@ -17,12 +18,9 @@ from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import run_strategy
 from flockstep.workloads.sampler import steps_for
 
-WORKERS, LR, EPOCHS, SAMPLES = 8, 0.3, 40, 1437
+WORKERS, LR, EPOCHS = 8, 0.3, 40
 LEARNS = 6.0
 """Error in per cent above which dense training has not learned; the pilot's is 3.3 at most."""
-GUESSING = 90.0
-"""Error in per cent of a model that diverged until nothing could be computed any more."""
-
 Values = npt.NDArray[np.float64]
 
 
@@ -68,8 +66,6 @@ def _trained(strategy: ParameterServer, seed: int, batch: int, lr: float) -> tup
         run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)
     except Diverged:
         return GUESSING, np.inf, np.nan
-    evaluation = run.simulation.tracker.evaluation
-    assert evaluation is not None
     losses = [event.loss for event in run.of(Step) if event.step > steps - 30 and event.loss is not None]
     bits = 8 * sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * steps * len(run.result))
-    return 100 * (1 - evaluation.metric), float(np.mean(losses)), bits
+    return 100 * (1 - run.evaluation.metric), float(np.mean(losses)), bits

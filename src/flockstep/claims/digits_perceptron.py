@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Model, Views
+from flockstep.frameworks.numpy import Model, Views, cross_entropies, cross_entropy
 from flockstep.workloads.digits import Digits
 
 SIZES = (64, 64, 64, 10)
@@ -20,14 +20,15 @@ MEAN_PIXEL = 0.3
 
 @dataclass(frozen=True)
 class Perceptron(Model):
-    """64 pixels → 64 → 64 rectified units → 10 logits, cross-entropy: 8,970 parameters."""
+    """Pixels → rectified units → logits, cross-entropy; with the usual sizes 8,970 parameters."""
 
+    sizes: tuple[int, ...] = SIZES
     dtype: str = "float32"
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """W1, b1, W2, b2, W3, b3."""
-        layers = list(enumerate(pairwise(SIZES), start=1))
+        """W1, b1, W2, b2 and so on."""
+        layers = list(enumerate(pairwise(self.sizes), start=1))
         return {name: shape for i, (a, b) in layers for name, shape in ((f"W{i}", (a, b)), (f"b{i}", (b,)))}
 
     def initial(self, random: np.random.Generator) -> Views:
@@ -39,15 +40,11 @@ class Perceptron(Model):
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
         """Backpropagation; every product is a stacked matmul."""
-        inputs = [x]
-        for i in (1, 2):
+        inputs, last = [x], len(self.sizes) - 1
+        for i in range(1, last):
             inputs.append(np.maximum(inputs[-1] @ params[f"W{i}"] + params[f"b{i}"][:, None, :], 0))
-        log_p = _log_softmax(inputs[-1] @ params["W3"] + params["b3"][:, None, :])
-        losses: FlatArray = -np.take_along_axis(log_p, y[..., None], axis=2)[:, :, 0].mean(axis=1)
-        error = np.exp(log_p)
-        error -= y[..., None] == np.arange(SIZES[-1])
-        error /= x.dtype.type(x.shape[1])
-        for i in (3, 2, 1):
+        losses, error = cross_entropies(inputs[-1] @ params[f"W{last}"] + params[f"b{last}"][:, None, :], y)
+        for i in range(last, 0, -1):
             np.matmul(inputs[i - 1].transpose(0, 2, 1), error, out=out[f"W{i}"])
             np.sum(error, axis=1, out=out[f"b{i}"])
             if i > 1:
@@ -56,14 +53,15 @@ class Perceptron(Model):
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
         """The logits, (N, 10)."""
-        for i in (1, 2):
+        last = len(self.sizes) - 1
+        for i in range(1, last):
             x = np.maximum(x @ params[f"W{i}"] + params[f"b{i}"], 0)
-        logits: FlatArray = x @ params["W3"] + params["b3"]
+        logits: FlatArray = x @ params[f"W{last}"] + params[f"b{last}"]
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
         """The mean cross-entropy."""
-        return float(-np.take_along_axis(_log_softmax(outputs), y[:, None], axis=1).mean(dtype=np.float64))
+        return cross_entropy(outputs, y)
 
 
 def digits_job(optimizer: str, batch: int) -> Job:
@@ -76,9 +74,3 @@ def digits_job(optimizer: str, batch: int) -> Job:
         return Data(train, its.train_y, test, its.test_y)
 
     return Job(Perceptron, data, optimizer, batch=batch, name="digits on a perceptron")
-
-
-def _log_softmax(logits: FlatArray) -> FlatArray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result

@@ -8,7 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Model, Views
+from flockstep.frameworks.numpy import Model, Views, cross_entropies, cross_entropy
 from flockstep.workloads.charlm import SYMBOLS, encoded, library
 
 CONTEXT = 4
@@ -44,12 +44,7 @@ class NextCharacter(Model):
         units = (codes[..., None] == np.arange(SYMBOLS)).astype(self.dtype)
         inputs = (units @ params["E"]).reshape(*x.shape[:2], -1)
         hidden = np.maximum(inputs @ params["W"] + params["b"][:, None], 0)
-        log_p = _log_softmax(hidden @ params["V"] + params["c"][:, None])
-        targets = np.asarray(y, np.int64)[..., None]
-        losses: FlatArray = -np.take_along_axis(log_p, targets, axis=2)[..., 0].mean(axis=1)
-        error = np.exp(log_p)
-        error -= targets == np.arange(SYMBOLS)
-        error /= error.dtype.type(x.shape[1])
+        losses, error = cross_entropies(hidden @ params["V"] + params["c"][:, None], np.asarray(y, np.int64))
         np.matmul(hidden.transpose(0, 2, 1), error, out=out["V"])
         np.sum(error, axis=1, out=out["c"])
         error = (error @ params["V"].transpose(0, 2, 1)) * (hidden > 0)
@@ -67,7 +62,7 @@ class NextCharacter(Model):
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
         """The mean cross-entropy, in nats a character."""
-        return float(-np.take_along_axis(_log_softmax(outputs), np.asarray(y, np.int64)[:, None], 1).mean(dtype=float))
+        return cross_entropy(outputs, np.asarray(y, np.int64))
 
 
 def characters_job(optimizer: str, batch: int) -> Job:
@@ -88,9 +83,3 @@ def characters_job(optimizer: str, batch: int) -> Job:
     return Job(
         NextCharacter, data, optimizer, metric=likelihood, higher_is_better=False, batch=batch, name="characters"
     )
-
-
-def _log_softmax(logits: FlatArray) -> FlatArray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result

@@ -63,11 +63,9 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
         )
     except Diverged:
         return End(GUESSING, GUESSING, np.inf, False, 0)
-    evaluation = run.simulation.tracker.evaluation
-    assert evaluation is not None
     replicas = run.replicas.astype(np.float64)
     return End(
-        100 * (1 - evaluation.metric),
+        100 * (1 - run.evaluation.metric),
         max(100 * (1 - event.metric) for event in run.of(Replica)),
         float(np.sqrt(np.mean(np.square(replicas - replicas.mean(0)).sum(1)))),
         equal_bits(*run.replicas),

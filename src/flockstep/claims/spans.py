@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
+from flockstep.claims.base import Say
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.errors import Diverged
 from flockstep.testing.strategies import run_strategy
@@ -17,17 +19,37 @@ GUESSING = 90.0
 """Error in per cent of a model that diverged until nothing could be computed any more."""
 
 
-def error_of(strategy: str, workers: int, optimizer: str, batch: int, epochs: float, compute: str, seed: int) -> float:
-    """Test error in per cent of the digits after so many epochs in virtual time, with messages that take no time."""
-    steps = steps_for(epochs, SAMPLES, workers, batch)
-    job = digits_job(optimizer, batch)
+@dataclass(frozen=True)
+class Training:
+    """How the digits are trained in virtual time, with messages that take no time."""
+
+    workers: int
+    optimizer: str
+    batch: int
+    epochs: float
+    compute: str = "normal(1, cv=0.1)"
+    schedule: str | None = None
+
+
+def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]:
+    """Test errors in per cent, one a seed."""
+    errors = [error_of(strategy, how, seed) for seed in range(seeds)]
+    said = [strategy, f"{how.workers} workers", how.optimizer, *filter(None, [how.schedule])]
+    say(f"{', '.join(said)}: " + " ".join(f"{error:.1f}" for error in errors))
+    return errors
+
+
+def error_of(strategy: str, how: Training, seed: int) -> float:
+    """Test error in per cent."""
+    steps, job = steps_for(how.epochs, SAMPLES, how.workers, how.batch), digits_job(how.optimizer, how.batch)
+    law, schedule = how.compute, how.schedule
     try:
-        run = run_strategy(strategy, workers, steps, job=job, compute=compute, network="ideal", seed=seed)
+        run = run_strategy(
+            strategy, how.workers, steps, job=job, compute=law, network="ideal", seed=seed, schedule=schedule
+        )
     except Diverged:
         return GUESSING
-    evaluation = run.simulation.tracker.evaluation
-    assert evaluation is not None
-    return 100 * (1 - evaluation.metric)
+    return 100 * (1 - run.evaluation.metric)
 
 
 def median(values: Iterable[float]) -> float:

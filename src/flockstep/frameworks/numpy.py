@@ -138,10 +138,9 @@ class SoftmaxRegression(Model):
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
         """xᵀ (softmax - onehot) / batch + l2 W, and the mean loss."""
         scalar, weight = x.dtype.type, params["weight"]
-        error, chosen = self._error(params, x, y)
+        losses, error = self._error(params, x, y)
         np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
         np.sum(error, axis=1, out=out["bias"])
-        losses: FlatArray = -chosen[:, :, 0].mean(axis=1)
         if self.l2:
             out["weight"][...] += scalar(self.l2) * weight
             losses = losses + scalar(self.l2 / 2) * np.sum((weight * weight).reshape(len(weight), -1), axis=1)
@@ -152,17 +151,10 @@ class SoftmaxRegression(Model):
         if self.l2:
             return {}
         batched = {name: array[None] for name, array in params.items()}
-        return {"weight": (x, self._error(batched, x[None], y[None])[0][0])}
+        return {"weight": (x, self._error(batched, x[None], y[None])[1][0])}
 
     def _error(self, params: Views, x: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
-        """(softmax - onehot) / batch, and the log-probability of the right class."""
-        logits = x @ params["weight"] + params["bias"][:, None, :]
-        log_p = _log_softmax(logits)
-        chosen = np.take_along_axis(log_p, y[..., None], axis=2)
-        error = np.exp(log_p)
-        np.put_along_axis(error, y[..., None], np.exp(chosen) - x.dtype.type(1), axis=2)
-        error /= x.dtype.type(x.shape[1])
-        return error, chosen
+        return cross_entropies(x @ params["weight"] + params["bias"][:, None, :], y)
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
         """The logits, (N, classes)."""
@@ -171,9 +163,8 @@ class SoftmaxRegression(Model):
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
         """The mean cross-entropy, and the penalty."""
-        chosen = np.take_along_axis(_log_softmax(outputs), y[:, None], axis=1)
         penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2)
-        return float(penalty - chosen.mean(dtype=np.float64))
+        return float(penalty + cross_entropy(outputs, y))
 
 
 class NumpyEngine(Engine):
@@ -315,6 +306,22 @@ def _metric(job: Job, data: Data) -> Callable[[FlatArray, FlatArray], float]:
             f"(outputs, targets) → float"
         )
     return accuracy
+
+
+def cross_entropy(logits: FlatArray, y: FlatArray) -> float:
+    """The mean of -log softmax(logits)[y]; logits (N, classes), y (N,)."""
+    return float(-np.take_along_axis(_log_softmax(logits), y[:, None], axis=1).mean(dtype=np.float64))
+
+
+def cross_entropies(logits: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
+    """That of R batches, (R,), and (softmax - onehot) / batch, its slope; logits (R, batch, classes), y (R, batch)."""
+    log_p = _log_softmax(logits)
+    chosen = np.take_along_axis(log_p, y[..., None], axis=2)
+    error = np.exp(log_p)
+    np.put_along_axis(error, y[..., None], np.exp(chosen) - error.dtype.type(1), axis=2)
+    error /= error.dtype.type(logits.shape[1])
+    losses: FlatArray = -chosen[:, :, 0].mean(axis=1)
+    return losses, error
 
 
 def _log_softmax(logits: FlatArray) -> FlatArray:

@@ -14,7 +14,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import LocalOptimizer, Plan
 from flockstep.drivers.virtual import Saved, Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
-from flockstep.frameworks.base import Data, Engine, Indices, Job
+from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
 from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Cluster, Node
@@ -275,6 +275,13 @@ class Run:
         result = self.simulation.tracker.result
         assert result is not None, "the run was never evaluated"
         return result
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """The result's loss and metric on the test set."""
+        evaluation = self.simulation.tracker.evaluation
+        assert evaluation is not None, "the run was never evaluated"
+        return evaluation
 
     @property
     def nodes(self) -> dict[Address, Node]:
