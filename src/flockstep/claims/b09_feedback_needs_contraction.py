@@ -23,10 +23,8 @@ DIVERGE = (1, 4)
 class Raw(Residual):
     """Residual feedback that takes any codec as it is: the negative control."""
 
-    @property
-    def needs_contraction(self) -> bool:
-        """It does, but says that it does not."""
-        return False
+    needs_contraction = False
+    """It does, but says that it does not."""
 
 
 @dataclass(frozen=True)

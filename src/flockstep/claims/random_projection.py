@@ -24,20 +24,14 @@ class RandomProjection(Codec):
     shapes: tuple[Shape, ...] = ()
     step: int = 0
 
-    @property
-    def unbiased(self) -> bool:
-        """U Uᵀ is the identity in the mean."""
-        return True
+    unbiased = True
+    """U Uᵀ is the identity in the mean."""
 
-    @property
-    def linear(self) -> bool:
-        """As the product with U is."""
-        return True
+    linear = True
+    """As the product with U is."""
 
-    @property
-    def shares_seed(self) -> bool:
-        """U is everyone's."""
-        return True
+    shares_seed = True
+    """U is everyone's."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """rank · n elements of a matrix, all of a vector."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 
 import numpy as np
 
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
+from flockstep.codecs.low_rank import factor_dtype
 from flockstep.codecs.parts import Parts
 from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
 from flockstep.errors import ConfigurationError, ProtocolError
@@ -39,15 +40,11 @@ class AdaComp(Streamed):
         if not 1 <= self.bin <= 1 << 16:
             raise ConfigurationError(f"adacomp needs a bin of 1 to 65536 elements, got {self.bin}; 50 is usual")
 
-    @property
-    def contraction(self) -> bool:
-        """By 1/(2d²) at least."""
-        return True
+    contraction = True
+    """By 1/(2d²) at least."""
 
-    @property
-    def exact_size(self) -> bool:
-        """The data decide."""
-        return False
+    exact_size = False
+    """The data decide."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """At most the array."""
@@ -75,15 +72,10 @@ class AdaComp(Streamed):
         Raises:
             ProtocolError: too many of a bin, places that do not ascend, or lengths that do not fit.
         """
-        k, start, bins, scale_bytes = (
-            kernels.of(data),
-            self._head(size, dtype),
-            -(-size // self.bin),
-            _scale_bytes(dtype),
-        )
+        k, start, bins, wide = kernels.of(data), self._head(size, dtype), -(-size // self.bin), factor_dtype(dtype)
         if not size or len(data) < start:
             raise ProtocolError(f"{self} takes at least {start} bytes for {size} {dtype}, got {len(data)}")
-        counts = k.unpacked_integers(data[scale_bytes:start], bins, self.bin.bit_length())
+        counts = k.unpacked_integers(data[wide.itemsize : start], bins, self.bin.bit_length())
         count, width = int(counts.sum()), 1 + (self.bin - 1).bit_length()
         if int(counts.max()) > self.bin or len(data) != start + -(-count * width // 8):
             raise ProtocolError(f"{self} got {len(data)} bytes, which do not fit the {count} elements they announce")
@@ -92,10 +84,10 @@ class AdaComp(Streamed):
         indices = k.from_buckets(places, self.bin, counts)
         if count and (int(places.max()) >= self.bin or not k.ascending(indices, size)):
             raise ProtocolError(f"{self} got places that do not ascend or reach beyond their bin")
-        scale = float(k.from_bytes(data[:scale_bytes], _scale_dtype(dtype))[0])
+        scale = float(k.from_bytes(data[: wide.itemsize], wide.name)[0])
         if not isfinite(scale) or scale < 0:
             raise ProtocolError(f"{self} got {scale} as its common value")
-        return indices, k.cast(k.full(data, count, scale, _scale_dtype(dtype)) * (1 - 2 * (codes & 1)), dtype)
+        return indices, k.cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype)
 
     def error_bound(self, array: FlatArray) -> float:
         """||x||², for what is sent only comes nearer."""
@@ -103,10 +95,10 @@ class AdaComp(Streamed):
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """With bins and a common value of its own for every tensor."""
-        return Parts((self,) * len(shapes), tuple(map(prod, shapes))) if len(shapes) != 1 else self
+        return Parts.of([self] * len(shapes), shapes) if len(shapes) != 1 else self
 
     def _head(self, size: int, dtype: str) -> int:
-        return _scale_bytes(dtype) + -(-(-(-size // self.bin) * self.bin.bit_length()) // 8)
+        return factor_dtype(dtype).itemsize + -(-(-(-size // self.bin) * self.bin.bit_length()) // 8)
 
     def _sent(self, total: FlatArray, change: FlatArray) -> tuple[Bytes, bool]:
         k, dtype = kernels.of(total), kernels.name_of(total)
@@ -120,15 +112,7 @@ class AdaComp(Streamed):
             codes = k.as_codes(places, k.gathered(total, indices) < 0)
             head = k.packed_integers(counts, self.bin.bit_length())
             body = k.packed_integers(codes, 1 + (self.bin - 1).bit_length())
-            data = k.join(k.as_bytes(k.full(total, 1, scale, _scale_dtype(dtype))), head, body)
+            data = k.join(k.as_bytes(k.full(total, 1, scale, factor_dtype(dtype).name)), head, body)
             if len(data) < plain:
                 return data, False
         return k.as_bytes(k.copied(total)), True
-
-
-def _scale_dtype(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
-
-
-def _scale_bytes(dtype: str) -> int:
-    return 8 if dtype == "float64" else 4

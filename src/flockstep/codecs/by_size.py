@@ -11,14 +11,14 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.identity import Identity
-from flockstep.codecs.parts import Parts
+from flockstep.codecs.parts import Composed, Parts
 from flockstep.codecs.top import TopK
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
 
 
 @dataclass(frozen=True)
-class BySize(Codec):
+class BySize(Composed):
     """`large` for every tensor of at least `limit` elements and more than one dimension, `small` for the others.
 
     Biases, scales of normalisation and short tensors are few elements that matter much; published compressors leave
@@ -34,30 +34,9 @@ class BySize(Codec):
         if self.limit < 0:
             raise ConfigurationError(f"by_size needs a limit of 0 or more elements, got {self.limit}; 1024 is usual")
 
-    @property
-    def lossless(self) -> bool:
-        """If both are."""
-        return self.large.lossless and self.small.lossless
-
-    @property
-    def unbiased(self) -> bool:
-        """If both are."""
-        return self.large.unbiased and self.small.unbiased
-
-    @property
-    def contraction(self) -> bool:
-        """If both are."""
-        return all(codec.contraction or codec.lossless for codec in (self.large, self.small))
-
-    @property
-    def exact_size(self) -> bool:
-        """If both have one."""
-        return self.large.exact_size and self.small.exact_size
-
-    @property
-    def shares_seed(self) -> bool:
-        """If one does."""
-        return self.large.shares_seed or self.small.shares_seed
+    def members(self) -> tuple[Codec, ...]:
+        """Both."""
+        return self.large, self.small
 
     def of(self, size: int) -> Codec:
         """The codec for one array of that size."""
@@ -102,8 +81,7 @@ class BySize(Codec):
         chosen = [self._for(shape) for shape in shapes]
         if chosen and all(codec is self.small for codec in chosen) and self.small.lossless:
             return self.small
-        bound = tuple(codec.on([shape]) for codec, shape in zip(chosen, shapes, strict=True))
-        return Parts(bound, tuple(prod(shape) for shape in shapes))
+        return Parts.of((codec.on([shape]) for codec, shape in zip(chosen, shapes, strict=True)), shapes)
 
     def at(self, step: int) -> Codec:
         """Both at that step."""

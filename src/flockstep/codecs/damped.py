@@ -30,10 +30,8 @@ class Damped(Codec):
                 f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use it as it is"
             )
 
-    @property
-    def contraction(self) -> bool:
-        """By 1 / (1 + omega)."""
-        return True
+    contraction = True
+    """By 1 / (1 + omega)."""
 
     @property
     def exact_size(self) -> bool:

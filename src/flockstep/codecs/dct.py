@@ -36,10 +36,8 @@ class Dct(Codec):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
 
-    @property
-    def contraction(self) -> bool:
-        """By k ÷ elements of a chunk: the transform keeps lengths (Parseval)."""
-        return True
+    contraction = True
+    """By k ÷ elements of a chunk: the transform keeps lengths (Parseval)."""
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
         """The tensors of an array of that size."""

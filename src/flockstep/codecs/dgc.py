@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from flockstep.arrays.schema import FlatArray
-from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
-from flockstep.codecs.sparse import Sparsifier
-from flockstep.codecs.streamed import Indices
-from flockstep.codecs.top import TopK, check_ratio
+from flockstep.codecs.top import Largest, check_ratio
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 
@@ -20,7 +15,7 @@ STAGES = 4
 
 
 @dataclass(frozen=True)
-class Dgc(Sparsifier):
+class Dgc(Largest):
     """The `ratio`·d largest elements, found by a sample's threshold and re-selection (Lin et al. 2018, section 3).
 
     `warmup` is in steps: over its four quarters, 25 %, 6.25 %, 1.5625 % and 0.4 % are sent (section 3.3: a sparsity of
@@ -31,6 +26,7 @@ class Dgc(Sparsifier):
     ratio: float = field(default=0.001, metadata=searched(0.001, 0.25, whole=False))
     warmup: int = 0
     values: Codec = Identity()
+    sampled = True
 
     def __post_init__(self) -> None:
         check_ratio("dgc", self.ratio)
@@ -45,31 +41,3 @@ class Dgc(Sparsifier):
         stage = STAGES * step // self.warmup
         published = 0.004 if stage == STAGES - 1 else 0.25 ** (stage + 1)
         return warm._with(ratio=max(self.ratio, published))
-
-    def count(self, size: int) -> int:
-        """k."""
-        return self._top.count(size)
-
-    def head_bytes(self, size: int) -> int:
-        """Of the indices."""
-        return self._top.head_bytes(size)
-
-    def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """What sampled top-k chooses."""
-        return self._top.choose(array, random)
-
-    def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """From the indices.
-
-        Raises:
-            ProtocolError: too few bytes; indices that do not ascend, or reach beyond the array.
-        """
-        return self._top.locate(data, size)
-
-    def left_out(self, array: FlatArray) -> float:
-        """As of sampled top-k."""
-        return self._top.left_out(array)
-
-    @property
-    def _top(self) -> TopK:
-        return TopK(self.ratio, sampled=True)

@@ -16,25 +16,17 @@ from flockstep.errors import ProtocolError
 class Identity(Codec):
     """The elements as they are, little-endian: what travels when nothing is compressed."""
 
-    @property
-    def lossless(self) -> bool:
-        """Nothing changes."""
-        return True
+    lossless = True
+    """Nothing changes."""
 
-    @property
-    def unbiased(self) -> bool:
-        """Nothing changes."""
-        return True
+    unbiased = True
+    """Nothing changes."""
 
-    @property
-    def linear(self) -> bool:
-        """Sums are sums."""
-        return True
+    linear = True
+    """Sums are sums."""
 
-    @property
-    def contraction(self) -> bool:
-        """Nothing is lost."""
-        return True
+    contraction = True
+    """Nothing is lost."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """The bytes of the array itself."""

@@ -24,15 +24,11 @@ class Natural(Quantiser):
     smallest of them. The random bits have steps of 2⁻²³.
     """
 
-    @property
-    def unbiased(self) -> bool:
-        """Up to the largest power of two."""
-        return True
+    unbiased = True
+    """Up to the largest power of two."""
 
-    @property
-    def contraction(self) -> bool:
-        """By 7/8."""
-        return True
+    contraction = True
+    """By 7/8."""
 
     def coded_bytes(self, size: int, dtype: str) -> int:
         """A byte an element, and the packed rest of 1 or 4 bits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,8 @@ class OneBit(Quantiser):
     out never arrives. d + 64 bits a column or tensor of d elements.
     """
 
-    @property
-    def contraction(self) -> bool:
-        """The squared means are what is not lost: of the larger side at least ||x||² / d."""
-        return True
+    contraction = True
+    """The squared means are what is not lost: of the larger side at least ||x||² / d."""
 
     def columns(self, size: int) -> int:
         """Groups of elements with means of their own."""
@@ -113,8 +110,8 @@ class OneBit(Quantiser):
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """Every tensor on its own, matrices column by column."""
-        bound = tuple(OneBitColumns(shape[1]) if len(shape) == 2 and shape[1] > 1 else self for shape in shapes)
-        return Parts(bound, tuple(math.prod(shape) for shape in shapes))
+        columns = (OneBitColumns(shape[1]) if len(shape) == 2 and shape[1] > 1 else self for shape in shapes)
+        return Parts.of(columns, shapes)
 
 
 @dataclass(frozen=True)

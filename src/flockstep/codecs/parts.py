@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,48 +12,65 @@ import numpy as np
 
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
-from flockstep.codecs.base import Bytes, Codec
+from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.errors import ConfigurationError, ProtocolError
 
 LENGTH_BYTES = 4
 
 
+class Composed(Codec):
+    """Promises what all of its codecs do."""
+
+    @abstractmethod
+    def members(self) -> tuple[Codec, ...]:
+        """Its codecs."""
+
+    @property
+    def lossless(self) -> bool:
+        """If all are."""
+        return all(codec.lossless for codec in self.members())
+
+    @property
+    def unbiased(self) -> bool:
+        """If all are."""
+        return all(codec.unbiased for codec in self.members())
+
+    @property
+    def contraction(self) -> bool:
+        """If all are."""
+        return all(codec.contraction or codec.lossless for codec in self.members())
+
+    @property
+    def exact_size(self) -> bool:
+        """If all have one."""
+        return all(codec.exact_size for codec in self.members())
+
+    @property
+    def shares_seed(self) -> bool:
+        """If one does."""
+        return any(codec.shares_seed for codec in self.members())
+
+
 @dataclass(frozen=True)
-class Parts(Codec):
+class Parts(Composed):
     """Encodings one after the other; one whose size the data decide has its length in front, as uint32."""
 
     codecs: tuple[Codec, ...]
     sizes: tuple[int, ...]
 
-    @property
-    def lossless(self) -> bool:
-        """If all are."""
-        return all(codec.lossless for codec in self.codecs)
+    @classmethod
+    def of(cls, codecs: Iterable[Codec], shapes: Sequence[Shape]) -> Parts:
+        """A codec for each tensor of these shapes."""
+        return cls(tuple(codecs), tuple(map(math.prod, shapes)))
 
-    @property
-    def unbiased(self) -> bool:
-        """If all are."""
-        return all(codec.unbiased for codec in self.codecs)
-
-    @property
-    def contraction(self) -> bool:
-        """If all are."""
-        return all(codec.contraction or codec.lossless for codec in self.codecs)
+    def members(self) -> tuple[Codec, ...]:
+        """One a part."""
+        return self.codecs
 
     @property
     def sparse(self) -> bool:
         """If some are, and the others lose nothing."""
         return any(c.sparse for c in self.codecs) and all(c.sparse or c.lossless for c in self.codecs)
-
-    @property
-    def exact_size(self) -> bool:
-        """If all have one."""
-        return all(codec.exact_size for codec in self.codecs)
-
-    @property
-    def shares_seed(self) -> bool:
-        """If one does."""
-        return any(codec.shares_seed for codec in self.codecs)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """The sum, with the lengths."""

@@ -33,10 +33,8 @@ class PowerSgd(Codec):
         if self.rank < 1:
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
 
-    @property
-    def contraction(self) -> bool:
-        """By rank ÷ min(n, m), in the mean over Ω."""
-        return True
+    contraction = True
+    """By rank ÷ min(n, m), in the mean over Ω."""
 
     def layout(self, size: int, dtype: str) -> LowRank:
         """What is factored of an array of that size."""

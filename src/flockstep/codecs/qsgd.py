@@ -32,10 +32,8 @@ class Qsgd(Levels):
         if self.bucket < 8 or self.bucket % 8:
             raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
 
-    @property
-    def unbiased(self) -> bool:
-        """By the random rounding."""
-        return True
+    unbiased = True
+    """By the random rounding."""
 
     @property
     def contraction(self) -> bool:

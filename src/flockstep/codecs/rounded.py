@@ -21,10 +21,8 @@ class Rounded(Codec):
     whole: ClassVar[tuple[str, ...]]
     """Types of two bytes that are sent as they are."""
 
-    @property
-    def contraction(self) -> bool:
-        """Of what lies in its range."""
-        return True
+    contraction = True
+    """Of what lies in its range."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
         """Two bytes an element."""

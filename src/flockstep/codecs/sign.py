@@ -83,4 +83,4 @@ class Sign(Quantiser):
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """Every tensor with a scale of its own."""
-        return Parts((self,) * len(shapes), tuple(math.prod(shape) for shape in shapes))
+        return Parts.of([self] * len(shapes), shapes)

@@ -37,10 +37,8 @@ class Streamed(Codec):
             ProtocolError: it cannot be one for `size` elements.
         """
 
-    @property
-    def sparse(self) -> bool:
-        """Most elements are zero."""
-        return True
+    sparse = True
+    """Most elements are zero."""
 
     def is_plain(self, data: Bytes, size: int, dtype: str) -> bool:
         """Whether `data` are the bytes of the array itself."""

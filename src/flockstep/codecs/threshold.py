@@ -21,10 +21,8 @@ COUNT_BYTES = 4
 class Counted(Sparsifier):
     """As many elements as the data say: their number (uint32), their indices (uint32), their values."""
 
-    @property
-    def exact_size(self) -> bool:
-        """The data decide; at most the bytes of the array."""
-        return False
+    exact_size = False
+    """The data decide; at most the bytes of the array."""
 
     def count(self, size: int) -> int:
         """All, at most."""

@@ -23,28 +23,12 @@ LEAST, MOST = 0.8, 1.3
 TRIES = 4
 
 
-@dataclass(frozen=True)
-class TopK(Sparsifier):
-    """The `ratio`·d elements of the largest magnitude, at least one; of those that tie, the first.
+class Largest(Sparsifier):
+    """The largest elements, of all or of every bucket, or nearly the largest, found by a sample."""
 
-    `sampled`: above a threshold taken from a sample, again from the same sample until 0.8 to 1.3 times as many elements
-    are above it as wanted, of which the largest are sent (as in the code published with Lin et al. 2018); the first of
-    the others fill up what is missing, so that the size stays exact. `bucket` > 0: so many of every bucket of elements,
-    with indices inside of it in as few whole bits as they need (SparCML, Renggli et al. 2019).
-    Without buckets an index takes 32 bits.
-    """
-
-    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
+    ratio: float
     sampled: bool = False
     bucket: int = 0
-    values: Codec = Identity()
-
-    def __post_init__(self) -> None:
-        check_ratio("topk", self.ratio)
-        if self.bucket < 0 or self.bucket > 1 << 24:
-            raise ConfigurationError(f"topk needs a bucket from 0 to 2^24 elements, got {self.bucket}; 0 means none")
-        if self.bucket and self.sampled:
-            raise ConfigurationError("topk samples only without buckets, got both; leave out one of them")
 
     def count(self, size: int) -> int:
         """k, summed over buckets."""
@@ -101,6 +85,30 @@ class TopK(Sparsifier):
         whole, rest = divmod(size, self.bucket)
         counts = [wanted(self.ratio, self.bucket)] * whole + [wanted(self.ratio, rest)] * (rest > 0)
         return np.array(counts, np.int64)
+
+
+@dataclass(frozen=True)
+class TopK(Largest):
+    """The `ratio`·d elements of the largest magnitude, at least one; of those that tie, the first.
+
+    `sampled`: above a threshold taken from a sample, again from the same sample until 0.8 to 1.3 times as many elements
+    are above it as wanted, of which the largest are sent (as in the code published with Lin et al. 2018); the first of
+    the others fill up what is missing, so that the size stays exact. `bucket` > 0: so many of every bucket of elements,
+    with indices inside of it in as few whole bits as they need (SparCML, Renggli et al. 2019).
+    Without buckets an index takes 32 bits.
+    """
+
+    ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
+    sampled: bool = False
+    bucket: int = 0
+    values: Codec = Identity()
+
+    def __post_init__(self) -> None:
+        check_ratio("topk", self.ratio)
+        if self.bucket < 0 or self.bucket > 1 << 24:
+            raise ConfigurationError(f"topk needs a bucket from 0 to 2^24 elements, got {self.bucket}; 0 means none")
+        if self.bucket and self.sampled:
+            raise ConfigurationError("topk samples only without buckets, got both; leave out one of them")
 
 
 def select(array: FlatArray, count: int, sampled: bool, random: np.random.Generator) -> Indices:

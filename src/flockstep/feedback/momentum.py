@@ -50,10 +50,8 @@ class Momentum(Feedback):
                 f"momentum needs a clip above 0, got {self.clip}; none leaves gradients as they are"
             )
 
-    @property
-    def needs_contraction(self) -> bool:
-        """What is kept grows without bound if less comes off it than goes on."""
-        return True
+    needs_contraction = True
+    """What is kept grows without bound if less comes off it than goes on."""
 
     def among(self, workers: int) -> Feedback:
         """With clip·N^-1/2, so that a sum of N independent gradients would be clipped at `clip`."""

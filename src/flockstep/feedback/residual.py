@@ -19,10 +19,8 @@ class Residual(Feedback):
     The sum of everything sent plus the error kept equals the sum of everything that was to be sent.
     """
 
-    @property
-    def needs_contraction(self) -> bool:
-        """What is kept grows without bound if less comes off it than goes on."""
-        return True
+    needs_contraction = True
+    """What is kept grows without bound if less comes off it than goes on."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """The encoding of e + x; the memory is e (K,)."""
