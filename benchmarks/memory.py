@@ -136,13 +136,15 @@ def resident(pid: int) -> tuple[float, float]:
 
 
 def role(pid: int, record: Path) -> str:
-    """The node whose events a process writes; of the run as a whole, those of the evaluation."""
+    """The node that a process is called after, or "evaluation" of the one that writes the launcher's events."""
     with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if re.fullmatch("(worker|server)-[0-9]+", name):
+            return name
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                file = link.readlink()
-                if file.parent == record.resolve() / "events":
-                    return "evaluation" if file.stem == "launcher" else file.stem
+                if link.readlink() == record.resolve() / "events" / "launcher.jsonl":
+                    return "evaluation"
     return ""
 
 

@@ -173,7 +173,7 @@ if rank == 0:
 """
     run = launched(body, tmp_path)
     wait_until(lambda: b'"type":"node"' in run.events("worker-1"), PATIENCE, "worker 1 is done")
-    run.nodes["worker-1"] = next(pid for pid in run.children() if "worker-0" not in run.writes(pid))
+    run.nodes = run.working()
     run.fault(signal.SIGKILL, "worker-1")
     wait_until(lambda: b'"type":"lost"' in run.events("server-0"), PATIENCE, "the server hears of it")
     (tmp_path / "killed").touch()

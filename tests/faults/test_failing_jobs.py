@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flockstep.drivers.reports import PERIOD
 from flockstep.drivers.setup import prepare
 from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
@@ -40,6 +41,9 @@ def job():
     class Faulty(type(job.model())):
         def gradients(self, *arguments):
             calls.append(1)
+            until = time.monotonic() + 5 * {period}  # slow steps, of which the supervisor hears at their end
+            while chosen and len(calls) in (39, 40) and time.monotonic() < until:
+                pass
             if chosen and len(calls) == 40:
                 misfortune()
             return plain(self, *arguments)
@@ -57,7 +61,7 @@ def misfortune():
 
 
 def failing(misfortune: str, folder: Path, *options: str, strategy: str = "all_reduce") -> RealRun:
-    (folder / "faulty.py").write_text(JOB.replace("{misfortune}", misfortune))
+    (folder / "faulty.py").write_text(JOB.replace("{misfortune}", misfortune).replace("{period}", str(PERIOD)))
     return RealRun(["train", str(folder / "faulty.py"), "-s", strategy, *ENDLESS, *options], folder / "run")
 
 

@@ -16,7 +16,7 @@ from flockstep.launchers.train import finished
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
-from support.processes import PATIENCE, RealRun, alive, content, wait_until
+from support.processes import PATIENCE, RealRun, alive, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -62,7 +62,10 @@ def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path
     run = RealRun(["train", "softmax", "-s", "asgd", *ENDLESS], tmp_path / "run")
     run.wait_for_work()
     assert set(run.nodes) == {"worker-0", "worker-1", "worker-2", "server-0"}
-    wait_until(lambda: any("launcher" in run.writes(pid) for pid in run.processes()), PATIENCE, "an evaluation goes on")
+    wait_until(lambda: run.evaluating(), PATIENCE, "an evaluation goes on")
+    assert not any(
+        str(run.record.resolve() / "events") in file for pid in run.nodes.values() for file in open_files(pid)
+    )
     run.fault(signal.SIGKILL, "main")
     wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "orphans gone")
     run.end()

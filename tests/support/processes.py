@@ -26,6 +26,7 @@ import flockstep
 PATIENCE = 80.0
 """Seconds after which what is no promise of ours counts as never happening: a busy machine is no bug."""
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
+NODE = re.compile("(worker|server)-[0-9]+")
 SOURCE = Path(flockstep.__file__).parents[1]
 
 
@@ -128,9 +129,15 @@ class RealRun:
         """What the command itself has started: scripts, and what forks workers."""
         return sorted(pid for pid in self.processes() if status(pid)[1:2] == [str(self.main.pid)])
 
-    def writes(self, pid: int) -> list[str]:
-        """The nodes whose events a process writes."""
-        return [Path(file).stem for file in open_files(pid) if file.startswith(f"{self.record.resolve()}/events/")]
+    def evaluating(self) -> bool:
+        """Whether a process evaluates: it writes what the launcher has to say itself."""
+        file = str(self.record.resolve() / "events" / "launcher.jsonl")
+        return any(file in open_files(pid) for pid in self.processes())
+
+    def working(self) -> dict[str, int]:
+        """Node → its process, which is called like it; what a script starts may have its name, and came later."""
+        named = {pid: content(f"/proc/{pid}/comm").decode().strip() for pid in self.processes()}
+        return {name: pid for pid, name in sorted(named.items(), reverse=True) if NODE.fullmatch(name)}
 
     def events(self, node: str) -> bytes:
         """What a node has written by now."""
@@ -150,13 +157,10 @@ class RealRun:
     def _at_work(self, steps: int) -> bool:
         names = [file.stem for file in self.record.glob("events/*.jsonl") if file.stem != "launcher"]
         expected = re.search(rb"^workers = ([0-9]+)$", content(self.record / "config.toml"), re.MULTILINE)
-        # Those who need nobody may have worked long before the last one opens its file.
         if not expected or any(self.steps(rank) < steps for rank in range(int(expected[1]))):
             return False
-        folder = f"{self.record.resolve()}/events/"
-        files = {f"{folder}{name}.jsonl": name for name in names}
-        self.nodes = {files[file]: pid for pid in self.processes() for file in open_files(pid) if file in files}
-        return len(self.nodes) == len(names)
+        self.nodes = self.working()
+        return set(self.nodes) == set(names)
 
     def fault(self, kind: signal.Signals, whom: str) -> None:
         """Signal 'main', 'group' or a node such as 'worker-1', in the middle of its work; check that it was hit."""

@@ -80,14 +80,18 @@ class Run:
         return self.process.poll() is not None
 
     def pid(self, rank: int) -> int:
-        """The process of a worker: the one that has its events open."""
-        wanted = str(self.folder.resolve() / "events" / f"worker-{rank}.jsonl")
+        """The process of a worker, which is called like it, and forked by what the run's own process has started."""
         for process in Path("/proc").iterdir():
             if process.name.isdecimal():
                 with contextlib.suppress(OSError):
-                    if any(str(link.readlink()) == wanted for link in (process / "fd").iterdir()):
+                    named = (process / "comm").read_text().strip() == f"worker-{rank}"
+                    if named and _parent(_parent(int(process.name))) == self.process.pid:
                         return int(process.name)
-        raise RunError(f"no process writes {wanted}; the run may have ended before its fault")
+        raise RunError(f"no process is worker {rank}; the run may have ended before its fault")
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:

@@ -32,7 +32,6 @@ from flockstep.nodes import Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper, Watch
 from flockstep.records.events import Diverged
-from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 
 T = TypeVar("T")
@@ -83,7 +82,6 @@ class Loop:
         self._params = params
         self._buffers = buffers
         self._member: Member | None = None
-        self._events: EventWriter | None = None
         self._finished = False
         self._failure: Exception | None = None
         self._seat: Seat | None = None
@@ -221,8 +219,8 @@ class Loop:
         reason = (
             f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
         )
-        if self._events is not None:
-            self._events.write(Diverged(self._runner.clock(), self.rank, reason))
+        if self._seat is not None:
+            self._seat.reports.write(Diverged(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def renew(self, optimizer: OptimizerState | None) -> None:
@@ -320,9 +318,7 @@ class Loop:
                     self._params[part] = self._servers[server(index)].params
             return
         assert self._member is not None
-        assert self._events is not None
         self._seat.close()
-        self._events.close()
         result = self._member.wait_for_end(self.handed)
         if result is not None:
             self._params[:] = result
@@ -352,10 +348,9 @@ class Loop:
         with self._telling():
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
         self._params[:] = params
-        self._events = EventWriter(RunFolder(ticket.record).node_events_file(rank), flush_every=1)
         worker = make_worker(strategy, cluster, rank, self._params, schema, ticket.seed, stepper, optimizer)
         self._worker = worker
-        self._seat = Seat(self._member, worker, strategy, self._events.write)
+        self._seat = Seat(self._member, worker, strategy)
         self._seat.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
         take_place(Place(self._member, self._runner.figure))
@@ -388,8 +383,6 @@ class Loop:
             if self._seat is not None:
                 self._seat.leave(failed=True)
             self._member.close(0.3)
-        if self._events is not None:
-            self._events.close()
 
     def _at_exit(self) -> None:
         """A script that does not call `finish` still leaves properly, unless it is failing."""

@@ -6,7 +6,7 @@ rank 0 → supervisor "initial": the parameters that everyone starts from
 supervisor → node   "welcome": those parameters, and where the peers listen
 node ⇄ node         greetings of their buses, until every two are connected
 node → supervisor   "ready"; supervisor → node "go": the clock starts
-node → supervisor   "progress", "snapshot", "done" or "failed"
+node → supervisor   "events" of the record, "waiting" for what, "snapshot", "done" or "failed"
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model where it is wanted
 
@@ -118,6 +118,8 @@ class Member:
         me = Identity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
         transport, folder = Transport.parse(ticket.transport), Path(ticket.directory)
         name = node_name(ticket.address).replace(" ", "-")
+        with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
+            Path("/proc/self/comm").write_text(name)
         self.line = links.Line(me, transport.listen(folder, f"{name}-line"), ticket.heartbeat)
         self.bus = transport.bus(me, folder, name)
         self.closed = False

@@ -17,11 +17,11 @@ import numpy as np
 from flockstep.arrays.schema import Schema
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.reports import Reports
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster
-from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy, Traits
 
 MOVER = "mover"
@@ -131,10 +131,9 @@ class ScriptPlace:
         """All is done: write the totals, and wait until everyone else has come to the end."""
         if self._failed:
             return
-        now, ticket = time.monotonic() - self._start, self.member.ticket
-        with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address)) as events:
-            account.emit = events.write
-            account.close(now, np.empty(0, np.float32))
+        now = time.monotonic() - self._start
+        account.emit = Reports(self.member).write
+        account.close(now, np.empty(0, np.float32))
         note: Fields = {"tick": FINAL, "t": now, "step": 0, "sent": account.traffic.sent_bytes}
         self.member.tell("done", np.zeros(1, np.float32), note)
         try:

@@ -22,7 +22,6 @@ from flockstep.frameworks.base import Engine
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.programs import NeedGradient
-from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.strategies.base import Strategy
 
 
@@ -36,16 +35,15 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         params = engine.home()
         _warm_up(engine, params, plan, ticket.address)
         _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)
-        with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
-            stepper.lr = plan.lr_at(0)
-            worker = plan.worker(engine, ticket.address, params, stepper)
-            seat = guard.seat = Seat(member, worker, plan.strategy, events.write, plan.evaluate_every)
-            seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
-            gradient = seat.home(np.zeros_like(params))
-            release()
-            _train(engine, worker, stepper, seat.runner, plan, gradient)
-            seat.close()
+        stepper = LocalOptimizer(plan.optimizer, params, engine.schema.slices)
+        stepper.lr = plan.lr_at(0)
+        worker = plan.worker(engine, ticket.address, params, stepper)
+        seat = guard.seat = Seat(member, worker, plan.strategy, plan.evaluate_every)
+        seat.snapshots.buffers = lambda: engine.buffers(ticket.address)
+        gradient = seat.home(np.zeros_like(params))
+        release()
+        _train(engine, worker, stepper, seat.runner, plan, gradient)
+        seat.close()
         member.wait_for_end()
     return guard.code
 
@@ -58,12 +56,11 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)
-        with EventWriter(RunFolder(ticket.record).node_events_file(ticket.address), flush_every=1) as events:
-            node = make_server(rule, cluster, index, params, schema, ticket.seed, spec)
-            seat = guard.seat = Seat(member, node, rule, events.write, every)
-            seat.runner.serve(rule, node)
-            seat.drive(seat.runner)
-            seat.close()
+        node = make_server(rule, cluster, index, params, schema, ticket.seed, spec)
+        seat = guard.seat = Seat(member, node, rule, every)
+        seat.runner.serve(rule, node)
+        seat.drive(seat.runner)
+        seat.close()
         member.wait_for_end()
     return guard.code
 

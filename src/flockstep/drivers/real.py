@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.drivers.account import Emit
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.renewal import Reception
+from flockstep.drivers.reports import Reports
 from flockstep.drivers.runner import Runner
 from flockstep.drivers.snapshots import Snapshots
 from flockstep.drivers.tracker import FINAL, Progress
-from flockstep.errors import PeerLost
+from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
@@ -22,8 +23,6 @@ from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 
-PROGRESS_PERIOD = 0.2
-"""Seconds between two reports of progress to the supervisor."""
 WAIT_PERIOD = 1.0
 """Seconds that a worker waits before it tells the supervisor what for, and between two such reports."""
 GLANCE = 0.001
@@ -33,20 +32,19 @@ GLANCE = 0.001
 class Seat(Messenger):
     """A node's part in the run that this process was started for: its messages, its part in the evaluation."""
 
-    def __init__(self, member: Member, node: Node, strategy: Strategy, emit: Emit, every: int = 0):
+    def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0: there are none."""
-        super().__init__(member, node, emit)
+        self.reports = Reports(member)
+        super().__init__(member, node, self.reports.write)
         self.snapshots = Snapshots(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)
-        self._emit = emit
-        self._reported = -PROGRESS_PERIOD
         self._moved = 0.0
         self._wanted: Wanted | Work | None = None
         self._left: dict[Address, int] = {}
         self._gone: set[Address] = set()
         self._group: SharedGroup | None = None
-        self.runner.hand_in, self.runner.every, self.runner.stepped = self.hand_in, every, self._report
+        self.runner.hand_in, self.runner.every, self.runner.stepped = self.hand_in, every, self._stepped
         if isinstance(node, Worker):
             self._meet(node)
         elif isinstance(node, Server):
@@ -89,8 +87,11 @@ class Seat(Messenger):
             self._wanted = wanted
             self._require_others()
             self._tell_waiting()
-            if (message := self._receive(GLANCE if node.poll() else WAIT_PERIOD)) is not None:
+            idle = not node.poll()
+            if (message := self._receive(WAIT_PERIOD if idle else GLANCE)) is not None:
                 self.take(message)
+            elif idle:
+                self.reports.flush()
             runner.wake()
         self._wanted = None
 
@@ -116,6 +117,8 @@ class Seat(Messenger):
 
     def salvage(self) -> None:
         """The run fails: hand in what there is."""
+        with contextlib.suppress(FlockstepError):
+            self.reports.flush()
         self.snapshots.salvage(self.node, self.now(), self.runner.account.traffic.sent_bytes)
 
     def close(self) -> None:
@@ -201,21 +204,18 @@ class Seat(Messenger):
         here = node_name(self.node.address)
         self._hear_of_loss(PeerLost(f"{node_name(to)} is not reachable from {here}; {self._doing()}"), to)
 
-    def _report(self, loss: float | None) -> None:
-        """Hear what came meanwhile; tell the supervisor how far this worker is, now and then."""
+    def _stepped(self, loss: float | None) -> None:
+        """Hear what came meanwhile."""
         self.collect()
-        now = self._moved = self.now()
-        if now - self._reported >= PROGRESS_PERIOD:
-            self._reported = now
-            note = {"step": self.node.run_step, "t": now}
-            self._member.tell("progress", None, note if loss is None else {**note, "loss": loss})
+        self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.account.traffic.sent_bytes)
 
     def _tell_waiting(self) -> None:
         """Tell the supervisor, now and then, what this worker has waited for since its last step."""
         if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
             self._moved = now
-            self._member.tell("progress", None, {"step": self.node.run_step, "for": str(self._wanted)})
+            self.reports.flush()
+            self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})
 
     def take(self, message: Message) -> None:
         """Deliver a message, or do what the supervisor says."""
@@ -229,7 +229,7 @@ class Seat(Messenger):
 
     def mourn(self, address: Address, reason: str) -> None:
         """Put the loss on the record, and end the run where the strategy needs that node."""
-        self._emit(Lost(self.now(), address, reason))
+        self.reports.write(Lost(self.now(), address, reason))
         if not self._survives or address < 0:
             raise PeerLost(f"{reason}; {self._doing()}")
 

@@ -13,16 +13,16 @@ from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.scratch import fork_servers_folder
-from flockstep.records.folder import RunFolder
+from flockstep.records.config import RunConfig
 
 
-def worker_main(ticket: Ticket, threads: int) -> None:
-    """A worker process: rebuilds the job from the run's configuration."""
+def worker_main(ticket: Ticket, threads: int, config: str) -> None:
+    """A worker process: rebuilds the job from the text of the run's configuration."""
     die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
     limit_process(threads)
 
     def make():  # type: ignore[no-untyped-def]
-        engine, plan, _ = prepare(RunFolder(ticket.record).read_config())
+        engine, plan, _ = prepare(RunConfig.from_toml(config, "the run's configuration"))
         return engine, plan
 
     sys.exit(run_worker(ticket, make))

@@ -8,8 +8,9 @@ from flockstep.errors import ConfigurationError
 
 AT_FIRST = 20
 """Handles of a supervisor without processes: sockets, the fork server's pipes, the evaluation, files of the record."""
-EACH = 7
-"""Handles of a supervisor for each process of its run: sockets, monitors, pipes. Processes need fewer in all."""
+EACH = 8
+"""Handles of a supervisor for each process of its run: sockets, monitors, pipes, a file of events. Processes need
+fewer in all."""
 
 
 def require_handles(processes: int, more: int = AT_FIRST) -> None:

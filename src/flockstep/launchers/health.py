@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Mapping
-from pathlib import Path
-
-import msgspec
 
 from flockstep.launchers.children import Child, how_it_ended
 from flockstep.launchers.link import Link
 from flockstep.launchers.want_of_memory import WantOfMemory
 from flockstep.messages import Address, node_name
-from flockstep.records.events import Step
 
-TAIL = 1 << 16
-"""Bytes at the end of a file of events among which the last step is looked for."""
 SETTLING = 0.5
 """Seconds between the two signs of a death, its exit and the end of its connection; the last words are in between."""
 
@@ -56,16 +49,3 @@ class Health:
             if code == 0 and link is None
             else how
         )
-
-
-def last_step(events: Path) -> int:
-    """The last step that a worker has written to its file of events; 0 where there is none."""
-    if not events.exists():
-        return 0
-    with events.open("rb") as file:
-        file.seek(max(0, events.stat().st_size - TAIL))
-        lines = file.read().splitlines()
-    for line in reversed(lines):
-        with contextlib.suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(line, type=Step).step
-    return 0

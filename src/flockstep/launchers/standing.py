@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.messages import Fields
+from flockstep.records.events import Step
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Standing:
     step: int = 0
     loss: float | None = None
 
-    def progress(self, note: Fields) -> None:
-        """The node reports how far it is."""
-        self.step = int(note["step"])
-        self.loss = float(note["loss"]) if "loss" in note else self.loss
+    def progress(self, event: Step) -> None:
+        """The node has made a step."""
+        self.step = event.step
+        self.loss = self.loss if event.loss is None else event.loss

@@ -18,12 +18,13 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.filed import Newest
 from flockstep.drivers.member import Failure, Hello, Ticket, in_short
 from flockstep.drivers.mover_place import rule_of
+from flockstep.drivers.reports import MOST, events_in
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.draws import Draws
 from flockstep.launchers.evaluation import Evaluation
 from flockstep.launchers.handles import require_handles
-from flockstep.launchers.health import Health, last_step
+from flockstep.launchers.health import Health
 from flockstep.launchers.link import Link
 from flockstep.launchers.movers import Movers
 from flockstep.launchers.scratch import scratch
@@ -31,8 +32,8 @@ from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits
 from flockstep.messages import Address, Message, node_name, server
 from flockstep.records import owner
-from flockstep.records.events import Lost
-from flockstep.records.folder import RunFolder
+from flockstep.records.events import Event, Lost, Step
+from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.handed_in import LAST, HandedIn, places
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
@@ -57,7 +58,7 @@ class Outcome:
     lost: dict[Address, Lost] = field(default_factory=dict)
     error: FlockstepError | None = None
     nodes: set[Address] = field(default_factory=set)
-    """Nodes that write a file of events, without those that were lost before they had begun one."""
+    """Nodes whose events are written to a file each."""
 
 
 class Supervisor:
@@ -94,9 +95,9 @@ class Supervisor:
         self._patience = patience
         self._run = secrets.token_hex(8)
         self._evaluation, self._places = evaluation or Evaluation(), places(record, self._run)
-        self._directory, self._scratch = Path(), contextlib.ExitStack()
-        self._control: Control
+        self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, Link] = {}
+        self._writers: dict[Address, EventWriter] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
         self._initial: FlatArray | None = None
@@ -137,8 +138,10 @@ class Supervisor:
             shutil.rmtree(place, ignore_errors=True)
 
     def _start(self) -> None:
-        self._directory = self._scratch.enter_context(scratch())
+        self._directory = self._open.enter_context(scratch())
+        self._open.callback(self._transport.clean_up, self._directory)
         self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat)
+        self._open.callback(self._control.close)
         for rank in range(self._workers):
             self.children[rank] = self._start_worker(self._ticket(rank))
 
@@ -212,11 +215,11 @@ class Supervisor:
     def _hello(self, hello: Hello) -> None:
         if hello.address in self._links:
             return
-        self.outcome.nodes.add(hello.address)
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
         self._check_hello(hello)
         link = self._links[hello.address] = Link(self._control, hello)
+        self._open.callback(link.close)
         link.tell("linked")
         self._start_servers()
         self._welcome()
@@ -275,15 +278,15 @@ class Supervisor:
                     # All are connected; so even a killed supervisor leaves no sockets.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
-                        link.tell("go")
-                        self.standings[link.address].state = "running"
+                        self._begin(link)
             case "mover":
                 self._movers.hear(self._links[address], self._links, note, self._control, self._directory)
             case "warning":
                 if (text := str(note["text"])) not in self.outcome.warnings:
                     self.outcome.warnings.append(text)
-            case "progress":
-                self.standings[address].progress(note)
+            case "events":
+                self._write(address, events_in(message.payload))
+            case "waiting":
                 self._waits.hear(address, note)
             case "gradient":
                 self._draws.hear(address, note)
@@ -291,6 +294,27 @@ class Supervisor:
                 self._keep(message)
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
+
+    def _begin(self, link: Link) -> None:
+        """All nodes are ready: let this one go."""
+        node, record = link.address, RunFolder(self._record)
+        self._writers[node] = self._open.enter_context(EventWriter(record.node_events_file(node), MOST))
+        self.outcome.nodes.add(node)
+        self.standings[node].state = "running"
+        link.tell("go")
+
+    def _write(self, address: Address, events: list[Event]) -> None:
+        """Put a node's events on the record."""
+        writer = self._writers.get(address)
+        if writer is None:
+            raise ProtocolError("it sent events before the run began")
+        for event in events:
+            writer.write(event)
+            if isinstance(event, Step):
+                self.standings[address].progress(event)
+        writer.flush()
+        if address >= 0 and any(isinstance(event, Step) for event in events):
+            self._waits.hear(address, {"step": self.standings[address].step})
 
     def _keep(self, message: Message) -> None:
         address, note = message.source, message.note
@@ -317,7 +341,7 @@ class Supervisor:
             if how is not None and link is not None:
                 self._hear(link)  # its last words
             if how is not None and address not in self._gone:
-                step = last_step(RunFolder(self._record).node_events_file(address))
+                step = self.standings[address].step
                 self._lose(address, f"{how} at step {step}" if step else how)
 
     def _lose(self, address: Address, reason: str) -> None:
@@ -325,9 +349,6 @@ class Supervisor:
         self.children[address].kill()  # a stopped one may wake up again; what it would say then belongs to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
-        written = RunFolder(self._record).node_events_file(address).exists()
-        if not (self.standings[address].step or address in self._done or written):
-            self.outcome.nodes.discard(address)
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
         if self._went is None:
@@ -372,18 +393,12 @@ class Supervisor:
     def _collect(self, link: Link) -> None:
         with contextlib.suppress(ProtocolError):
             while (message := link.receive()) is not None:
-                if message.tag in ("snapshot", "done"):
-                    self._keep(message)
+                if message.tag in ("events", "snapshot", "done"):
+                    self._handle(message)
 
     def _clean_up(self) -> None:
         reap(list(self.children.values()), GRACE)
-        for link in self._links.values():
-            link.close()
-        if hasattr(self, "_control"):
-            self._control.close()
-        if self._directory != Path():
-            self._transport.clean_up(self._directory)
-        self._scratch.close()
+        self._open.close()
 
     def _check_exits(self) -> None:
         for address, child in self.children.items():

@@ -69,7 +69,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
 
     def start_worker(ticket: Ticket) -> Child:
-        return fork(worker_main, (ticket, config.threads or 1))
+        return fork(worker_main, (ticket, config.threads or 1, config.to_toml()))
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]

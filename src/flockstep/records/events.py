@@ -125,3 +125,5 @@ class Result(msgspec.Struct, tag="result", frozen=True):
 
 
 Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica | Result
+HELD_BACK = (Step, Update, Span)
+"""Events that come in numbers: writers may wait for more of them."""

@@ -1,8 +1,8 @@
 """A run's folder: config.toml, events.jsonl, summary.json, result.npy and schema.json.
 
-While a real run is going every node writes events of its own (events/worker-0.jsonl, events/server-0.jsonl,
-events/launcher.jsonl); `merge_events` joins them into events.jsonl, sorted by time. Readers cope with both, with
-files that are missing, and with the half-written last line of a killed process.
+While a real run is going the launcher writes the events of every node to a file of its own (events/worker-0.jsonl,
+events/server-0.jsonl, events/launcher.jsonl); `merge_events` joins them into events.jsonl, sorted by time. Readers cope
+with both, with files that are missing, and with the half-written last line of a killed process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flockstep.errors import ConfigurationError, RunError, SchemaMismatch
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
-from flockstep.records.events import Event, Figure, Replica, Snapshot, Span, Step, Update
+from flockstep.records.events import HELD_BACK, Event, Figure, Replica, Snapshot
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.owner import OWNER, owned
@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 ENDED = ("finished", "diverged")
 """What the status of a run is that there is no reason to repeat."""
-_HELD_BACK = (Step, Update, Span)
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
@@ -71,7 +70,7 @@ class EventWriter:
         self._encoder.encode_into(event, self._buffer, -1)
         self._buffer += b"\n"
         self._held += 1
-        if self._held >= self._flush_every or not isinstance(event, _HELD_BACK):
+        if self._held >= self._flush_every or not isinstance(event, HELD_BACK):
             self.flush()
 
     def flush(self) -> None:
@@ -208,7 +207,7 @@ class RunFolder:
         )
 
     def node_events_file(self, node: Address | None) -> Path:
-        """Where a node of a real run writes its events; None is the launcher."""
+        """Where the events of a node of a real run are written; None is the launcher."""
         name = "launcher" if node is None else node_name(node).replace(" ", "-")
         return self.path / "events" / f"{name}.jsonl"
 
