@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.namespace import copied
 from flockstep.errors import ProtocolError
 
 Address = int
@@ -200,8 +201,13 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
     return None
 
 
-def frozen(array: Array) -> Array:
-    """A read-only copy of `array` as it is now: what a message carries. One that nobody can change is not copied."""
+def frozen(array: Any) -> Array:
+    """A copy of `array` as it is now: what a message carries.
+
+    One of numpy's is read-only; an array that nobody can change is not copied.
+    """
+    if not isinstance(array, np.ndarray):
+        return copied(array)
     if not array.flags.writeable and array.flags.c_contiguous and unchangeable(array):
         return array
     copy = np.array(array, order="C", copy=True)

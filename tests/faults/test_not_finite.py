@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flockstep.arrays.kernels.on_numpy import first_not_finite
 from flockstep.errors import Diverged
-from flockstep.strategies.finite import first_not_finite
 from flockstep.testing.strategies import Watched, run_strategy
 from support.processes import RealRun
 

@@ -142,7 +142,7 @@ def test_adaptive_rule_where_the_rate_has_changed(ratio, length, expected):
 @pytest.mark.oracle("period:adaptive")
 def test_a_warm_up_does_not_shorten_periods():
     """eta_0 is the rate before it decays: with the first rate of a warm-up H would be 2 of 8 ever after."""
-    me, period = SimpleNamespace(lr=0.01, loss=1.0, step=0), Adaptive(8, block=8)
+    me, period = SimpleNamespace(params=np.zeros(1), lr=0.01, loss=1.0, step=0), Adaptive(8, block=8)
 
     class Alone:
         async def average(self, me, array):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from flockstep.arrays.namespace import empty, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 
@@ -75,7 +74,7 @@ class Packing:
         pieces = [dense[part] for part in self.parts]
         for u, v in factors:
             pieces += [u.reshape(-1), v.reshape(-1)]
-        np.concatenate(pieces, out=out[: self.size])
+        namespace(dense).concatenate(pieces, out=out[: self.size])
 
     def factors(self, packed: FlatArray) -> list[tuple[FlatArray, FlatArray]]:
         """U (products, rows) and V (products, columns) of each layer, in order, as views."""
@@ -93,7 +92,7 @@ class Packing:
 
     def total(self, rest: FlatArray, factors: Sequence[FlatArray]) -> FlatArray:
         """The flat gradient (K,) with that rest, and layers that are the sums of several packed gradients' products."""
-        out = np.empty(self.parts[-1].stop, rest.dtype)
+        xp, out = namespace(rest), empty(rest, self.parts[-1].stop)
         position = 0
         for part in self.parts:
             length = part.stop - part.start
@@ -102,9 +101,9 @@ class Packing:
         position = 0
         for layer in self.layers:
             middle, end = position + layer.products * layer.rows, position + layer.factors
-            u = np.concatenate([each[position:middle].reshape(-1, layer.rows) for each in factors])
-            v = np.concatenate([each[middle:end].reshape(-1, layer.columns) for each in factors])
+            u = xp.concatenate([each[position:middle].reshape(-1, layer.rows) for each in factors])
+            v = xp.concatenate([each[middle:end].reshape(-1, layer.columns) for each in factors])
             view = out[layer.offset : layer.offset + layer.dense].reshape(layer.rows, layer.columns)
-            np.matmul(u.T, v, out=view)
+            xp.matmul(u.T, v, out=view)
             position = end
         return out

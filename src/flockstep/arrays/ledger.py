@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import cast, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import Diverged
 
@@ -22,20 +21,21 @@ def on_grid(update: FlatArray) -> FlatArray:
     Exact in float32 too: a value of 24 significant bits that is larger than 2^-16 is a multiple of the grid already,
     and a smaller multiple of the grid has at most 24 significant bits.
     """
-    rounded: FlatArray = (np.rint(update * np.float64(1 / GRID)) * GRID).astype(update.dtype)
-    return rounded
+    exact = cast(update, "float64") * (1 / GRID)
+    return cast(namespace(exact).round(exact) * GRID, name_of(update))
 
 
 @dataclass(eq=False)
 class Ledger:
     """Parameters as an exact sum: any order of the same additions gives the same bits."""
 
-    total: npt.NDArray[np.float64]
+    total: FlatArray
+    """In float64."""
 
     @classmethod
     def of(cls, params: FlatArray) -> Ledger:
         """The sum to begin with."""
-        return cls(on_grid(params.astype(np.float64)))
+        return cls(on_grid(cast(params, "float64")))
 
     def add(self, update: FlatArray) -> None:
         """Add an update that lies on the grid."""
@@ -48,5 +48,5 @@ class Ledger:
             Diverged: a parameter has left the range in which sums are exact.
         """
         params[:] = self.total
-        if not np.abs(self.total).max(initial=0.0) < LIMIT:
+        if len(params) and not abs(self.total).max() < LIMIT:
             raise Diverged(f"a parameter is not below {LIMIT:g} in magnitude; lower the learning rate or the scale")

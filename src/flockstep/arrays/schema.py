@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flockstep.errors import ConfigurationError, SchemaMismatch
 
 FlatArray = npt.NDArray[Any]
+"""A numpy array, or a torch tensor on whatever device; what is no operator comes from its `namespace`."""
 
 DTYPES = ("float16", "float32", "float64")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-import numpy as np
-
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays import kernels
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import Link
@@ -55,7 +54,7 @@ class Collective(Component):
             to = (rank + hop) % n
             me.send(to, "scatter", array[parts[to]])
         view = array[parts[rank]]
-        own = view.copy()
+        own = copied(view)
         for source in range(n):
             piece = own if source == rank else await me.receive_array("scatter", source)
             if source:
@@ -94,10 +93,10 @@ class Collective(Component):
         rank.
         """
         if codec.linear:
-            data = data.copy()
+            data = copied(data)
             await self.all_reduce(me, codec.terms(data, size, dtype))
             return codec.decode(data, size, dtype)
-        total: FlatArray = np.zeros(size, numpy_dtype(dtype))
+        total: FlatArray = kernels.of(data).zeros(data, size, dtype)
         for piece in await self.all_gather(me, data):
             codec.add_decoded(piece, total)
         return total

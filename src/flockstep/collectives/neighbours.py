@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.kernels import name_of, numpy_dtype
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.group import Group
 from flockstep.errors import ConfigurationError
@@ -39,8 +41,8 @@ async def neighbour_average(
             "a topology gives them"
         )
     me.send_all(hearing(matrix, me.rank), "neighbour", array)
-    mixed = np.full_like(array, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
-    shares = matrix[me.rank].astype(array.dtype)
+    mixed = namespace(array).full_like(array, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
+    shares = matrix[me.rank].astype(numpy_dtype(name_of(array)))
     for j in map(int, np.flatnonzero(matrix[me.rank])):
-        mixed += shares[j] * (array if j == me.rank else await me.receive_array("neighbour", j))
+        mixed += float(shares[j]) * (array if j == me.rank else await me.receive_array("neighbour", j))
     array[:] = mixed

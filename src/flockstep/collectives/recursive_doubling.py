@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
@@ -62,7 +61,7 @@ async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
         partner = me.rank ^ distance
         ranks = sorted(held)
         sizes = {str(rank): len(held[rank]) for rank in ranks}
-        me.send(partner, "double", np.concatenate([held[rank] for rank in ranks]), sizes)
+        me.send(partner, "double", namespace(array).concatenate([held[rank] for rank in ranks]), sizes)
         message = await me.receive("double", partner)
         me.require_all(partner)
         start = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays import kernels
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.costs import doublings
@@ -18,7 +17,7 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
     if me.rank >= power:
         me.send(me.rank - power, "fold", stream.wire)
         arrived = await me.receive_array("unfold", me.rank - power)
-        return Stream.arrived(arrived.copy(), size, dtype)  # whoever asked for the sum may change it
+        return Stream.arrived(copied(arrived), size, dtype)  # whoever asked for the sum may change it
     folded = me.rank + power < me.workers
     if folded:
         stream = stream.plus(Stream.arrived(await me.receive_array("fold", me.rank + power), size, dtype))
@@ -36,12 +35,12 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
 async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
     """The sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's elements."""
     n, rank, parts = me.workers, me.rank, slices(size, me.workers)
-    whole = Stream(size, values + values.dtype.type(0), indices)
+    whole = Stream(size, values + 0.0, indices)
     for hop in range(1, n):  # everyone begins with another receiver
         to = (rank + hop) % n
         me.send(to, "part", whole.cut(parts[to]).wire)
     length = parts[rank].stop - parts[rank].start
-    total = Stream.of(length, np.zeros(0, numpy_dtype(dtype)), np.zeros(0, np.uint32))
+    total = Stream.of(length, values[:0], indices[:0])
     for source in range(n):
         here = source == rank
         piece = (
@@ -54,7 +53,7 @@ async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArr
 async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
     """All parts, each from the worker that summed it: as they are, or `dense`, with `codec` if there is one."""
     parts = slices(size, me.workers)
-    total: FlatArray = np.zeros(size, numpy_dtype(dtype))
+    total: FlatArray = kernels.of(own.values).zeros(own.values, size, dtype)
     message = own.dense() if dense else own.wire
     if dense and codec is not None:
         message = codec.encode(message, me.random)

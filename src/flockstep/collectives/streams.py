@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from flockstep.arrays.kernels import numpy_dtype
+from flockstep.arrays import kernels
+from flockstep.arrays.kernels import name_of, numpy_dtype
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError
 
@@ -30,8 +29,7 @@ class Stream:
     @classmethod
     def of(cls, size: int, values: FlatArray, indices: FlatArray) -> Stream:
         """Those elements; dense if they are more than δ. A negative zero becomes zero, as it does in a dense sum."""
-        values = values + values.dtype.type(0)
-        sparse = cls(size, values, indices.astype(np.uint32, copy=False))
+        sparse = cls(size, values + 0.0, indices)
         return sparse if len(values) <= threshold(size, values.itemsize) else cls(size, sparse.dense(), None)
 
     @classmethod
@@ -41,31 +39,31 @@ class Stream:
         Raises:
             ProtocolError: it cannot be a stream of that size.
         """
-        kind = numpy_dtype(dtype)
-        if payload.dtype == kind and payload.shape == (size,):
+        k, itemsize = kernels.of(payload), numpy_dtype(dtype).itemsize
+        if name_of(payload) == dtype and payload.shape == (size,):
             return cls(size, payload, None)
-        count, rest = divmod(payload.nbytes, INDEX_BYTES + kind.itemsize)
-        if payload.dtype != np.uint8 or payload.ndim != 1 or rest:
+        count, rest = divmod(payload.nbytes, INDEX_BYTES + itemsize)
+        if name_of(payload) != "uint8" or payload.ndim != 1 or rest:
             raise ProtocolError(f"no stream of {size} {dtype} has {payload.nbytes} bytes of {payload.dtype}")
-        indices = payload[: INDEX_BYTES * count].view("<u4")
-        if count and (indices[-1] >= size or not (indices[1:] > indices[:-1]).all()):
+        indices = k.indices_from(payload[: INDEX_BYTES * count])
+        if not k.ascending(indices, size):
             raise ProtocolError(f"the indices of a stream must ascend and be less than {size}")
-        return cls(size, _values(payload[INDEX_BYTES * count :], kind), indices)
+        return cls(size, k.from_bytes(payload[INDEX_BYTES * count :], dtype), indices)
 
     @property
     def wire(self) -> FlatArray:
         """What travels: the dense array, or bytes, all indices before all values: nnz (s_i + s_v) of them."""
         if self.indices is None:
             return self.values
-        pieces = self.indices.astype("<u4").view(np.uint8), np.ascontiguousarray(self.values).view(np.uint8)
-        return np.concatenate(pieces)
+        k = kernels.of(self.values)
+        wire: FlatArray = k.join(k.index_bytes(self.indices), k.as_bytes(self.values))
+        return wire
 
     def dense(self) -> FlatArray:
         """The whole vector."""
         if self.indices is None:
             return self.values
-        whole: FlatArray = np.zeros(self.size, self.values.dtype)
-        whole[self.indices] = self.values
+        whole: FlatArray = kernels.of(self.values).scattered(self.indices, self.values, self.size)
         return whole
 
     def plus(self, other: Stream) -> Stream:
@@ -74,10 +72,10 @@ class Stream:
             return Stream(self.size, self.values + other.dense(), None)
         if other.indices is None:
             return Stream(self.size, self.dense() + other.values, None)
-        indices = np.union1d(self.indices, other.indices)
-        values: FlatArray = np.zeros(len(indices), self.values.dtype)
-        values[np.searchsorted(indices, self.indices)] = self.values
-        values[np.searchsorted(indices, other.indices)] += other.values
+        xp = namespace(self.values)
+        indices = xp.unique(xp.concatenate([self.indices, other.indices]))
+        values = kernels.of(self.values).scattered(xp.searchsorted(indices, self.indices), self.values, len(indices))
+        values[xp.searchsorted(indices, other.indices)] += other.values
         return Stream.of(self.size, values, indices)
 
     def cut(self, part: slice) -> Stream:
@@ -85,11 +83,5 @@ class Stream:
         size = part.stop - part.start
         if self.indices is None:
             return Stream(size, self.values[part], None)
-        first, last = np.searchsorted(self.indices, [part.start, part.stop])
-        return Stream.of(size, self.values[first:last], self.indices[first:last] - np.uint32(part.start))
-
-
-def _values(data: FlatArray, kind: np.dtype[Any]) -> FlatArray:
-    """Bytes as elements."""
-    values: FlatArray = data.view(kind)
-    return values
+        first, last = (int(namespace(self.indices).searchsorted(self.indices, end)) for end in (part.start, part.stop))
+        return Stream.of(size, self.values[first:last], self.indices[first:last] - part.start)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from flockstep.arrays.namespace import on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address
 from flockstep.records.events import Event, Figure, Node, Span, Step, Update
@@ -118,4 +119,4 @@ class Account:
 
 def fingerprint(params: FlatArray) -> str:
     """16 hexadecimal digits that two arrays share only if all their bits are equal."""
-    return hashlib.sha256(np.ascontiguousarray(params).view(np.uint8).data).hexdigest()[:16]
+    return hashlib.sha256(np.ascontiguousarray(on_host(params)).view(np.uint8).data).hexdigest()[:16]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flockstep.arrays.namespace import empty, namespace, rows
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.plan import Batches, Plan, computed
 from flockstep.frameworks.base import Engine, Indices
@@ -22,7 +23,8 @@ class BatchedGradients:
 
     def __init__(self, engine: Engine, plan: Plan):
         n = plan.cluster.workers
-        self.params = np.tile(engine.initial(), (n, 1))
+        initial = engine.initial()
+        self.params = namespace(initial).tile(initial, (n, 1))
         self.batches = [Batches(plan, rank) for rank in range(n)]
         self.losses = np.zeros(n)
         self.nodes: dict[int, Node] = {}
@@ -30,7 +32,7 @@ class BatchedGradients:
         self._plan = plan
         self._engine = engine
         self._batch = plan.batch
-        self._pool = _Pool(engine.schema.size, self.params.dtype)
+        self._pool = _Pool(initial)
         self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
 
     def ask(self, rank: int, need: NeedGradient) -> int:
@@ -78,7 +80,7 @@ class BatchedGradients:
     def _compute_together(self, ranks: list[int], needs: dict[int, tuple[NeedGradient, Indices]]) -> None:
         steps = [self.nodes[rank].step for rank in ranks]
         indices = np.stack([needs[rank][1] for rank in ranks])
-        params = np.take(self.params, ranks, 0, self._pool.gathered[: len(ranks)], "clip")
+        params = self._pool.gather(self.params, ranks)
         self.losses[ranks] = self._engine.gradients(params, indices, self._pool.take(ranks), ranks, steps)
 
     def _compute_alone(self, rank: int, need: NeedGradient, indices: Indices) -> None:
@@ -92,14 +94,17 @@ class _Pool:
     Fresh memory for every batch would cost more than the gradients themselves: each page of it is zeroed first.
     """
 
-    def __init__(self, size: int, dtype: np.dtype[np.floating]):
-        self._size = size
-        self._dtype = dtype
+    def __init__(self, like: FlatArray):
+        """`like` is one row."""
+        self._like = like
         self._free: list[_Slab] = []
-        self._open = _Slab(np.empty((ROWS, size), dtype))
+        self._open = _Slab(empty(like, ROWS, len(like)))
         self._held: dict[int, tuple[_Slab, FlatArray]] = {}
-        self.gathered: FlatArray = np.empty((ROWS, size), dtype)
-        """Where the parameters of one call are brought together."""
+        self._gathered = empty(like, ROWS, len(like))
+
+    def gather(self, params: FlatArray, ranks: Sequence[int]) -> FlatArray:
+        """Those rows of `params` (n, K) together."""
+        return rows(params, ranks, self._gathered[: len(ranks)])
 
     def take(self, ranks: Sequence[int]) -> FlatArray:
         """Rows for the gradients of at most `ROWS` ranks, in that order; each is held until that rank gives it back."""
@@ -132,7 +137,7 @@ class _Pool:
         if slab.used + count > ROWS:
             if slab.held == 0:
                 self._free.append(slab)
-            slab = self._open = self._free.pop() if self._free else _Slab(np.empty((ROWS, self._size), self._dtype))
+            slab = self._open = self._free.pop() if self._free else _Slab(empty(self._like, ROWS, len(self._like)))
             slab.used = 0
         return slab
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flockstep.arrays.factors import Layer
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.messages import Address, server
 from flockstep.nodes import Cluster, Server, Worker
@@ -58,7 +59,7 @@ def make_server(
 ) -> Server:
     """The index-th server, with a copy of its part of `params` (K,)."""
     held = strategy.held(cluster.workers, len(params))[index]
-    node = Server(index, cluster, params[held].copy(), node_random(seed, server(index)), optimizer)
+    node = Server(index, cluster, copied(params[held]), node_random(seed, server(index)), optimizer)
     node.schema, node.held = schema, held
     node.optimizer_state.start = held.start
     node.notes, node.state = strategy.notes, strategy.master_state(node)

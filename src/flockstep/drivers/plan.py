@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.factors import Layer
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.making import make_worker
 from flockstep.errors import CompositionError
@@ -137,7 +138,9 @@ def computed(
     if need.layers:
         return engine.factored(params, indices, need.layers, out, rank, step)
     if need.teachers:
-        return engine.distil(params, indices, out, Lesson(np.stack(need.teachers), need.weight), rank, step)
+        return engine.distil(
+            params, indices, out, Lesson(namespace(params).stack(need.teachers), need.weight), rank, step
+        )
     return engine.gradient(params, indices, out, rank, step)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account
 from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
@@ -235,7 +236,7 @@ class Runner:
         """
         need, node = self.waiting, self.node
         if self.history is not None and not self.replaying:
-            self.history.inputs.append(("gradient", gradient.copy(), loss, begin))
+            self.history.inputs.append(("gradient", copied(gradient), loss, begin))
         assert isinstance(need, NeedGradient)
         assert isinstance(node, Worker)
         if self.recorded:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.namespace import on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Emit, fingerprint
 from flockstep.frameworks.base import Engine, Evaluation
@@ -135,6 +136,7 @@ class Tracker:
         """Take a node's parameters as they are now (copied where they are kept); those of a mere cache are dropped."""
         if address in self._idle:
             return
+        params = on_host(params)
         entry = self._ticks.setdefault(tick, Tick(set(self._alive)))
         entry.missing.discard(address)
         entry.t = max(entry.t, t)

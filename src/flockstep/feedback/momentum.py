@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import cast, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import ConfigurationError
@@ -59,17 +62,15 @@ class Momentum(Feedback):
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """The encoding of v + u; the memory is u and v."""
-        kept = (
-            Memory(np.zeros(array.size, array.dtype), np.zeros(array.size, array.dtype)) if memory is None else memory
-        )
-        gradient, m = self._clipped(array.reshape(-1)), array.dtype.type(self.m)
+        gradient, zeros = self._clipped(array.reshape(-1)), namespace(array).zeros_like
+        kept = Memory(zeros(gradient), zeros(gradient)) if memory is None else memory
         u, v = kept
         if self.nesterov:
             u += gradient
-            u *= m
+            u *= self.m
             step = u + gradient
         else:
-            u *= m
+            u *= self.m
             u += gradient
             step = u
         data = codec.encode_residual(step, v, random)
@@ -82,19 +83,20 @@ class Momentum(Feedback):
     def _clipped(self, gradient: FlatArray) -> FlatArray:
         if self.clip is None:
             return gradient
-        norm = float(np.linalg.norm(gradient.astype(np.float64)))
-        return gradient * gradient.dtype.type(self.clip / norm) if norm > self.clip else gradient
+        wide = cast(gradient, "float64")
+        norm = math.sqrt(float(wide @ wide))
+        return gradient * (self.clip / norm) if norm > self.clip else gradient
 
     @staticmethod
     def _sent(codec: Codec, data: Bytes, v: FlatArray) -> Any:
         """Where something was sent that might not have been."""
-        size, dtype, parts = len(v), v.dtype.name, codec.sparse_parts(len(v))
+        size, dtype, parts = len(v), name_of(v), codec.sparse_parts(len(v))
         if parts == [slice(0, size)] and codec.sparse:
             return codec.stream(data, size, dtype)[0]
-        chosen = np.zeros(size, np.bool_)
+        chosen = cast(namespace(v).zeros_like(v), "bool")
         for part in parts:
             chosen[part] = True
         if codec.sparse:
             sent = codec.stream(data, size, dtype)[0]
             return sent[chosen[sent]]
-        return np.flatnonzero(chosen & (codec.decode(data, size, dtype) != 0))
+        return chosen & (codec.decode(data, size, dtype) != 0)

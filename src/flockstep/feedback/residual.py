@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
@@ -24,5 +25,5 @@ class Residual(Feedback):
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """The encoding of e + x; the memory is e (K,)."""
-        error = np.zeros_like(array) if memory is None else memory
+        error = namespace(array).zeros_like(array) if memory is None else memory
         return codec.encode_residual(array, error, random), error

@@ -14,13 +14,14 @@ import torch
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import Backward, FlatModule
-from flockstep.frameworks.torch_job import accuracy, as_tensor, metric_of, optimizer_of, tensors_of
+from flockstep.frameworks.torch_job import accuracy, metric_of, optimizer_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
 
 __all__ = ["TorchEngine", "accuracy", "from_torch"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flockstep.arrays.namespace import as_tensor, copied, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer, OptimizerState, require
@@ -78,22 +79,20 @@ class TorchOptimizer(Optimizer):
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
-        import torch
-
         held: Pieces = state.foreign
         settings = json.loads(self.groups)
         if held.optimizer is None:
             held.optimizer = self._begun(held, params, state.start)
         if self.kind in LINEAR:
-            gradient = gradient if share == 1 else gradient * gradient.dtype.type(share)
+            gradient = gradient if share == 1 else gradient * share
         else:
             lr *= math.sqrt(share) if self.kind == "Adagrad" else share  # its sum of squares takes the other root
         for (start, stop, number), group in zip(held.ranges, held.optimizer.param_groups, strict=True):
             rate = lr * settings[number].get("lr", 1.0)
             group.update(self._settings({**held.optimizer.defaults, **settings[number]}, share), lr=rate)
             parameter = group["params"][0]
-            parameter.data = torch.from_numpy(params[start:stop])
-            parameter.grad = torch.from_numpy(gradient[start:stop].copy())  # what arrives in messages is read-only
+            parameter.data = as_tensor(params[start:stop])
+            parameter.grad = as_tensor(copied(gradient[start:stop]))  # what arrives in messages is read-only
         for own in held.optimizer.state.values():
             if "step" in own:
                 own["step"].fill_(state.steps / share)
@@ -111,7 +110,7 @@ class TorchOptimizer(Optimizer):
                 if name in NUMBERS:
                     found.numbers[f"{name}:{group}"] = float(value)
                 elif name != "step" and value is not None:
-                    array = value.numpy()
+                    array = on_host(value)
                     found.slots.setdefault(name, np.zeros(size, array.dtype))[part] = array
         return found
 
@@ -122,7 +121,7 @@ class TorchOptimizer(Optimizer):
         state.steps, state.foreign = given.steps, Pieces()
         state.foreign.optimizer = self._begun(state.foreign, params, state.start)
         for part, group, own in self._own(state.foreign):
-            own.update({name: torch.from_numpy(slot[part].copy()) for name, slot in given.slots.items()})
+            own.update({name: as_tensor(copied(slot[part])) for name, slot in given.slots.items()})
             for key, value in given.numbers.items():
                 name, _, of = key.partition(":")
                 if int(of) == group:
@@ -136,7 +135,7 @@ class TorchOptimizer(Optimizer):
 
         settings, held.ranges = json.loads(self.groups), self._ranges(start, len(params))
         chosen = [
-            {"params": [torch.nn.Parameter(torch.from_numpy(params[a:b]))], **settings[g], "lr": 1.0}
+            {"params": [torch.nn.Parameter(as_tensor(params[a:b]))], **settings[g], "lr": 1.0}
             for a, b, g in held.ranges
         ]
         made: torch.optim.Optimizer = getattr(torch.optim, self.kind)(chosen)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from flockstep.arrays.namespace import as_tensor
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.torch_flat import FlatModule
@@ -77,8 +77,3 @@ def tensors_of(data: Data, dtype: torch.dtype) -> Data:
         return tensor if tensor.dtype == torch.bool or tensor.is_complex() else tensor.to(torch.int64)
 
     return Data(convert(data.train_x), convert(data.train_y), convert(data.test_x), convert(data.test_y))
-
-
-def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor that shares the array's memory; a copy where that is read-only."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

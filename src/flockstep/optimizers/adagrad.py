@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require, require_visible
 
@@ -40,29 +39,29 @@ class Adagrad(Optimizer):
             ConfigurationError: eps is zero in the dtype of `params`.
         """
         require_visible(self.eps, params)
-        return OptimizerState(slots={"square_sum": np.full_like(params, self.initial_accumulator_value)})
+        return OptimizerState(slots={"square_sum": namespace(params).full_like(params, self.initial_accumulator_value)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
-        scalar = params.dtype.type
-        rate = scalar(lr * share / (1 + state.steps * self.lr_decay))
+        xp, share = namespace(params), float(share)
+        rate = float(lr) * share / (1 + state.steps * self.lr_decay)
         state.steps += share
-        scratch = np.empty((2, min(len(params), BLOCK)), params.dtype)
+        rows = xp.empty_like(params[:BLOCK]), xp.empty_like(params[:BLOCK])
         for part in blocks(len(params)):
             w, g, s = params[part], gradient[part], state.slots["square_sum"][part]
-            first, second = scratch[:, : len(w)]
+            first, second = (row[: len(w)] for row in rows)
             if self.weight_decay:
-                np.multiply(w, scalar(self.weight_decay), out=first)
-                np.add(first, g, out=first)
+                xp.multiply(w, self.weight_decay, out=first)
+                xp.add(first, g, out=first)
                 g = first
-            np.multiply(g, g, out=second)
+            xp.multiply(g, g, out=second)
             if share != 1:
-                np.multiply(second, scalar(share), out=second)
-            np.add(s, second, out=s)
-            np.sqrt(s, out=second)
-            np.add(second, scalar(self.eps), out=second)
-            np.divide(g, second, out=second)
-            np.multiply(second, rate, out=second)
-            np.subtract(w, second, out=w)
+                xp.multiply(second, share, out=second)
+            xp.add(s, second, out=s)
+            xp.sqrt(s, out=second)
+            xp.add(second, self.eps, out=second)
+            xp.divide(g, second, out=second)
+            xp.multiply(second, rate, out=second)
+            xp.subtract(w, second, out=w)

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require, require_visible
 
@@ -46,47 +45,48 @@ class Adam(Optimizer):
             ConfigurationError: eps is zero in the dtype of `params`.
         """
         require_visible(self.eps, params)
-        return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
+        xp = namespace(params)
+        return OptimizerState(slots={"mean": xp.zeros_like(params), "square": xp.zeros_like(params)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
         """Update `params` and `state` in place; `gradient` is left as it is."""
-        scalar = params.dtype.type
+        xp, share = namespace(params), float(share)
         state.steps += share
-        lr *= share
-        rate = scalar(lr / (1 - self.beta1**state.steps))
-        root = scalar(math.sqrt(1 - self.beta2**state.steps))
-        decay = scalar(1 - lr * self.weight_decay) if self.decoupled else scalar(self.weight_decay)
-        scratch = np.empty((2, min(len(params), BLOCK)), params.dtype)
+        lr = float(lr) * share
+        rate = lr / (1 - self.beta1**state.steps)
+        root = math.sqrt(1 - self.beta2**state.steps)
+        decay = (1 - lr * self.weight_decay) if self.decoupled else self.weight_decay
+        rows = xp.empty_like(params[:BLOCK]), xp.empty_like(params[:BLOCK])
         for part in blocks(len(params)):
             w, g = params[part], gradient[part]
-            first, second = scratch[:, : len(w)]
+            first, second = (row[: len(w)] for row in rows)
             if self.weight_decay and self.decoupled:
-                np.multiply(w, decay, out=w)
+                xp.multiply(w, decay, out=w)
             elif self.weight_decay:
-                np.multiply(w, decay, out=first)
-                np.add(first, g, out=first)
+                xp.multiply(w, decay, out=first)
+                xp.add(first, g, out=first)
                 g = first
             m, v = state.slots["mean"][part], state.slots["square"][part]
             self._average(m, v, g, second, share)
-            np.sqrt(v, out=second)
-            np.divide(second, root, out=second)
-            np.add(second, scalar(self.eps), out=second)
-            np.divide(m, second, out=second)
-            np.multiply(second, rate, out=second)
-            np.subtract(w, second, out=w)
+            xp.sqrt(v, out=second)
+            xp.divide(second, root, out=second)
+            xp.add(second, self.eps, out=second)
+            xp.divide(m, second, out=second)
+            xp.multiply(second, rate, out=second)
+            xp.subtract(w, second, out=w)
 
     def _average(self, m: FlatArray, v: FlatArray, g: FlatArray, scratch: FlatArray, share: float) -> None:
         """Move both running means towards `g` and its square."""
-        scalar, beta1, beta2 = m.dtype.type, self.beta1**share, self.beta2**share
-        np.subtract(g, m, out=scratch)
-        np.multiply(scratch, scalar(1 - beta1), out=scratch)
-        np.add(m, scratch, out=m)
-        np.multiply(v, scalar(beta2), out=v)
-        np.multiply(g, g, out=scratch)
-        np.multiply(scratch, scalar(1 - beta2), out=scratch)
-        np.add(v, scratch, out=v)
+        xp, beta1, beta2 = namespace(m), self.beta1**share, self.beta2**share
+        xp.subtract(g, m, out=scratch)
+        xp.multiply(scratch, 1 - beta1, out=scratch)
+        xp.add(m, scratch, out=m)
+        xp.multiply(v, beta2, out=v)
+        xp.multiply(g, g, out=scratch)
+        xp.multiply(scratch, 1 - beta2, out=scratch)
+        xp.add(v, scratch, out=v)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
-
+from flockstep.arrays.namespace import cast, namespace, rounded
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
@@ -100,7 +99,8 @@ def layers_of(params: FlatArray, state: OptimizerState, who: str) -> tuple[slice
 
 def norm(array: FlatArray) -> float:
     """The Euclidean length, summed in float64: the same bits wherever in memory the array lies."""
-    return math.sqrt(sum(float(np.square(array[part], dtype=np.float64).sum()) for part in blocks(len(array))))
+    parts = (cast(array[part], "float64") for part in blocks(len(array)))
+    return math.sqrt(sum(float((part * part).sum()) for part in parts))
 
 
 BLOCK = 32768
@@ -121,6 +121,6 @@ def require(holds: bool, name: str, rule: str, value: float, way_out: str) -> No
 
 def require_visible(eps: float, params: FlatArray) -> None:
     """Raise `ConfigurationError` where `eps` rounds to zero in the parameters' dtype: 0 / 0 would follow."""
-    if params.dtype.type(eps) == 0:
-        smallest = float(np.finfo(params.dtype).tiny)
+    if rounded(eps, params) == 0:
+        smallest = float(namespace(params).finfo(params.dtype).tiny)
         raise ConfigurationError(f"eps must not vanish in {params.dtype}, got {eps}; use at least {smallest:.0e}")

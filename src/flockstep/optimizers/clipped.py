@@ -55,5 +55,5 @@ class Clipped(Optimizer):
         """Update `params` and `state` in place; `gradient` is left as it is."""
         scale = self.max_norm / (norm(gradient) + 1e-6)
         if scale < 1 or math.isnan(scale):
-            gradient = gradient * gradient.dtype.type(scale)
+            gradient = gradient * scale
         self.optimizer.step(params, gradient, state, lr, share)

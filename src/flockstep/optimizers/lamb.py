@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm, require, require_visible
 
@@ -47,7 +46,8 @@ class LAMB(Optimizer):
             ConfigurationError: eps is zero in the dtype of `params`.
         """
         require_visible(self.eps, params)
-        return OptimizerState(slots={"mean": np.zeros_like(params), "square": np.zeros_like(params)})
+        xp = namespace(params)
+        return OptimizerState(slots={"mean": xp.zeros_like(params), "square": xp.zeros_like(params)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
@@ -57,28 +57,28 @@ class LAMB(Optimizer):
         Raises:
             CompositionError: `params` are not those of a whole model.
         """
-        scalar = params.dtype.type
+        lr, share = float(lr), float(share)
         layers = layers_of(params, state, "lamb")
         state.steps += share
         for part in layers:
             w, u = params[part], self._direction(params, gradient, state, part, share)
             weights, length = norm(w), norm(u)
             ratio = min(weights, self.largest) / length if weights > 0 and length > 0 else 1.0
-            u *= scalar(lr * share * ratio)
+            u *= lr * share * ratio
             w -= u
 
     def _direction(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice, share: float
     ) -> FlatArray:
         """u of one layer, in memory of its own; both running means are updated."""
-        scalar, g = params.dtype.type, gradient[part]
+        xp, g = namespace(params), gradient[part]
         m, v = state.slots["mean"][part], state.slots["square"][part]
-        m += scalar(1 - self.beta1**share) * (g - m)
-        v *= scalar(self.beta2**share)
-        v += scalar(1 - self.beta2**share) * (g * g)
-        u: FlatArray = np.sqrt(v / scalar(1 - self.beta2**state.steps))
-        u += scalar(self.eps)
-        np.divide(m / scalar(1 - self.beta1**state.steps), u, out=u)
+        m += (1 - self.beta1**share) * (g - m)
+        v *= self.beta2**share
+        v += (1 - self.beta2**share) * (g * g)
+        u: FlatArray = xp.sqrt(v / (1 - self.beta2**state.steps))
+        u += self.eps
+        xp.divide(m / (1 - self.beta1**state.steps), u, out=u)
         if self.weight_decay:
-            u += scalar(self.weight_decay) * params[part]
+            u += self.weight_decay * params[part]
         return u

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm, require
 
@@ -40,7 +39,7 @@ class LARS(Optimizer):
 
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state for `params`, whose tensors are still to be set."""
-        return OptimizerState(slots={"momentum": np.zeros_like(params)})
+        return OptimizerState(slots={"momentum": namespace(params).zeros_like(params)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
@@ -50,14 +49,14 @@ class LARS(Optimizer):
         Raises:
             CompositionError: `params` are not those of a whole model.
         """
-        scalar = params.dtype.type
+        lr, share = float(lr), float(share)
         corrects = self.momentum_correction and state.lr > 0
-        momentum = scalar(self.momentum * (lr / state.lr if corrects else 1.0))
+        momentum = self.momentum * (lr / state.lr if corrects else 1.0)
         for part in layers_of(params, state, "lars"):
             w, g, v = params[part], gradient[part], state.slots["momentum"][part]
-            rate = scalar(lr * share * self._local_rate(norm(w), norm(g)))
+            rate = lr * share * self._local_rate(norm(w), norm(g))
             v *= momentum
-            v += rate * (g + scalar(self.weight_decay) * w if self.weight_decay else g)
+            v += rate * (g + self.weight_decay * w if self.weight_decay else g)
             w -= v
         state.steps += share
         state.lr = lr

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, require
@@ -44,7 +42,7 @@ class SGD(Optimizer):
 
     def init(self, params: FlatArray) -> OptimizerState:
         """A fresh state for `params`."""
-        return OptimizerState(slots={"momentum": np.zeros_like(params)} if self.momentum else {})
+        return OptimizerState(slots={"momentum": namespace(params).zeros_like(params)} if self.momentum else {})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
@@ -62,42 +60,40 @@ class SGD(Optimizer):
         share: float = 1.0,
     ) -> None:
         """A step with another momentum, of any sign, which also keeps a velocity where it is 0; None: without one."""
-        rate = params.dtype.type(lr * share if momentum is None else lr)
+        xp, rate, share = namespace(params), float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share
         if len(params) <= BLOCK and not self.weight_decay and momentum is None:
             params -= rate * gradient
             return
-        rows = 1 if momentum is None else 2
-        scratch = np.empty((rows, min(len(params), BLOCK)), params.dtype)
+        first, second = xp.empty_like(params[:BLOCK]), xp.empty_like(params[:BLOCK])
         for part in blocks(len(params)):
             w, g = params[part], gradient[part]
-            change = scratch[0, : len(w)]
+            change = first[: len(w)]
             if self.weight_decay:
-                np.multiply(w, w.dtype.type(self.weight_decay), out=change)
-                g = np.add(change, g, out=change)
+                xp.multiply(w, self.weight_decay, out=change)
+                g = xp.add(change, g, out=change)
             if momentum is not None:
                 if share != 1:
-                    g = np.multiply(g, w.dtype.type(share), out=change)
+                    g = xp.multiply(g, share, out=change)
                 v = state.slots["momentum"][part]
-                g = self._move(v, g, v.dtype.type(momentum), scratch[1, : len(w)], first_step)
-            np.multiply(g, rate, out=change)
-            np.subtract(w, change, out=w)
+                g = self._move(v, g, momentum, second[: len(w)], first_step)
+            xp.multiply(g, rate, out=change)
+            xp.subtract(w, change, out=w)
 
-    def _move(
-        self, v: FlatArray, g: FlatArray, momentum: np.floating[Any], scratch: FlatArray, first_step: bool
-    ) -> FlatArray:
+    def _move(self, v: FlatArray, g: FlatArray, momentum: float, scratch: FlatArray, first_step: bool) -> FlatArray:
         """Update the velocity `v` by `g`; what to step along, which may be `scratch`."""
+        xp = namespace(v)
         if first_step:
             v[:] = g
         else:
-            np.multiply(v, momentum, out=v)
+            xp.multiply(v, momentum, out=v)
             if self.dampening:
-                np.multiply(g, v.dtype.type(1 - self.dampening), out=scratch)
-                np.add(v, scratch, out=v)
+                xp.multiply(g, 1 - self.dampening, out=scratch)
+                xp.add(v, scratch, out=v)
             else:
-                np.add(v, g, out=v)
+                xp.add(v, g, out=v)
         if not self.nesterov:
             return v
-        np.multiply(v, momentum, out=scratch)
-        np.add(scratch, g, out=scratch)
+        xp.multiply(v, momentum, out=scratch)
+        xp.add(scratch, g, out=scratch)
         return scratch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.messages import Address, Message, Note, server
 from flockstep.nodes import Server, Worker
@@ -177,7 +178,7 @@ class Copies(Access):
         """Push, step the copy, take what is fresh; where a part is older than the bound allows, wait for it or ask."""
         for to, data, note in pushes:
             me.send(to, "push", data, note)
-        before = me.params.copy()
+        before = copied(me.params)
         me.optimizer_step(gradient)
         state.own.append((me.step - 1, (me.params - before) / full_step))
         me.params[:] = before + state.own[-1][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -65,6 +66,6 @@ class AllReduce(Strategy):
         kept: Kept = me.state
         data, kept.memory = encoded(me, self.codec, self.feedback, gradient, kept.memory)
         codec = codec_for(me, self.codec, self.feedback)
-        total = await self.collective.sum_encoded(me, data, codec, len(gradient), gradient.dtype.name)
+        total = await self.collective.sum_encoded(me, data, codec, len(gradient), name_of(gradient))
         total /= me.workers
         return total

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flockstep.arrays.ledger import Ledger, on_grid
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message, Note, Notes
@@ -67,7 +68,7 @@ class Broadcast(Strategy):
 
 def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: float) -> FlatArray:
     """Take the optimiser's step; return the update as its receivers will add it."""
-    before = me.params.copy()
+    before = copied(me.params)
     me.optimizer_step(gradient)
     if state.ledger is None and scale == 1.0:
         return me.params - before

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -57,7 +56,7 @@ class Bucketed(Strategy):
             if held.count < self.accumulate - 1:
                 held.add(await me.gradient())
                 continue
-            mean, tasks = np.empty_like(me.params), []
+            mean, tasks = namespace(me.params).empty_like(me.params), []
             async for part, gradient in me.gradient_parts(buckets(len(me.params), me.params.itemsize, self)):
                 mean[part] = held.with_last(gradient, part)
                 tasks.append(me.background(f"bucket{part.start}", self.collective.average(me, mean[part])))
@@ -88,7 +87,7 @@ class Held:
 
     def add(self, gradient: FlatArray) -> None:
         """Hold one more back."""
-        self.total = gradient.copy() if self.total is None else self.total + gradient
+        self.total = copied(gradient) if self.total is None else self.total + gradient
         self.count += 1
 
     def with_last(self, gradient: FlatArray, part: slice) -> FlatArray:

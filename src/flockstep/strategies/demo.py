@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.dct import Dct
@@ -52,7 +52,7 @@ class Demo(Strategy):
 
     def worker_state(self, me: Worker) -> Momentum:
         """No momentum."""
-        return Momentum(np.zeros_like(me.params))
+        return Momentum(namespace(me.params).zeros_like(me.params))
 
     async def worker(self, me: Worker) -> None:
         """Compute, add to the momentum, send its largest components, step by the sign of everyone's."""
@@ -60,10 +60,9 @@ class Demo(Strategy):
         while me.training:
             gradient = await me.gradient()
             state: Momentum = me.state
-            kind = gradient.dtype.type
-            state.delta *= kind(self.beta)
+            state.delta *= self.beta
             bound = codec_for(me, codec, NoFeedback())
-            data = bound.encode_residual(kind(me.lr) * gradient, state.delta, me.random)
-            total = await self.collective.sum_encoded(me, data, bound, len(gradient), gradient.dtype.name)
+            data = bound.encode_residual(me.lr * gradient, state.delta, me.random)
+            total = await self.collective.sum_encoded(me, data, bound, len(gradient), name_of(gradient))
             me.record_round()
-            me.optimizer_step(np.sign(total))
+            me.optimizer_step(namespace(total).sign(total))

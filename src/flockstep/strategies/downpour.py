@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -192,11 +193,11 @@ class Downpour(Strategy):
                     me.reply(message, me.params, Held(me.version))
 
     def _push(self, me: Server, state: Shard, message: Message) -> None:
-        note, rank, dtype = message.note, message.source, me.params.dtype.name
+        note, rank, dtype = message.note, message.source, name_of(me.params)
         total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
         count = note.count
         steps = max(1, count)
-        mean = total if steps == 1 else total / total.dtype.type(steps)
+        mean = total if steps == 1 else total / steps
         push = Push(rank, message.step - 1, note.version, note.lr, mean)
         late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push], steps)
         if count:

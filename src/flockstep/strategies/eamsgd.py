@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import searched
@@ -54,18 +53,17 @@ class ElasticMomentum(ElasticAveraging):
                 f"eamsgd brings the momentum itself and needs sgd without dampening, got {me.optimizer}; use for "
                 f"example sgd(lr=0.01), or easgd with the optimiser that you have"
             )
-        return Velocity(np.zeros_like(me.params))
+        return Velocity(namespace(me.params).zeros_like(me.params))
 
     async def step(self, me: Worker) -> None:
         """One step of Nesterov momentum."""
         state: Velocity = me.state
         assert isinstance(me.optimizer, SGD)
-        scalar = me.params.dtype.type
-        state.v *= scalar(self.momentum)
+        state.v *= self.momentum
         me.params += state.v
         gradient = await me.gradient()
         if me.optimizer.weight_decay:
-            gradient = me.params * scalar(me.optimizer.weight_decay) + gradient
-        change = scalar(me.lr) * gradient
+            gradient = me.params * me.optimizer.weight_decay + gradient
+        change = me.lr * gradient
         me.params -= change
         state.v -= change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
@@ -68,7 +69,7 @@ class SynchronousElasticAveraging(Strategy):
                 me.optimizer_step(await me.gradient())
                 continue
             me.send(MASTER, "model", me.params)
-            before = me.params.copy()
+            before = copied(me.params)
             me.optimizer_step(await me.gradient())
             centre = (await me.receive("centre", MASTER)).payload
             me.params -= self.rate(me.workers) * (before - centre)
@@ -82,7 +83,7 @@ class SynchronousElasticAveraging(Strategy):
             here[message.source] = message.payload
             if len(here) == n:
                 me.send_all(range(n), "centre", me.params)
-                centre = me.params.copy()
+                centre = copied(me.params)
                 for rank in range(n):
                     me.params += self.rate(n) * (here[rank] - centre)
                 me.version += 1

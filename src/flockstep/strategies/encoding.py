@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.feedback.base import Feedback
@@ -33,4 +34,4 @@ def encoded(
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:
     """What a message stands for, which its sender has `encoded` for the whole of this node's array."""
     chosen = codec_for(me, codec, feedback, step=message.step)
-    return chosen.decode(message.payload, len(me.params), me.params.dtype.name)
+    return chosen.decode(message.payload, len(me.params), name_of(me.params))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import Diverged
@@ -13,22 +9,9 @@ from flockstep.messages import Message, node_name
 from flockstep.nodes import Node, Server
 
 
-def first_not_finite(array: FlatArray) -> int:
-    """The index of the first NaN or infinity, or -1.
-
-    A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
-    slow to come by, elements are looked at one by one.
-    """
-    if array.dtype.char in "fd":
-        with np.errstate(all="ignore"):
-            if math.isfinite(float(np.dot(array, array))):
-                return -1
-    return int(kernels.of(array).first_not_finite(array))
-
-
 def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None) -> None:
     """Raise `Diverged` where the elements from `start` to `stop` of a worker's own gradient are not all finite."""
-    where = first_not_finite(gradient[start:stop])
+    where = int(kernels.of(gradient).first_not_finite(gradient[start:stop]))
     if where >= 0:
         raise Diverged(
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
@@ -45,7 +28,7 @@ def require_finite_message(node: Node, message: Message) -> None:
 
 def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
     """Raise `Diverged` where what a message stands for is not finite."""
-    where = first_not_finite(update)
+    where = int(kernels.of(update).first_not_finite(update))
     if where >= 0:
         raise Diverged(
             f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -57,7 +58,7 @@ class Fused(Strategy):
     async def worker(self, me: Worker) -> None:
         """Announce each tensor as it is complete; step when all are averaged."""
         while me.training:
-            mean = np.empty_like(me.params)
+            mean = namespace(me.params).empty_like(me.params)
             follower = me.background("follow", self._follow(me, mean))
             if me.rank == 0:
                 me.background("lead", self._lead(me))
@@ -108,7 +109,7 @@ class Fused(Strategy):
             if not all(0 <= i < len(me.tensors) for i in named):
                 raise ProtocolError(f"worker 0 named the tensors {named}; there are 0 to {len(me.tensors) - 1}")
             parts = [me.tensors[i] for i in named]
-            buffer = np.concatenate([mean[part] for part in parts])
+            buffer = namespace(mean).concatenate([mean[part] for part in parts])
             await self.collective.average(me, buffer)
             start = 0
             for part in parts:

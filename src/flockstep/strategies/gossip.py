@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
@@ -103,7 +104,7 @@ class Gossip(Strategy):
                 state.mass -= half
                 peer, state.sent = peers[int(me.random.integers(len(peers)))], state.sent + 1
                 if self.acknowledged:
-                    state.loans.append(Loan(peer, state.sent, half, me.params.copy()))
+                    state.loans.append(Loan(peer, state.sent, half, copied(me.params)))
                 me.send(peer, "model", me.params, Model(half, state.sent))
 
     async def finish(self, me: Worker) -> None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import WORKERS, searched
@@ -82,13 +83,13 @@ class GradientCoding(Strategy):
         row = code(self.scheme, me.workers, self.s)[me.rank]
         blocks = [int(j) for j in np.flatnonzero(row)]
         while me.training:
-            turn, coded = me.step, np.full_like(me.params, -0.0)
+            turn, coded = me.step, namespace(me.params).full_like(me.params, -0.0)
             got: FlatArray | Message = coded
             for block in blocks:
                 got = await me.gradient_of(block, turn, last=block == blocks[-1], unless="fresh")
                 if isinstance(got, Message):
                     break
-                coded += me.params.dtype.type(row[block]) * got
+                coded += float(row[block]) * got
             else:
                 me.send(MASTER, "coded", coded, Coded(turn, me.lr))
                 got = await me.receive("fresh")
@@ -109,13 +110,13 @@ class GradientCoding(Strategy):
             state.arrived[message.source] = message.payload
             if len(state.arrived) == n - s:
                 ranks = sorted(state.arrived)
-                total = np.full_like(me.params, -0.0)
+                total = namespace(me.params).full_like(me.params, -0.0)
                 for rank, weight in zip(ranks, decoder(self.scheme, n, s, tuple(ranks)), strict=True):
                     if weight:
-                        total += me.params.dtype.type(weight) * state.arrived[rank]
+                        total += weight * state.arrived[rank]
                 for rank in range(n):
                     me.record_update(rank, 0)
-                me.update(total / me.params.dtype.type(n), message.note.lr)
+                me.update(total / n, message.note.lr)
                 state.arrived = {}
                 me.send_all([rank for rank in range(n) if rank not in state.gone], "fresh", me.params)
 

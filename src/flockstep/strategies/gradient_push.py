@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import searched
@@ -84,7 +85,7 @@ class GradientPush(Strategy):
 
     def worker_state(self, me: Worker) -> PushState:
         """omega = 1, and the model as it is."""
-        return PushState(me.params.copy())
+        return PushState(copied(me.params))
 
     async def worker(self, me: Worker) -> None:
         """Compute at z; step, push and sum x."""
@@ -148,11 +149,11 @@ async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], round
 
 def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
     """share / whole of x."""
-    part: FlatArray = x * x.dtype.type(share / whole)
+    part: FlatArray = x * (share / whole)
     return part
 
 
 def debiased(state: PushState) -> FlatArray:
     """z = x / omega."""
-    z: FlatArray = state.x / state.x.dtype.type(state.mass / UNIT)
+    z: FlatArray = state.x / (state.mass / UNIT)
     return z

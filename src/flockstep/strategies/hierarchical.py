@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN, WORKERS, searched
@@ -174,7 +175,7 @@ def _require_ranks(me: Server, message: Message) -> None:
 
 def sum_of(messages: Sequence[Message]) -> FlatArray:
     """The sum of the messages' arrays, in this order."""
-    total: FlatArray = messages[0].payload.copy()
+    total: FlatArray = copied(messages[0].payload)
     for message in messages[1:]:
         total += message.payload
     return total

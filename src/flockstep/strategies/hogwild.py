@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.namespace import beside, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import Note, Notes
@@ -70,14 +71,14 @@ class Hogwild(Strategy):
     def worker_state(self, me: Worker) -> HogwildState:
         """Nothing updated."""
         assert me.optimizer is not None
-        return HogwildState(me.optimizer.init(me.params))
+        return HogwildState(me.optimizer.init(on_host(me.params)))
 
     async def worker(self, me: Worker) -> None:
         """Read, compute, write; in the end wait for the others and count."""
         segment = await attached(me)
         while me.training:
-            me.params[:] = segment.params
-            gradient = await me.gradient()
+            me.params[:] = beside(segment.params, me.params)
+            gradient = on_host(await me.gradient())
             if self.locked:
                 with segment.memory.lock():
                     self.update(me, segment, gradient)
@@ -119,7 +120,7 @@ class Hogwild(Strategy):
             me.send(0, "stopped", None, Stopped(updated))
             with contextlib.suppress(PeerLost):
                 await me.receive("count", 0)
-        me.params[:] = segment.params
+        me.params[:] = beside(segment.params, me.params)
 
     async def finish(self, me: Worker) -> None:
         """Let those go that wait for this worker."""
@@ -132,11 +133,11 @@ async def attached(me: Worker) -> Segment:
     Raises:
         CompositionError: the workers are not on one host.
     """
-    size = me.params.nbytes
-    offset = -(-size // 8) * 8
+    start = on_host(me.params)
+    offset = -(-start.nbytes // 8) * 8
     if me.rank == 0:
-        memory = SharedMemory.create(offset + 8 * len(me.params))
-        memory.array(me.params.dtype, len(me.params))[:] = me.params
+        memory = SharedMemory.create(offset + 8 * len(start))
+        memory.array(start.dtype, len(start))[:] = start
         me.send_all(me.peers, "memory", None, Place(memory.address))
         for peer in me.peers:
             with contextlib.suppress(PeerLost):
@@ -144,6 +145,6 @@ async def attached(me: Worker) -> Segment:
     else:
         memory = SharedMemory.attach((await me.receive("memory", 0)).note.address)
         me.send(0, "attached")
-    params: FlatArray = memory.array(me.params.dtype, len(me.params))
-    counts: npt.NDArray[np.int64] = memory.array(np.int64, len(me.params), offset)  # type: ignore[assignment]
+    params: FlatArray = memory.array(start.dtype, len(start))
+    counts: npt.NDArray[np.int64] = memory.array(np.int64, len(start), offset)  # type: ignore[assignment]
     return Segment(memory, params, counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -80,7 +81,7 @@ class LocalSGD(Strategy):
         period = me.state.period if isinstance(me.state, Meetings) else self.rhythm.start(me)
         if not self.outer.moves:
             return Meetings(period)
-        return Meetings(period, model=me.params.copy(), outer=self.outer.start(me.params, me.workers))
+        return Meetings(period, model=copied(me.params), outer=self.outer.start(me.params, me.workers))
 
     async def worker(self, me: Worker) -> None:
         """Step; meet when it is due."""
@@ -97,7 +98,7 @@ class LocalSGD(Strategy):
         if not self.rhythm.due(me, state.period, since):
             return
         if self.weighting == "samples":
-            me.params *= me.params.dtype.type(me.workers * me.samples / me.train_size)
+            me.params *= me.workers * me.samples / me.train_size
         await self.collective.average(me, me.params)
         if state.model is not None:
             self.outer.move(state.model, me.params, state.outer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from flockstep.arrays import kernels
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import cast, namespace
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
@@ -44,7 +44,7 @@ class MajorityVote(Strategy):
 
     def worker_state(self, me: Worker) -> Momentum:
         """No momentum yet."""
-        return Momentum(np.zeros_like(me.params) if self.momentum else None)
+        return Momentum(namespace(me.params).zeros_like(me.params) if self.momentum else None)
 
     async def worker(self, me: Worker) -> None:
         """Compute, send signs, count, send the outcome, step."""
@@ -54,42 +54,48 @@ class MajorityVote(Strategy):
             signs = mean >= 0
             for hop in range(1, me.workers):  # everyone begins with another receiver
                 rank = (me.rank + hop) % me.workers
-                me.send(rank, "vote", np.packbits(signs[parts[rank]]))
+                me.send(rank, "vote", packed(signs[parts[rank]]))
             own = signs[parts[me.rank]]
-            ayes = own.astype(np.int32)
+            ayes = cast(own, "int32")
             for rank in me.peers:
                 ayes += unpacked(await me.receive_array("vote", rank), len(own))
             won = 2 * ayes >= me.workers
-            me.send_all(me.peers, "outcome", np.packbits(won))
+            me.send_all(me.peers, "outcome", packed(won))
             signs[parts[me.rank]] = won
             for rank in me.peers:
                 part = parts[rank]
                 signs[part] = unpacked(await me.receive_array("outcome", rank), part.stop - part.start)
             me.record_round()
-            me.optimizer_step(np.where(signs, mean.dtype.type(1), mean.dtype.type(-1)))
+            me.optimizer_step(2 * cast(signs, name_of(mean)) - 1)
 
     def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
         """What this worker votes with."""
         state: Momentum = me.state
         if state.mean is not None:
-            kind = gradient.dtype.type
-            state.mean *= kind(self.momentum)
-            state.mean += kind(1 - self.momentum) * gradient
+            state.mean *= self.momentum
+            state.mean += (1 - self.momentum) * gradient
             gradient = state.mean
-        if not np.isfinite(gradient).all():
-            where = int(np.flatnonzero(~np.isfinite(gradient))[0])
+        where = kernels.of(gradient).first_not_finite(gradient)
+        if where >= 0:
             raise Diverged(
                 f"cannot vote with {gradient[where]} at element {where}; lower the learning rate or clip the gradient"
             )
         return gradient
 
 
-def unpacked(data: Bytes, size: int) -> npt.NDArray[np.bool_]:
+def packed(signs: FlatArray) -> Bytes:
+    """A bit for each sign, 1 for +1."""
+    data: Bytes = kernels.of(signs).pack(signs, 1)
+    return data
+
+
+def unpacked(data: Bytes, size: int) -> FlatArray:
     """The `size` signs in `data`, True for +1.
 
     Raises:
         ProtocolError: that many signs take another number of bytes.
     """
-    if data.dtype != np.uint8 or data.size != (size + 7) // 8:
-        raise ProtocolError(f"{size} signs take {(size + 7) // 8} bytes, got {data.size} of {data.dtype}")
-    return np.unpackbits(data, count=size).view(np.bool_)
+    if name_of(data) != "uint8" or len(data) != (size + 7) // 8:
+        raise ProtocolError(f"{size} signs take {(size + 7) // 8} bytes, got {len(data)} of {name_of(data)}")
+    signs: FlatArray = kernels.of(data).unpack(data, size, 1) > 0
+    return signs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
@@ -104,13 +105,13 @@ class PenalisedAveraging(Strategy):
             self._begin(me, state, training=True)
 
     def _begin(self, me: Worker, state: Rounds, training: bool) -> None:
-        state.snapshot, state.training = me.params.copy(), training
+        state.snapshot, state.training = copied(me.params), training
         me.background("round", self.round(me, state), "replayed")
 
     async def round(self, me: Worker, state: Rounds) -> Message:
         """The mean of all snapshots. Its note: whether anyone was training."""
         assert state.snapshot is not None
-        total, training = state.snapshot.copy(), state.training
+        total, training = copied(state.snapshot), state.training
         parent, children = family(me.rank, me.workers)
         for child in children:
             heard = await whole(me, "snapshot", child)
@@ -128,20 +129,20 @@ class PenalisedAveraging(Strategy):
     def take_in(self, state: Rounds, mean: FlatArray) -> None:
         """A new average, of the snapshots of step `state.begun`."""
         if state.mean is not None and state.begun > state.at:
-            state.slope = (mean - state.mean) / mean.dtype.type(state.begun - state.at)
+            state.slope = (mean - state.mean) / (state.begun - state.at)
         state.mean, state.at = mean, state.begun
 
     def predicted(self, state: Rounds, step: int) -> FlatArray | None:
         """ŵ at that step, (K,); None before the first average."""
         if state.mean is None or state.slope is None or not self.gamma:
             return state.mean
-        ahead: FlatArray = state.slope.dtype.type(self.gamma * (step - state.at)) * state.slope
+        ahead: FlatArray = self.gamma * (step - state.at) * state.slope
         return state.mean + ahead
 
     def penalty(self, me: Worker) -> FlatArray | None:
         """rho (w - ŵ), (K,); None where there is nothing to be drawn to."""
         towards = self.predicted(me.state, me.step) if self.rho else None
-        return None if towards is None else me.params.dtype.type(self.rho) * (me.params - towards)
+        return None if towards is None else self.rho * (me.params - towards)
 
 
 async def whole(me: Worker, tag: str, source: int) -> Message:

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from flockstep.arrays.kernels import name_of, numpy_dtype
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Notes, node_name
@@ -74,11 +76,11 @@ class NeighbourAveraging(Strategy):
 
     async def _mix(self, me: Worker, weights: Matrix) -> None:
         """w_i ← Σ_j W_ij w_j, with w_i in the place of the dead."""
-        mixed = np.full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
-        shares = weights[me.rank].astype(me.params.dtype)
+        mixed = namespace(me.params).full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
+        shares = weights[me.rank].astype(numpy_dtype(name_of(me.params)))
         for j in map(int, np.flatnonzero(shares)):  # by rank, so that the sum does not depend on who was first
             model = me.params if j == me.rank else await _heard(me, j)
-            mixed += shares[j] * model
+            mixed += float(shares[j]) * model
         me.params[:] = mixed
 
 

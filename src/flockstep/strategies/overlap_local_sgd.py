@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -52,7 +53,7 @@ class OverlapLocalSGD(Strategy):
 
     def worker_state(self, me: Worker) -> Anchor:
         """The anchor is where all start."""
-        return Anchor(me.params.copy(), 0 * me.params, me.params.copy())
+        return Anchor(copied(me.params), 0 * me.params, copied(me.params))
 
     async def worker(self, me: Worker) -> None:
         """Step; be pulled, and begin the next average, every `period` steps."""
@@ -63,13 +64,13 @@ class OverlapLocalSGD(Strategy):
             me.optimizer_step(await me.gradient())
             if me.step % self.period == 0:
                 await self._arrive(me, state)
-                me.params -= me.params.dtype.type(self.alpha) * (me.params - state.model)
+                me.params -= self.alpha * (me.params - state.model)
                 state.mean[:] = me.params
                 self._begin(me, state)
 
     def _begin(self, me: Worker, state: Anchor) -> None:
         state.under_way = True
-        me.background("anchor", self._average(me, state.mean.copy()), "replayed")
+        me.background("anchor", self._average(me, copied(state.mean)), "replayed")
 
     async def _average(self, me: Worker, array: FlatArray) -> FlatArray:
         await self.collective.average(me, array)
@@ -81,7 +82,7 @@ class OverlapLocalSGD(Strategy):
             return
         mean: FlatArray = await me.finished(me.task("anchor"))
         state.under_way = False
-        state.velocity *= state.velocity.dtype.type(self.beta)
+        state.velocity *= self.beta
         state.velocity += mean - state.model
         state.model += state.velocity
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -171,7 +172,7 @@ class ParameterServer(Strategy):
                 )
             return gradient
         if self.filters:
-            inbox, dtype = me.state.inboxes.setdefault(message.source, Inbox()), me.params.dtype.name
+            inbox, dtype = me.state.inboxes.setdefault(message.source, Inbox()), name_of(me.params)
             gradient = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, inbox)
         else:
             gradient = decoded(me, self.codec, self.feedback, message)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.ledger import Ledger, on_grid
+from flockstep.arrays.namespace import cast, copied, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
@@ -22,7 +21,8 @@ from flockstep.strategies.broadcast import Broadcast, BroadcastState, Steps, abs
 class PartialState(BroadcastState):
     """The ledger, and what each peer has not been sent yet: (n, K) sums, and how many updates are in each."""
 
-    owed: npt.NDArray[np.float64]
+    owed: FlatArray
+    """In float64."""
     counts: list[int]
     held: FlatArray | None = None
     """This worker's update while it waits for those that arrive."""
@@ -63,7 +63,8 @@ class PartialBroadcast(Strategy):
         """Nothing is owed to begin with."""
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0
         ledger = Ledger.of(me.params) if me.workers > 1 else None
-        return PartialState(ledger, np.zeros((rows, len(me.params))), [0] * me.workers)
+        wide = cast(me.params, "float64")
+        return PartialState(ledger, zeros(wide, rows, len(wide)), [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
         """Absorb what came, step, tell some."""
@@ -101,7 +102,7 @@ class PartialBroadcast(Strategy):
 
 def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: float) -> FlatArray:
     """The optimizer's step, times `scale`, which `average_arrived` takes together with those of others."""
-    before = me.params.copy()
+    before = copied(me.params)
     me.optimizer_step(gradient)
     state.held = on_grid(scale * (me.params - before))
     me.params[:] = before
@@ -117,13 +118,13 @@ def average_arrived(me: Worker, state: PartialState) -> None:
     for message in messages:
         me.record_update(message.source, max(0, me.step - message.step))
     state.held = None
-    state.ledger.add(on_grid((total / (1 + len(messages))).astype(me.params.dtype)))
+    state.ledger.add(on_grid(total / (1 + len(messages))))
     state.ledger.write(me.params)
 
 
 def pay(me: Worker, state: PartialState, peer: int) -> None:
     """Send what a peer is owed; what the dtype of the parameters cannot hold of it stays owed."""
-    update = on_grid(state.owed[peer].astype(me.params.dtype))
+    update = on_grid(cast(state.owed[peer], name_of(me.params)))
     me.send(peer, "update", update, Steps(state.counts[peer]))
     state.owed[peer] -= update
     state.counts[peer] = 0

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.low_rank import LowRank
 from flockstep.collectives.base import Collective
@@ -72,7 +71,7 @@ class PowerSgd(Strategy):
     def worker_state(self, me: Worker) -> Factors:
         """A random Q, the same everywhere; nothing left out."""
         flat = kernels.of(me.params).as_floats(me.params)
-        return Factors(self._random(flat, LowRank(me.shapes(), self.rank), 0), np.zeros_like(flat))
+        return Factors(self._random(flat, LowRank(me.shapes(), self.rank), 0), namespace(flat).zeros_like(flat))
 
     async def worker(self, me: Worker) -> None:
         """Compute, exchange both factors, step."""
@@ -94,10 +93,11 @@ class PowerSgd(Strategy):
         start = state.right if self.warm_start else self._random(flat, layout, me.run_step)
         starts = self._columns(start, layout.rights)
         lefts = [m @ q for m, q in zip(matrices, starts, strict=True)]
-        first = np.concatenate([*map(np.ravel, lefts), *(flat[part] for part in layout.dense)])
+        xp = namespace(flat)
+        first = xp.concatenate([*(left.reshape(-1) for left in lefts), *(flat[part] for part in layout.dense)])
         await self.collective.average(me, first)
         lefts = [kernels.of(flat).orthonormal(p) for p in self._columns(first, layout.lefts)]
-        state.right = np.concatenate([flat[:0], *((m.T @ p).ravel() for m, p in zip(matrices, lefts, strict=True))])
+        state.right = xp.concatenate([flat[:0], *((m.T @ p).reshape(-1) for m, p in zip(matrices, lefts, strict=True))])
         if self.feedback != NoFeedback():
             state.error[:] = flat
             self._decompress(layout, lefts, -state.right, state.error)

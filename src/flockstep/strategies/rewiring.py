@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import Address, Message, Note
@@ -73,7 +74,7 @@ class Bridges:
         extra = rewired(weights, me.lost)[me.rank] - weights[me.rank]
         for j in map(int, np.flatnonzero(extra > 0)):
             if j != me.rank and j not in self.sent:
-                self.sent[j] = me.params.copy(), float(extra[j])
+                self.sent[j] = copied(me.params), float(extra[j])
                 me.send(j, "bridge", me.params, Bridge(float(extra[j])))
 
     def cross(self, me: Worker) -> None:
@@ -96,6 +97,6 @@ class Bridges:
 
     def _move(self, me: Worker, message: Message) -> None:
         model, weight = self.sent.pop(message.source)
-        share = me.params.dtype.type(min(weight, message.note.weight))
+        share = min(weight, message.note.weight)
         me.params += share * (message.payload - model)
         me.record_update(message.source, max(0, me.step - message.step))

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import cast, copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER, Message, Notes, server
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.coordinator import Coordinator, Portions, Report, Work
-from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard, zeros
+from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Sandblaster(Strategy):
 
     def master_state(self, me: Server) -> ShardState:
         """The start, and no pairs; the first server also coordinates."""
-        start = me.params.astype("float64")
-        vectors = {"w": start, "trial": start.copy(), "sum": zeros(len(start)), "g": zeros(len(start))}
+        start = cast(me.params, "float64")
+        vectors = {"w": start, "trial": copied(start), "sum": zeros(start, len(start)), "g": zeros(start, len(start))}
         coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None
         return ShardState(Shard(vectors), coordinator=coordinator)
 
@@ -121,7 +123,7 @@ async def _serve(me: Server, state: ShardState) -> None:
     while True:
         message = await me.receive("ask")
         if message.note.op == "fetch":
-            me.reply(message, vectors["trial"].astype(me.params.dtype), Answer())
+            me.reply(message, cast(vectors["trial"], name_of(me.params)), Answer())
         elif message.note.op == "portion":
             _add(state, message)
             me.reply(message, None, Answer())
@@ -135,7 +137,7 @@ def _add(state: ShardState, message: Message) -> None:
     evaluation, portion = message.note.evaluation, message.note.portion
     if evaluation > state.evaluation:
         state.evaluation, state.added, state.early = evaluation, 0, {}
-        state.shard.vectors["sum"] = zeros(len(state.shard.vectors["sum"]))
+        state.shard.vectors["sum"] = zeros(state.shard.vectors["w"], len(state.shard.vectors["w"]))
     if evaluation == state.evaluation and portion >= state.added:
         state.early[portion] = message.payload
     while state.added in state.early:

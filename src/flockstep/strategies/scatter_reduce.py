@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flockstep.arrays.kernels import name_of
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.identity import Identity
@@ -59,7 +60,7 @@ class ScatterReduce(Strategy):
             sent = self._scatter(me, await me.gradient(), parts)
             pieces = [sent if rank == me.rank else await self._piece(me, rank) for rank in range(me.workers)]
             codec = codec_for(me, self.codec, self.feedback, parts[me.rank])
-            decoded = [codec.decode(piece, len(own), own.dtype.name) for piece in pieces]
+            decoded = [codec.decode(piece, len(own), name_of(own)) for piece in pieces]
             state: SliceState = me.state
             assert me.optimizer is not None
             me.optimizer.step(own, mean_of(decoded), state.optimizer, me.lr)

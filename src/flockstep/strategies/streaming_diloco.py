@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import copied, rounded
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.identity import Identity
@@ -90,7 +92,7 @@ class StreamingDiloco(Strategy):
         return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
 
     def _fragment(self, params: FlatArray, part: slice, workers: int) -> Fragment:
-        return Fragment(part, params.copy(), self.outer.start(params, workers), params.copy())
+        return Fragment(part, copied(params), self.outer.start(params, workers), copied(params))
 
     def offset(self, index: int) -> int:
         """t_p of the fragment p = index."""
@@ -119,7 +121,7 @@ class StreamingDiloco(Strategy):
         part = me.params[fragment.part]
         fragment.begun, fragment.under_way = me.step, True
         if self._exact:
-            fragment.given = part.copy()
+            fragment.given = copied(part)
         else:
             delta = fragment.model - part
             fragment.given, fragment.dropped = encoded(
@@ -131,11 +133,11 @@ class StreamingDiloco(Strategy):
         """The mean of the parts, or theta less the mean of what all outer gradients' encodings stand for."""
         model = fragment.model
         if self._exact:
-            mean = fragment.given.copy()
+            mean = copied(fragment.given)
             await self.collective.average(me, mean)
             return mean
         codec = codec_for(me, self.codec, self.feedback, fragment.part, fragment.begun)
-        total = await self.collective.sum_encoded(me, fragment.given, codec, len(model), model.dtype.name)
+        total = await self.collective.sum_encoded(me, fragment.given, codec, len(model), name_of(model))
         total /= me.workers
         return model - total
 
@@ -148,8 +150,8 @@ class StreamingDiloco(Strategy):
         self.outer.move(fragment.model, mean, fragment.outer)
         part = me.params[fragment.part]
         if self.overlap and self.alpha:
-            alpha = part.dtype.type(self.alpha)
-            part[:] = alpha * part + (part.dtype.type(1) - alpha) * fragment.model
+            alpha = rounded(self.alpha, part)
+            part[:] = alpha * part + (1 - alpha) * fragment.model
         else:
             part[:] = fragment.model
 

@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import numpy as np
-
 from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.namespace import empty
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN
@@ -106,7 +105,7 @@ def divided(
         kept = [(*found, uv) for found, uv in cut if found is not None and found[0].factors < found[0].dense]
         layers = tuple(layer for layer, _, _ in kept)
         there = Packing(part.stop - part.start, layers)
-        out = np.empty(there.size, packed.dtype)
+        out = empty(packed, there.size)
         there.pack(dense[part], [(u[:, rows], v) for _, rows, (u, v) in kept], out)
         yield layers, out
 
@@ -134,8 +133,8 @@ def unpacked(message: Message, size: int) -> FlatArray:
         packing = Packing(size, [Layer(*layer) for layer in layers])
     except (ValueError, ConfigurationError) as error:
         raise ProtocolError(f"worker {message.source} sent factors of layers {layers}: {error}") from None
-    if packed.size != packing.size:
+    if len(packed) != packing.size:
         raise ProtocolError(
-            f"worker {message.source} sent {packed.size} elements for layers {layers}, which need {packing.size}"
+            f"worker {message.source} sent {len(packed)} elements for layers {layers}, which need {packing.size}"
         )
     return packing.dense(packed)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flockstep.arrays.namespace import copied
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Cell, Strategy, Traits
@@ -34,7 +35,7 @@ class TreeServer(Strategy):
         """Compute, add what the children send, pass it on; take the parameters, pass them on."""
         parent, children = family(me.rank, me.workers)
         while me.training:
-            total = (await me.gradient()).copy()
+            total = copied(await me.gradient())
             for child in children:
                 total += (await me.receive("gradient", child)).payload
             if parent is None:

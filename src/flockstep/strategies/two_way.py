@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.half import Half
@@ -68,14 +68,14 @@ class TwoWay(Strategy):
             state: Dropped = me.state
             sent = self._scatter(me, gradient, parts)
             codec = codec_for(me, self.codec, self.feedback, own)
-            size, dtype = own.stop - own.start, gradient.dtype.name
+            size, dtype = own.stop - own.start, name_of(gradient)
             pieces = [
                 sent if rank == me.rank else await me.receive_array("gradient", rank) for rank in range(me.workers)
             ]
             mean = mean_of([codec.decode(piece, size, dtype) for piece in pieces])
             data, state.mean = encoded(me, self.codec, self.feedback, mean, state.mean, own)
             me.send_all(me.peers, "mean", data)
-            total = np.empty_like(gradient)
+            total = namespace(gradient).empty_like(gradient)
             for rank, part in enumerate(parts):
                 codec = codec_for(me, self.codec, self.feedback, part)
                 piece = data if rank == me.rank else await me.receive_array("mean", rank)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError
 from flockstep.messages import Note, server
@@ -62,7 +61,7 @@ class Shard:
             case "dot":
                 return float(self.vectors[a] @ self.vectors[b])
             case "set":
-                self.vectors[a] = self.vectors[b].copy()
+                self.vectors[a] = copied(self.vectors[b])
             case "add":
                 self.vectors[a] = self.vectors[a] + by * self.vectors[b]
             case "scale":
@@ -92,8 +91,3 @@ async def direction(me: Server, pairs: Sequence[int]) -> None:
         beta = await tell(me, "dot", f"y{k}", "d") / curvature[k]
         await tell(me, "add", "d", f"s{k}", alphas[k] - beta)
     await tell(me, "scale", "d", by=-1.0)
-
-
-def zeros(size: int) -> FlatArray:
-    """A vector of zeros."""
-    return np.zeros(size)

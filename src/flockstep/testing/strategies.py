@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -203,9 +203,15 @@ def bowl_job(
 class Bench:
     """The start and the gradients that `run_strategy` gives its workers, for programs written without any strategy."""
 
-    def __init__(self, workers: int = 1, job: Job | None = None, seed: int = 0):
+    def __init__(
+        self,
+        workers: int = 1,
+        job: Job | None = None,
+        seed: int = 0,
+        engine: Callable[[Job, int], Engine] = NumpyEngine,
+    ):
         job = job or small_job()
-        self.engine = NumpyEngine(job, seed)
+        self.engine = engine(job, seed)
         self.parts: list[Indices] = np.array_split(np.arange(self.engine.train_size), workers)
         self._samplers = [Sampler(part, job.batch, seed, rank) for rank, part in enumerate(self.parts)]
 
@@ -353,6 +359,7 @@ def run_strategy(
     faults: Sequence[Fault | str] = (),
     restarts: Sequence[float] = (),
     schedule: Schedule | str | None = None,
+    engine: Callable[[Job, int], Engine] = NumpyEngine,
 ) -> Run:
     """Run a strategy in virtual time, by default on `small_job`.
 
@@ -363,6 +370,7 @@ def run_strategy(
         faults: what goes wrong, for example "dies(1, 0.5)".
         restarts: when all nodes are stopped and begin anew from bytes, in virtual seconds.
         schedule: how learning rate and batch change over these steps.
+        engine: what computes the job's gradients, given job and seed.
 
     Raises:
         FlockstepError: the run failed, for example because its programs wait for each other for ever.
@@ -370,7 +378,7 @@ def run_strategy(
     strategy = Strategy.parse(strategy)
     strategy.check(workers)
     job = job or small_job()
-    bench, cluster = Bench(workers, job, seed), Cluster(workers, strategy.servers_for(workers))
+    bench, cluster = Bench(workers, job, seed, engine), Cluster(workers, strategy.servers_for(workers))
     policy, every = choose_result(strategy, result), evaluate_every or steps
     optimizer, timetable = bench.engine.optimizer, None
     if schedule is not None:

@@ -7,12 +7,17 @@ torch is imported before it is asked for.
 from __future__ import annotations
 
 import importlib
+import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Names of the dtypes that codecs take."""
+
+
+_loaded = cache(importlib.import_module)
 
 
 def of(array: Any) -> Any:
@@ -22,9 +27,9 @@ def of(array: Any) -> Any:
         TypeError: it is neither.
     """
     if isinstance(array, np.ndarray | np.generic):
-        return importlib.import_module("flockstep.arrays.kernels.on_numpy")
-    if type(array).__module__.partition(".")[0] == "torch":
-        return importlib.import_module("flockstep.arrays.kernels.on_torch")
+        return _loaded("flockstep.arrays.kernels.on_numpy")
+    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+        return _loaded("flockstep.arrays.kernels.on_torch")
     raise TypeError(f"kernels are for numpy arrays and torch tensors, got {type(array).__name__}")
 
 

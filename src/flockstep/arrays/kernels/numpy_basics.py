@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,7 +38,15 @@ def saturated(array: FlatArray, largest: float) -> FlatArray:
 
 
 def first_not_finite(array: FlatArray) -> int:
-    """The index of the first NaN or infinity, or -1."""
+    """The index of the first NaN or infinity, or -1.
+
+    A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
+    slow to come by, elements are looked at one by one.
+    """
+    if array.dtype.char in "fd":
+        with np.errstate(all="ignore"):
+            if math.isfinite(float(np.dot(array, array))):
+                return -1
     wrong = np.flatnonzero(~np.isfinite(array))
     return int(wrong[0]) if len(wrong) else -1
 

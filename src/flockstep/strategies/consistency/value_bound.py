@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
@@ -48,11 +47,11 @@ class ValueBound(Consistency):
         oldest = min(view.reading.values())
         for version in [version for version in view.kept if version < oldest]:
             del view.kept[version]
-        return float(np.max(np.abs(view.params - view.kept[oldest]), initial=0.0))
+        return float(abs(view.params - view.kept[oldest]).max()) if len(view.params) else 0.0
 
     def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
         """Every version, until nobody computes on it any more."""
-        kept[version] = params.copy()
+        kept[version] = copied(params)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
         """Each at once."""

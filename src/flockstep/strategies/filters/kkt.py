@@ -33,5 +33,5 @@ class Kkt(Filter):
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
         """What is not zero, or would not stay zero."""
-        mask: Mask = (params != 0) | ~(np.abs(update) <= self.l1 - self.slack)
+        mask: Mask = (params != 0) | ~(abs(update) <= self.l1 - self.slack)
         return mask

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays import kernels
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import beside, cast, namespace, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import CompositionError, ProtocolError
@@ -73,7 +76,8 @@ def pack(
     if not filters:
         return codec.encode(update, random)
     wanted = update if outbox.pending is None else outbox.pending + update
-    sent, kept = np.ones(len(wanted), np.bool_), np.zeros(len(wanted), np.bool_)
+    xp = namespace(wanted)
+    sent, kept = cast(xp.ones_like(wanted), "bool"), cast(xp.zeros_like(wanted), "bool")
     for chosen in () if flush else filters:
         mask = chosen.lets_through(wanted, params, random)
         if mask is not None:
@@ -81,14 +85,15 @@ def pack(
             if chosen.carries:
                 kept |= ~mask
             else:
-                wanted = np.where(mask, wanted, 0)  # dropped for good
-    outbox.pending = np.where(kept, wanted, 0) if kept.any() else None
-    keys, dtype = np.flatnonzero(sent).astype(np.uint32), wanted.dtype.name
+                wanted = xp.where(mask, wanted, 0)  # dropped for good
+    outbox.pending = xp.where(kept, wanted, 0) if kept.any() else None
+    keys, dtype = np.flatnonzero(on_host(sent)).astype(np.uint32), name_of(wanted)
     room = codec.wire_bytes(len(wanted), dtype) - codec.wire_bytes(len(keys), dtype)
     head = _write_keys(keys, room, outbox.lists, _remembered(filters))
     if head is None:
-        return codec.encode(np.where(sent, wanted, wanted.dtype.type(0)), random)
-    return np.concatenate([head, codec.encode(wanted[sent], random)])
+        return codec.encode(xp.where(sent, wanted, 0), random)
+    packet: Bytes = xp.concatenate([beside(head, wanted), codec.encode(wanted[sent], random)])
+    return packet
 
 
 def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtype: str, inbox: Inbox) -> FlatArray:
@@ -99,11 +104,11 @@ def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtyp
     """
     if not filters:
         return codec.decode(data, size, dtype)
-    if data.size >= codec.wire_bytes(size, dtype):
+    if len(data) >= codec.wire_bytes(size, dtype):
         return codec.decode(data, size, dtype)
     keys, start = _read_keys(data, size, inbox.lists, _remembered(filters))
-    update: FlatArray = np.zeros(size, dtype)
-    update[keys] = codec.decode(data[start:], len(keys), dtype)
+    update: FlatArray = kernels.of(data).zeros(data, size, dtype)
+    update[beside(keys.astype(np.int64), data)] = codec.decode(data[start:], len(keys), dtype)
     return update
 
 
@@ -123,24 +128,28 @@ def _write_keys(keys: Keys, room: int, lists: Lists, remembered: int) -> Bytes |
 
 def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[Keys, int]:
     """The keys, and where the values begin."""
-    kind = int(data[0]) if data.size else -1
-    if kind == HASHED and data.size > HASH_BYTES:
-        digest = data[1 : 1 + HASH_BYTES].tobytes()
+    kind = int(data[0]) if len(data) else -1
+    if kind == HASHED and len(data) > HASH_BYTES:
+        digest = _plain(data[1 : 1 + HASH_BYTES])
         if digest not in lists:
             raise ProtocolError(f"a push names the list of keys {digest.hex()}, which was never sent")
         _remember(lists, digest, lists[digest], remembered)
         return lists[digest], 1 + HASH_BYTES
-    if kind != LISTED or data.size < 5:
-        raise ProtocolError(f"a push of {data.size} bytes does not say which of {size} entries it holds")
-    stop = 5 + 4 * int.from_bytes(data[1:5].tobytes(), "little")
-    if data.size < stop:
-        raise ProtocolError(f"a push of {data.size} bytes is shorter than its list of keys")
-    keys = np.frombuffer(data[5:stop].tobytes(), "<u4").astype(np.uint32)
+    if kind != LISTED or len(data) < 5:
+        raise ProtocolError(f"a push of {len(data)} bytes does not say which of {size} entries it holds")
+    stop = 5 + 4 * int.from_bytes(_plain(data[1:5]), "little")
+    if len(data) < stop:
+        raise ProtocolError(f"a push of {len(data)} bytes is shorter than its list of keys")
+    keys = np.frombuffer(_plain(data[5:stop]), "<u4").astype(np.uint32)
     if keys.size and (keys[-1] >= size or (keys[:-1] >= keys[1:]).any()):
         raise ProtocolError(f"the keys of a push must ascend below {size}, got {keys[:8].tolist()}…")
     if remembered:
-        _remember(lists, _digest(data[5:stop].tobytes()), keys, remembered)
+        _remember(lists, _digest(_plain(data[5:stop])), keys, remembered)
     return keys, stop
+
+
+def _plain(data: Bytes) -> bytes:
+    return on_host(data).tobytes()
 
 
 def _remembered(filters: Sequence[Filter]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flockstep.arrays.namespace import beside
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import SHOWN
 from flockstep.optimizers.base import require
@@ -26,5 +27,4 @@ class RandomSkip(Filter):
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
         """One draw an entry."""
-        mask: Mask = random.random(len(update)) >= self.share
-        return mask
+        return beside(random.random(len(update)) >= self.share, update)

@@ -31,5 +31,5 @@ class SignificantlyModified(Filter):
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
         """What is larger than the threshold, and what is not a number."""
-        mask: Mask = ~(np.abs(update) <= self.threshold)
+        mask: Mask = ~(abs(update) <= self.threshold)
         return mask

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState, require, require_visible
@@ -37,14 +36,15 @@ class OuterAdam(Outer):
     def start(self, model: FlatArray, workers: int) -> OptimizerState:
         """m = 0 and v = eps²."""
         require_visible(self.eps, model)
-        return OptimizerState(slots={"mean": np.zeros_like(model), "square": np.full_like(model, self.eps**2)})
+        xp = namespace(model)
+        return OptimizerState(slots={"mean": xp.zeros_like(model), "square": xp.full_like(model, self.eps**2)})
 
     def move(self, model: FlatArray, mean: FlatArray, state: OptimizerState) -> None:
         """Step along Delta."""
-        scalar, m, v = model.dtype.type, state.slots["mean"], state.slots["square"]
+        m, v = state.slots["mean"], state.slots["square"]
         delta = mean - model
-        m *= scalar(self.beta1)
-        m += scalar(1 - self.beta1) * delta
-        v *= scalar(self.beta2)
-        v += scalar(1 - self.beta2) * (delta * delta)
-        model += scalar(self.lr) * m / (np.sqrt(v) + scalar(self.eps))
+        m *= self.beta1
+        m += (1 - self.beta1) * delta
+        v *= self.beta2
+        v += (1 - self.beta2) * (delta * delta)
+        model += self.lr * m / (namespace(v).sqrt(v) + self.eps)

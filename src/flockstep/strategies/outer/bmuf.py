@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.strategies.outer.base import Outer
@@ -51,13 +50,13 @@ class Bmuf(Outer):
     def start(self, model: FlatArray, workers: int) -> Blocks:
         """Delta = 0."""
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
-        return Blocks(model.copy(), np.zeros_like(model), momentum)
+        return Blocks(copied(model), namespace(model).zeros_like(model), momentum)
 
     def move(self, model: FlatArray, mean: FlatArray, state: Blocks) -> None:
         """Filter the change of the block."""
-        eta = model.dtype.type(state.momentum)
+        eta = state.momentum
         state.change *= eta
-        state.change += model.dtype.type(self.zeta) * (mean - model)
+        state.change += self.zeta * (mean - model)
         state.model += state.change
         model[:] = state.model
         if self.nesterov:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
 from flockstep.nodes import Server
@@ -52,7 +53,7 @@ def mean_of(gradients: Sequence[FlatArray]) -> FlatArray:
     """Their mean, summed in this order; a single one is returned as it is."""
     if len(gradients) == 1:
         return gradients[0]
-    mean: FlatArray = gradients[0].copy()
+    mean: FlatArray = copied(gradients[0])
     for gradient in gradients[1:]:
         mean += gradient
     mean /= len(gradients)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
+from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require, require_visible
@@ -61,17 +60,17 @@ class DelayCompensated(Rule):
 
     def start(self, me: Server) -> Memory:
         """Everyone starts from the parameters as they are."""
-        initial = me.params.copy()
+        initial = copied(me.params)
         mean_square = None
         if self.form == "adaptive":
             require_visible(self.eps, me.params)
-            mean_square = np.zeros_like(initial)
+            mean_square = namespace(initial).zeros_like(initial)
         return Memory(initial, {}, me.version, initial, mean_square)
 
     def read(self, me: Server, state: Memory, rank: int) -> None:
         """w_bak(rank) ← w."""
         if state.copied != me.version:
-            state.copied, state.latest = me.version, me.params.copy()
+            state.copied, state.latest = me.version, copied(me.params)
         state.backups[rank] = state.latest
 
     def apply(self, me: Server, state: Memory, group: Sequence[Push], share: float = 1.0) -> list[float]:
@@ -87,12 +86,11 @@ class DelayCompensated(Rule):
 
     def _lambda(self, state: Memory, gradient: FlatArray) -> Any:
         """lambda_t, after the moving mean took this gradient in; a scalar or one for each element."""
-        scalar = gradient.dtype.type
         if state.mean_square is None:
-            return scalar(self.strength)
-        state.mean_square *= scalar(self.m)
-        state.mean_square += scalar(1 - self.m) * (gradient * gradient)
-        return scalar(self.strength) / np.sqrt(state.mean_square + scalar(self.eps))
+            return self.strength
+        state.mean_square *= self.m
+        state.mean_square += (1 - self.m) * (gradient * gradient)
+        return self.strength / namespace(gradient).sqrt(state.mean_square + self.eps)
 
 
 def compensate(gradient: FlatArray, curvature: FlatArray | None, params: FlatArray, backup: FlatArray) -> FlatArray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.errors import CompositionError
 from flockstep.nodes import Server
 from flockstep.optimizers.base import Optimizer
@@ -34,7 +33,7 @@ class HeavyBall(Rule):
             CompositionError: the job does not train with sgd in its heavy-ball form.
         """
         heavy_ball(me.optimizer)
-        me.optimizer_state.slots.setdefault("momentum", np.zeros_like(me.params))
+        me.optimizer_state.slots.setdefault("momentum", namespace(me.params).zeros_like(me.params))
 
     def apply(self, me: Server, state: None, group: Sequence[Push], share: float = 1.0) -> list[float]:
         """One step."""

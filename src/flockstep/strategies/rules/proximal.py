@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.expression import SHOWN
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require
@@ -34,6 +33,7 @@ class Proximal(Plain):
         """Step, shrink."""
         weights = super().apply(me, state, group, share)
         if self.l1:
-            smaller = np.maximum(np.abs(me.params) - me.params.dtype.type(group[0].lr * share * self.l1), 0)
-            me.params[:] = np.copysign(smaller, me.params)
+            xp = namespace(me.params)
+            smaller = (xp.abs(me.params) - group[0].lr * share * self.l1).clip(0)
+            me.params[:] = xp.copysign(smaller, me.params)
         return weights

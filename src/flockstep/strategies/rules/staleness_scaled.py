@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
+from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Server
@@ -70,8 +69,7 @@ def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> F
     """sum_i weight_i g_i / sum_i weight_i; with equal weights the mean, in the same bits."""
     if len(set(weights)) == 1:
         return mean_of(gradients)
-    shares = np.array(weights) / sum(weights)
-    total: FlatArray = np.zeros_like(gradients[0])
-    for share, gradient in zip(shares, gradients, strict=True):
-        total += gradient.dtype.type(share) * gradient
+    total: FlatArray = namespace(gradients[0]).zeros_like(gradients[0])
+    for weight, gradient in zip(weights, gradients, strict=True):
+        total += weight / sum(weights) * gradient
     return total

@@ -1,0 +1,99 @@
+"""The namespace of an array: its own library's functions, and the way from one library or device to another."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.kernels import name_of, numpy_dtype
+from flockstep.arrays.schema import FlatArray
+
+
+def namespace(array: Any) -> Any:
+    """The module with the functions for `array`: numpy, or torch. Those of one name do the same in both."""
+    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
+
+
+def copied(array: Any) -> FlatArray:
+    """A copy of the same shape and dtype, on the same device."""
+    copy: FlatArray = array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
+    return copy
+
+
+def cast(array: Any, dtype: str) -> FlatArray:
+    """A copy with elements of the dtype of that name, on the same device."""
+    if isinstance(array, np.ndarray):
+        return array.astype(numpy_dtype(dtype))
+    copy: FlatArray = array.detach().to(getattr(sys.modules["torch"], dtype), copy=True)
+    return copy
+
+
+def rounded(value: float, array: Any) -> float:
+    """A number as the dtype of `array` holds it."""
+    if isinstance(array, np.ndarray):
+        return float(array.dtype.type(value))
+    return float(sys.modules["torch"].tensor(value, dtype=array.dtype))
+
+
+def on_host(array: Any) -> npt.NDArray[Any]:
+    """`array` for numpy; a copy of one that lies on another device."""
+    if isinstance(array, np.ndarray):
+        return array
+    array = array.detach().cpu()
+    if name_of(array) == "bfloat16":
+        bits: npt.NDArray[Any] = array.view(sys.modules["torch"].int16).numpy()
+        return bits.view(numpy_dtype("bfloat16"))
+    there: npt.NDArray[Any] = array.numpy()
+    return there
+
+
+def beside(values: npt.NDArray[Any], array: Any) -> FlatArray:
+    """`values` in the library, and on the device, of `array`; a copy unless that is numpy."""
+    return values if isinstance(array, np.ndarray) else tensor(values, array.device)
+
+
+def tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:
+    """A torch tensor with those values on that device."""
+    torch, wide = sys.modules["torch"], values.dtype.name != "bfloat16"
+    moved = torch.tensor(values if wide else values.view(np.int16), device=device)
+    there: FlatArray = moved if wide else moved.view(torch.bfloat16)
+    return there
+
+
+def as_tensor(array: Any) -> Any:
+    """A tensor that shares a numpy array's memory, a copy where that is read-only; a tensor as it is."""
+    if not isinstance(array, np.ndarray):
+        return array
+    return sys.modules["torch"].from_numpy(array if array.flags.writeable else array.copy())
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a torch tensor; torch need not be there."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def empty(like: Any, *shape: int) -> FlatArray:
+    """An array of that shape, whose elements are not set, with the dtype and on the device of `like`."""
+    made: FlatArray = np.empty(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape)
+    return made
+
+
+def zeros(like: Any, *shape: int) -> FlatArray:
+    """An array of zeros of that shape, with the dtype and on the device of `like`."""
+    made: FlatArray = np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
+    return made
+
+
+def rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
+    """`out`, with those rows of a matrix copied into it."""
+    if isinstance(matrix, np.ndarray):
+        return np.take(matrix, indices, 0, out, "clip")
+    torch = sys.modules["torch"]
+    torch.index_select(matrix, 0, torch.tensor(indices, device=matrix.device), out=out)
+    there: FlatArray = out
+    return there
