@@ -204,6 +204,7 @@ def _outlook(
     length: float | None,
 ) -> Outlook:
     from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.launchers.entry import limit_threads
     from flockstep.planning.plan import plan as predict
     from flockstep.planning.task import task_of
 
@@ -212,6 +213,7 @@ def _outlook(
     def run(say: Callable[[str], None]) -> Outlook:
         say(f"reading {what}")
         task = task_of(what, batch)
+        limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
         found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
         return _some(found, strategies)
 

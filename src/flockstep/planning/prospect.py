@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any, Literal
 
@@ -37,8 +37,11 @@ FACTOR, EVERY = 5.0, 4
 is tried against stragglers on a cluster that has none."""
 LEAST = 1e-12
 """Seconds of a step that computes and sends nothing."""
-HALF_DECADE = math.sqrt(10.0)
+DECADE = 10.0
 """Between two ratios of size and bandwidth that are rehearsed; steps in between are interpolated."""
+
+_known = lru_cache(maxsize=4096)(rehearse)
+"""`rehearse`, whose answers are kept: the table, scaling and crossovers ask for the same rehearsals."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def rehearsed(
         network = Link(site.link[1] / ratio, site.link[0]) if even else moved.network(workers)
     while True:
         work = site.work(strategy, workers, coding)
-        found = rehearse(
+        found = _known(
             strategy,
             workers,
             task.nbytes,
@@ -294,7 +297,6 @@ class Pace:
     """Where the plan is made."""
     found: Prospect | None = None
     """The prediction there; None: not rehearsed."""
-    _known: dict[tuple[int, bool, int], Rehearsal] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def exposure(self) -> float:
@@ -381,22 +383,19 @@ class Pace:
 
     def _between(self, workers: int, even: bool, ratio: float) -> float:
         """Seconds of a step where the model takes `ratio` times as long over the links: between two that were tried."""
-        at = 2 * math.log10(ratio)
+        at = math.log10(ratio)
         low = math.floor(at + 1e-9)
         first = self._rehearsed(workers, even, low).seconds_per_step
         if at - low < 1e-6:
             return first
         second = self._rehearsed(workers, even, low + 1).seconds_per_step
-        below, above = (HALF_DECADE**place for place in (low, low + 1))
+        below, above = (DECADE**place for place in (low, low + 1))
         return first + (second - first) * (ratio - below) / (above - below)
 
     def _rehearsed(self, workers: int, even: bool = False, place: int = 0) -> Rehearsal:
-        """With constant times, and links over which the model takes √10 to the `place` times as long."""
-        key = workers, even, place
-        if key not in self._known:
-            law, ratio = _steady(self.site.compute(workers)), HALF_DECADE**place
-            self._known[key] = rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
-        return self._known[key]
+        """With constant times, and links over which the model takes ten to the `place` times as long."""
+        law, ratio = _steady(self.site.compute(workers)), DECADE**place
+        return rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ MOST, ALL, PATIENCE = 640, 20480, 1024
 """Steps of the longest rehearsal; all workers' steps; those up to which it goes on only because its halves differ."""
 FEW = 4
 """Steps of the slowest worker while all train, at the least."""
-AGREE = 0.05
-"""Share by which the halves of a rehearsal may differ, in seconds and in bytes."""
+AGREE, BYTES = 0.05, 0.15
+"""Share by which the halves of a rehearsal may differ, in seconds and in bytes, which a few hundred messages tell."""
 GROWS = 1.4
 """How many times as late messages are after twice the steps if they pile up, or more: later steps will not end that."""
 ALIKE = 0.1
@@ -277,7 +277,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
 def _begun(stage: _Stage, elements: int, first: int) -> int:
     """Steps of the first attempt."""
     longest = stage.longest(elements)
-    return max(first, _length(_counted(longest_cycle(stage.strategy, longest), longest, stage.workers, stage.compute)))
+    return max(first, _length(_counted(stage, longest_cycle(stage.strategy, longest), longest)))
 
 
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
@@ -295,7 +295,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
     """Twice as many steps until the halves agree and something was sent."""
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
-    count = _counted(cycle, longest, stage.workers, stage.compute)
+    count = _counted(stage, cycle, longest)
     late = dict[int, float]()
     while True:
         steps = _length(count)
@@ -307,7 +307,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         silent = not found.sent_per_step and not found.server_sent_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
         settled = not silent and not early and _agree(counted, cycle) and min(map(len, counted)) >= FEW
-        patience = PATIENCE // (2 * stage.workers if stage.quick else stage.workers)
+        patience = PATIENCE // (4 * stage.workers if stage.quick else stage.workers)
         most = longest if silent or early else min(longest, patience)
         if settled or _length(2 * count) > most:
             break
@@ -329,12 +329,15 @@ def _filling(late: dict[int, float], period: float) -> bool:
     return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
 
 
-def _counted(cycle: int, longest: int, workers: int, law: ComputeModel) -> int:
+def _counted(stage: _Stage, cycle: int, longest: int) -> int:
     """Steps that are counted at first: an even number of cycles, or a single one that is long; more of random times."""
+    workers, law = stage.workers, stage.compute
     mean = mean_of(law)
     random = min(MOST_RANDOM, max(1.0, (late_of(law, workers) / mean / LITTLE) ** 2)) if mean else 1.0
     least = random * min(FEWEST, max(FEW, EVERYONES // workers))
     pairs = 2 * cycle * max(1, math.ceil(least / (2 * cycle)))
+    if stage.quick and cycle >= least:
+        return cycle
     return pairs if _length(pairs) <= longest else cycle * max(1, int(longest / (1 + LEFT_OUT)) // cycle)
 
 
@@ -370,7 +373,7 @@ def _sends(stage: _Stage) -> bool:
 
 def _agree(counted: list[list[Step]], cycle: int) -> bool:
     """Whether both halves of every worker's steps took as long and sent as much; a single cycle has no halves."""
-    return all(_spread(counted, cycle, measure) <= 1 / (1 - AGREE) for measure in (_took, _sent))
+    return all(_spread(counted, cycle, *one) <= 1 / (1 - share) for *one, share in ((_took, AGREE), (_sent, BYTES)))
 
 
 def _spread(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> float:

@@ -60,6 +60,7 @@ class StandIn(NumpyEngine):
         samples = max(lessons.samples or BATCHES * lessons.batch * workers, workers)
         job = _job(samples, lessons.batch, optimizer)
         super().__init__(job, seed, _Bowl(tuple(shapes), DTYPES.get(dtype_bytes, "float32")))
+        self._slopes = np.linspace(1e-3, 2e-3, self.schema.size, dtype=self.schema.dtype)
         self.factor = model_bytes / self.schema.nbytes
         self._lessons = lessons
         self._asked, self._counted = 0, 0
@@ -75,7 +76,8 @@ class StandIn(NumpyEngine):
         """Slopes of a bowl."""
         self._asked += len(indices)
         self._counted += indices.size
-        return super().gradients(params, indices, out, replicas, steps)
+        np.multiply(self._slopes, params, out=out)
+        return np.asarray(np.einsum("ij,ij->i", out, params) / 2, np.float64)
 
     def layers(self, batch: int) -> tuple[Layer, ...]:
         """Those of the job.
@@ -124,16 +126,11 @@ class Shrunk(Unrehearsed):
 
 
 class _Bowl(Model):
-    """Half of the mean of h w², with a different h for every w, so that a second-order method has something to do."""
+    """Half of the sum of h w², with a different h for every w, so that a second-order method has something to do."""
 
     def __init__(self, shapes: tuple[Shape, ...], dtype: str):
         self.dtype = dtype
         self._shapes = shapes
-        self._slopes = {
-            name: np.linspace(1e-3, 2e-3, math.prod(shape), dtype=dtype).reshape(shape)
-            for name, shape in self.shapes.items()
-        }
-        self._size = sum(map(math.prod, shapes))
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -145,12 +142,7 @@ class _Bowl(Model):
     def gradients(
         self, params: Mapping[str, FlatArray], x: FlatArray, y: FlatArray, out: Mapping[str, FlatArray]
     ) -> FlatArray:
-        losses = np.zeros(len(x))
-        for name, array in out.items():
-            np.multiply(self._slopes[name], params[name], out=array)
-            flat = array.reshape(len(array), -1), params[name].reshape(len(array), -1)
-            losses += np.einsum("ij,ij->i", *flat)
-        return losses / 2
+        raise NotImplementedError("the engine knows the gradients of the whole array")
 
     def outputs(self, params: Mapping[str, FlatArray], x: FlatArray) -> FlatArray:
         return x
