@@ -36,6 +36,10 @@ class Messenger(ABC):
         self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
         node.freeze, node.port_copies = member.bus.lend, True
 
+    @abstractmethod
+    def drive(self, runner: Runner) -> None:
+        """Deliver messages, waiting for them, until the program waits for none."""
+
     def now(self) -> float:
         """Seconds since all nodes were ready."""
         return time.monotonic() - self._start
