@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn, optim
 
-    from flockstep.drivers.mover import Mover
+    from flockstep.communicator.communicator import Communicator
     from flockstep.drivers.torch_buffers import Policy
     from flockstep.drivers.torch_loop import DistributedOptimizer
     from flockstep.frameworks.base import Data, Job
@@ -113,19 +113,19 @@ def clip_grad_norm_(
     return clip_grad_norm_(of, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-def join(max_bytes: int = 1 << 30) -> Mover:
-    """The mover of this process: sends any array of up to `max_bytes` to any other rank of the run, in any form.
+def join(max_bytes: int = 1 << 30) -> Communicator:
+    """The communicator of this process: sends any array of up to `max_bytes` to any other rank of the run, in any form.
 
     In a script that `flockstep launch -n 4` started it is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. All ranks have
     to call it, those that follow a strategy after `distribute`; it returns once they have.
 
     Raises:
-        ConfigurationError: this process has a mover already, or the workers do not agree on `max_bytes`.
+        ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
         PeerLost: another rank died, or left without calling it.
     """
-    from flockstep.drivers import mover
+    from flockstep.communicator import joining
 
-    return mover.join(max_bytes)
+    return joining.join(max_bytes)
 
 
 def shard(loader: Iterable[B]) -> Iterable[B]:

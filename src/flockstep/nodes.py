@@ -80,7 +80,7 @@ class Node:
         self.farewells: set[Address] = set()
         """Those whose leaving `messages` has told the program of."""
         self.leaving: set[Address] = set()
-        """Nodes that send no more but answers; only among ranks of a mover."""
+        """Nodes that send no more but answers; only among ranks of a communicator."""
         self.schema: Schema | None = None
         """What the model's flat array holds; set by the driver. Without it the array counts as one tensor."""
         self.held = slice(0, len(params))
@@ -261,13 +261,17 @@ class Node:
         for task in list(self.tasks):
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
-            while (wanted := task.wanted) is not None and wanted.source in self.departed:
+            while (wanted := task.wanted) is not None and self.hopeless(wanted):
                 self._advance(task, self.missed(wanted))
             while task.work is not None and task.work.done():
                 self._advance(task, None)
             if task.done and task in self.tasks:
                 self.tasks.remove(task)
-                self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
+                self._ended(task)
+
+    def _ended(self, task: Task) -> None:
+        """Tell the program, which may wait for the task's end."""
+        self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
 
     def _advance(self, task: Task, value: Message | PeerLost | None) -> None:
         outer, self._channel = self._channel, task.channel
@@ -310,8 +314,8 @@ class Node:
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
-            if self.departed or self.leaving:
-                self.require_coming(wanted)
+            if (self.departed or self.leaving) and self.hopeless(wanted):
+                raise self.missed(wanted)
             message = yield wanted
         if self.taken:
             self._keep(message)
@@ -328,8 +332,8 @@ class Node:
     def _await(self, wanted: Wanted) -> Generator[Effect, Any, Message]:
         message: Message | None = self.mailbox.take(wanted)
         if message is None:
-            if self.departed or self.leaving:
-                self.require_coming(wanted)
+            if (self.departed or self.leaving) and self.hopeless(wanted):
+                raise self.missed(wanted)
             message = yield wanted
         if self.taken:
             self._keep(message)
@@ -340,10 +344,9 @@ class Node:
         if self._channel in self.taken:
             self.taken[self._channel].append(message)
 
-    def require_coming(self, wanted: Wanted) -> None:
-        """Raise `PeerLost` if that message, which is not here, can come no more."""
-        if wanted.source is not None and wanted.source in self.departed:
-            raise self.missed(wanted)
+    def hopeless(self, wanted: Wanted) -> bool:
+        """Whether that message, which is not here, can come no more."""
+        return wanted.source in self.departed
 
     def missed(self, wanted: Wanted) -> PeerLost:
         """The error for a wait that can never end."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flockstep.arrays.factors import Layer, Packing
-from flockstep.errors import PeerLost
+from flockstep.errors import FlockstepError
 from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
 
@@ -116,7 +116,7 @@ class Task:
         """End it where it is."""
         self._program.close()
 
-    def fail(self, error: PeerLost) -> None:
+    def fail(self, error: FlockstepError) -> None:
         """Raise `error` where it waits; what it does not handle goes on to the driver."""
         self.wanted = self.work = None
         try:

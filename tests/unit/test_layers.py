@@ -18,8 +18,8 @@ SOURCE = ROOT / "src" / "flockstep"
 ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
-    strategies systems simulation costs frameworks workloads records drivers launchers report planning testing claims
-    bench cli
+    strategies systems simulation costs frameworks workloads records drivers communicator launchers
+    report planning testing claims bench cli
 """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")

@@ -142,7 +142,7 @@ class Dead:
 
 
 def test_a_lost_rank_without_a_step_or_a_file_had_nothing_to_lose(tmp_path: Path) -> None:
-    """Ranks of the mover write at their end; the supervisor has heard of the step of 1 and sees the file of 2."""
+    """Ranks of a communicator write at their end; the supervisor has heard of the step of 1 and sees the file of 2."""
     supervisor = Supervisor(3, Ipc(), 5.0, tmp_path / "run", lambda ticket: Dead(), lambda *given: Dead())
     EventWriter(RunFolder(tmp_path / "run").node_events_file(2)).close()
     supervisor._went = 0.0

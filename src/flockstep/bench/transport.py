@@ -110,7 +110,7 @@ class _InWindow(_Pushing):
 
 
 class InWindow(Way):
-    """What `accumulate` does on a mover's window on a shared array: the sender adds, in the receiver's memory."""
+    """What `accumulate` does on a window of a shared array: the sender adds, in the receiver's memory."""
 
     name = "shared window"
 

@@ -19,7 +19,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account, fingerprint
 from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
-from flockstep.drivers.mover_place import Place, place_here, take_place
+from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.real import Seat
 from flockstep.drivers.renewal import Reception, common, end_tasks, forget, meet, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner

@@ -22,12 +22,12 @@ class Link:
         self.hello = hello
         self.address = hello.address
         self.beside: Link | None = None
-        """The line to the mover that the process has beside its place in the run."""
+        """The line to the communicator that the process has beside its place in the run."""
         me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.wire = control.link(hello.address, hello.line, me)
 
     def tell(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the node, and what concerns all for its mover; never waits for it.
+        """Queue a message for the node, and what concerns all for its communicator; never waits for it.
 
         The array must not change afterwards: all links send it from where it lies.
         """

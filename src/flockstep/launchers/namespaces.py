@@ -51,7 +51,7 @@ class Namespaces(Transport):
 
     def listen(self, directory: Path, name: str) -> str:
         """Any free port of this host, which the first call in a process makes: the supervisor's makes the bridge."""
-        if (here := _address_here()) is not None:  # a mover's sockets, beside those of the process
+        if (here := _address_here()) is not None:  # a communicator's sockets, beside those of the process
             return f"tcp://{here}:*"
         bridge = directory / "bridge"
         if not bridge.exists():

@@ -15,18 +15,18 @@ from typing import NoReturn
 import msgspec
 
 from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.communicator.joining import rule_of
 from flockstep.drivers.filed import Newest
 from flockstep.drivers.member import Failure, Hello, Ticket, in_short
-from flockstep.drivers.mover_place import rule_of
 from flockstep.drivers.reports import MOST, events_in
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
+from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.draws import Draws
 from flockstep.launchers.evaluation import Evaluation
 from flockstep.launchers.handles import require_handles
 from flockstep.launchers.health import Health
 from flockstep.launchers.link import Link
-from flockstep.launchers.movers import Movers
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits
@@ -105,7 +105,7 @@ class Supervisor:
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
         self._waits = Waits(workers, step_timeout)
-        self._movers = Movers(workers, self.outcome.lost, self._done)
+        self._communicators = Communicators(workers, self.outcome.lost, self._done)
         self._draws = Draws(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
@@ -279,8 +279,8 @@ class Supervisor:
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
                         self._begin(link)
-            case "mover":
-                self._movers.hear(self._links[address], self._links, note, self._control, self._directory)
+            case "communicator":
+                self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
             case "warning":
                 if (text := str(note["text"])) not in self.outcome.warnings:
                     self.outcome.warnings.append(text)

@@ -96,7 +96,7 @@ class Waits:
         if any(rank not in joined for rank in late):
             starting = not joined and self._now() - min(self._since.values()) < STARTING * self._period
             return len(self._since) > 1 and not starting
-        # Workers that have ended wait for the others only where steps are taken: a mover's do not.
+        # Workers that have ended wait for the others only where steps are taken: a communicator's do not.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
 
     def _told(self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float) -> str:

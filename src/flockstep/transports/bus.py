@@ -70,6 +70,10 @@ class Bus(ABC):
         """Whether the connection to the peer stands."""
 
     @abstractmethod
+    def waiting(self, peer: Address) -> int:
+        """Bytes of messages to the peer that have not been given to the system yet."""
+
+    @abstractmethod
     def broken(self, seconds: float) -> set[Address]:
         """The peers whose connection ended at least so long ago, for whatever reason."""
 
@@ -78,7 +82,7 @@ class Bus(ABC):
         """Send a message to a peer without waiting for it; an array that is not lent may change afterwards.
 
         Raises:
-            Backlog: too many messages wait for the peer; the same message may be sent again later.
+            Backlog: too many messages, or bytes, wait for the peer; the same message may be sent again later.
             PeerLost: the peer is not connected.
         """
 

@@ -31,6 +31,8 @@ from flockstep.transports.wire import GREETING, MAX_CODING, MAX_HEADER, Identity
 
 QUEUED = 10_000
 """Messages that may wait for one peer before the sender has to wait for it."""
+AHEAD = 1 << 26
+"""Bytes that may wait for one peer before the sender has to wait for it."""
 UNREAD = 1 << 28
 """Bytes of messages that are read ahead of the program."""
 LOCAL_BUFFER = 1 << 20
@@ -72,6 +74,8 @@ class _Connection:
         self.armed = False
         """Whether the end of a jam is waited for."""
         self.out: deque[memoryview] = deque()
+        self.waiting = 0
+        """Bytes of `out`."""
         self.staging = memoryview(bytearray(STAGING))
         self.end = 0
         """Bytes of `staging` that have been read."""
@@ -161,6 +165,11 @@ class StreamBus(Bus):
         """Whether the connection to the peer stands."""
         return peer in self._peers and self._peers[peer].usable()
 
+    def waiting(self, peer: Address) -> int:
+        """Bytes of messages to the peer that wait for room."""
+        connection = self._peers.get(peer)
+        return connection.waiting if connection is not None and connection.usable() else 0
+
     def broken(self, seconds: float) -> set[Address]:
         """The peers whose connection ended at least so long ago, for whatever reason."""
         latest = time.monotonic() - seconds
@@ -175,8 +184,8 @@ class StreamBus(Bus):
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
             raise self._unreachable(to)
-        if len(connection.out) >= 2 * QUEUED:
-            raise Backlog(f"{node_name(to)} takes no messages: {QUEUED} wait for it")
+        if len(connection.out) >= 2 * QUEUED or connection.waiting >= AHEAD:
+            raise Backlog(f"{node_name(to)} takes no messages: {len(connection.out) // 2} wait for it")
         array, place, start = message.array, None, 0
         if array is not None and self._heap is not None and array.nbytes >= SMALLEST and to in self._lent:
             array = message.array = self._copies.frozen(array)
@@ -330,10 +339,12 @@ class StreamBus(Bus):
         """Write a message; what the socket does not take soon is copied, unless nobody can change it, and waits."""
         if array is None:
             connection.out.append(memoryview(_PREFIX.pack(len(header), 0) + header))
+            connection.waiting += connection.out[-1].nbytes
             self._flush(connection)
             return
         payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         connection.out.append(memoryview(_PREFIX.pack(len(header) | _PAYLOAD, payload.nbytes) + header))
+        connection.waiting += connection.out[-1].nbytes + payload.nbytes
         if payload.nbytes:
             connection.out.append(payload)
         self._flush(connection)
@@ -353,6 +364,7 @@ class StreamBus(Bus):
         try:
             while out:
                 sent = connection.socket.sendmsg([out[0], out[1]] if len(out) > 1 else [out[0]])
+                connection.waiting -= sent
                 while out and sent >= out[0].nbytes:
                     sent -= out.popleft().nbytes
                 if sent:
@@ -361,6 +373,7 @@ class StreamBus(Bus):
             pass
         except OSError:  # the peer has gone: what it sent before is still read
             out.clear()
+            connection.waiting = 0
             connection.deaf = True
             self._note_end(connection)
         if connection.armed != bool(out):

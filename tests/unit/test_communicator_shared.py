@@ -1,4 +1,4 @@
-"""Shared arrays of a mover: sums in place, windows in memory, and what is refused."""
+"""Shared arrays of a communicator: sums in place, windows in memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
-from flockstep.drivers import mover_shared
-from flockstep.drivers.mover import join
+from flockstep.communicator import shared_arrays
+from flockstep.communicator.joining import join
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError, TimedOut
-from support.movers import PATIENCE, movers
+from support.communicators import PATIENCE, communicators
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is Linux's")
 
 
 @pytest.fixture(params=[2, 3])
 def group(request):
-    with movers(request.param) as found:
+    with communicators(request.param) as found:
         yield found
 
 
@@ -38,7 +38,7 @@ def ring_sum(n, size):
 
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (5000,)])
 def test_a_sum_in_place_has_the_bits_of_a_ring(group, shape):
-    n, size = len(group.movers), int(np.prod(shape))
+    n, size = len(group.ranks), int(np.prod(shape))
 
     def program(mover):
         array = mover.shared(shape)
@@ -57,7 +57,7 @@ def test_a_mean_and_arrays_one_after_the_other(group):
         mover.all_reduce(one, out=one)
         return one.tolist(), two.tolist()
 
-    n = len(group.movers)
+    n = len(group.ranks)
     assert group.run(program) == [([n * (n - 1) / 2] * 3, [[10.0, 10.0]] * 2)] * n
 
 
@@ -67,12 +67,12 @@ def test_a_sum_that_is_not_in_place_leaves_the_array(group):
         array[:] = 1
         return mover.all_reduce(array).tolist(), array.tolist()
 
-    n = len(group.movers)
+    n = len(group.ranks)
     assert group.run(program) == [([n] * 4, [1] * 4)] * n
 
 
 def test_windows_reach_the_others_memory_at_once(group):
-    n = len(group.movers)
+    n = len(group.ranks)
 
     def program(mover):
         window = mover.window("w", mover.shared((2, 3)))
@@ -92,7 +92,7 @@ def test_windows_reach_the_others_memory_at_once(group):
 
 
 def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
-    n = len(group.movers)
+    n = len(group.ranks)
 
     def program(mover):
         window = mover.window("w", mover.shared(1000))
@@ -114,7 +114,7 @@ def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
 
 def test_without_a_lock_additions_would_be_lost(group, monkeypatch):
     """The control of the test above: a read, a pause in which others run, a write."""
-    n = len(group.movers)
+    n = len(group.ranks)
 
     def program(mover):
         array = mover.shared(1)
@@ -172,7 +172,7 @@ def test_ranks_that_want_different_shapes_hear_of_it(group):
 
 
 def test_sums_of_different_arrays_at_the_same_time_are_noticed():
-    with movers(2) as pair:
+    with communicators(2) as pair:
 
         def program(mover):
             one = mover.shared(2000)
@@ -183,7 +183,7 @@ def test_sums_of_different_arrays_at_the_same_time_are_noticed():
 
 
 def test_a_dead_rank_ends_the_wait():
-    with movers(2) as pair:
+    with communicators(2) as pair:
         arrays = pair.run(lambda mover: mover.shared(5))
         waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
         pair.lose(1, "worker 1 was killed")
@@ -191,7 +191,7 @@ def test_a_dead_rank_ends_the_wait():
 
 
 def test_a_rank_that_is_closing_ends_the_wait():
-    with movers(2) as pair:
+    with communicators(2) as pair:
         arrays = pair.run(lambda mover: mover.shared(5))
         closing = pair.start(lambda mover: mover.close(), 1)
         waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
@@ -209,21 +209,21 @@ def test_who_leaves_right_after_its_last_sum_took_part_in_it(group):
         mover.close()
         return float(array[0])
 
-    n = len(group.movers)
+    n = len(group.ranks)
     assert group.run(program) == [n] * n
 
 
 def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
-    with movers(2) as pair:
+    with communicators(2) as pair:
         arrays = pair.run(lambda mover: mover.shared(5))
         with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the others in an all-reduce"):
-            pair.movers[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
+            pair.ranks[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
         with pytest.raises(TimedOut, match=r"given up before.*make a new one on all ranks"):
-            pair.movers[0].all_reduce(arrays[0], out=arrays[0])
+            pair.ranks[0].all_reduce(arrays[0], out=arrays[0])
 
 
 def test_sums_and_means_of_the_same_array_are_told_apart():
-    with movers(2) as pair:
+    with communicators(2) as pair:
 
         def program(mover):
             array = mover.shared(2000)
@@ -270,11 +270,11 @@ def test_inside_local_nothing_waits_for_itself():
 
 
 def test_a_dead_rank_s_window_is_not_reached():
-    with movers(2) as pair:
+    with communicators(2) as pair:
         windows = pair.run(lambda mover: mover.window("w", mover.shared(5)))
         pair.lose(1, "worker 1 was killed")
         with pytest.raises(PeerLost, match="worker 1 was killed"):
-            pair.movers[0].receive("x", 1, PATIENCE)
+            pair.ranks[0].receive("x", 1, PATIENCE)
         for call in (lambda: windows[0].put(1, np.ones(1)), lambda: windows[0].get(1)):
             with pytest.raises(PeerLost, match="worker 1 was killed"):
                 call()
@@ -282,7 +282,7 @@ def test_a_dead_rank_s_window_is_not_reached():
 
 
 def test_a_shared_array_is_no_larger_than_what_travels():
-    with movers(2, 4096) as pair:
+    with communicators(2, 4096) as pair:
 
         def program(mover):
             for shape in (1025, (1 << 32, 1 << 32)):
@@ -295,21 +295,21 @@ def test_a_shared_array_is_no_larger_than_what_travels():
 
 
 def test_where_one_rank_cannot_attach_all_hear_of_it(group, monkeypatch):
-    attach, failing = mover_shared.attached, [1]
+    attach, failing = shared_arrays.attached, [1]
 
     def attached(address, size):
         if failing and failing.pop():
             raise CompositionError("cannot attach to shared memory: it lies on another host")
         return attach(address, size)
 
-    monkeypatch.setattr("flockstep.drivers.mover.attached", attached)
+    monkeypatch.setattr("flockstep.communicator.communicator.attached", attached)
 
     def program(mover):
         with pytest.raises(CompositionError):
             mover.shared(10, timeout=PATIENCE)
         return mover.all_reduce(np.ones(2)).tolist()
 
-    n = len(group.movers)
+    n = len(group.ranks)
     assert group.run(program) == [[n, n]] * n
 
 
@@ -324,7 +324,7 @@ def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
 
     def totals(mover):
         mover.barrier()
-        account = mover._pump.account
+        account = mover._engine.runner.account
         found = account.traffic.sent_bytes, account.traffic.received_bytes
         mover.barrier()
         return found

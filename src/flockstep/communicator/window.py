@@ -10,32 +10,38 @@ from typing import Any
 import numpy as np
 
 from flockstep.codecs.base import Codec
-from flockstep.drivers.mover_calls import Calls
-from flockstep.drivers.mover_collectives import fence
-from flockstep.drivers.mover_node import Party
-from flockstep.drivers.mover_packets import add_unpacked, codec_of, packed, plain, unpacked, whole
+from flockstep.communicator.calls import Calls
+from flockstep.communicator.collectives import fence
+from flockstep.communicator.encoded import (
+    UNDONE,
+    WINDOW,
+    Access,
+    Answer,
+    Failed,
+    add_unpacked,
+    codec_of,
+    packed,
+    unpacked,
+)
+from flockstep.communicator.rank import Rank
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
-from flockstep.messages import Array, Fields, Message, node_name
-
-PUT, ADD, GET, FAILED = "window put/", "window add/", "window get/", "window failed/"
-"""Tags, which end where no channel is."""
+from flockstep.messages import Array, Message, Wanted, node_name
 
 
 class Window:
     """A named array of the same shape and dtype on every rank; `put`, `get` and `accumulate` reach any of them.
 
-    The owner's mover does what others ask, one call after the other, whatever the owner's own threads are doing.
+    The owner's communicator does what others ask, one call after the other, whatever the owner's own threads are doing.
     """
 
-    def __init__(self, mover: Calls, name: str, array: Array):
-        """For `Mover.window`, which has checked the array."""
-        self.name = name
+    def __init__(self, calls: Calls, name: str, array: Array):
+        """For `Communicator.window`, which has checked the array."""
+        self.name, self.tag, self._undone = name, f"{WINDOW}{name}/", f"{UNDONE}{name}/"
         self.array = array
-        self._mover = mover
+        self._calls = calls
         self._flat = array.reshape(-1)
         self._lock = Lock()
         self._holder = 0
-        self._problem: FlockstepError | None = None
 
     def put(self, rank: int, array: Any, offset: int = 0, codec: str | Codec | None = None) -> None:
         """Write `array` into the window of `rank`, from element `offset` of the flat array on; done at the next fence.
@@ -44,7 +50,7 @@ class Window:
             ConfigurationError: it does not fit.
             PeerLost: that rank is dead.
         """
-        self._give(PUT, rank, array, offset, 1.0, codec)
+        self._give("put", rank, array, offset, 1.0, codec)
 
     def accumulate(
         self, rank: int, array: Any, offset: int = 0, scale: float = 1.0, codec: str | Codec | None = None
@@ -57,7 +63,7 @@ class Window:
             ConfigurationError: it does not fit.
             PeerLost: that rank is dead.
         """
-        self._give(ADD, rank, array, offset, scale, codec)
+        self._give("add", rank, array, offset, scale, codec)
 
     def get(
         self,
@@ -75,9 +81,9 @@ class Window:
         """
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
-        note: Fields = {"window": self.name, "offset": offset, "size": count, "codec": str(codec_of(codec) or "")}
-        message = self._mover.asked(rank, GET, None, note, timeout, f"window {self.name!r} of worker {rank}")
-        array = unpacked(message, self._mover.max_bytes)
+        note = Access(codec=str(codec_of(codec) or ""), what="get", offset=offset, size=count)
+        message = self._calls.asked(rank, self.tag, None, note, timeout, f"window {self.name!r} of worker {rank}")
+        array = unpacked(message, self._calls.max_bytes)
         if array.shape != (count,) or array.dtype != self._flat.dtype:
             raise ProtocolError(
                 f"{node_name(rank)} answered with {array.dtype} {array.shape} where {count} × {self._flat.dtype} of "
@@ -93,16 +99,20 @@ class Window:
             TimedOut: not everyone has come within `timeout` seconds.
             ProtocolError: what this rank had put or added could not be used by its receiver.
         """
-        self._mover.together(f"window {self.name}", f"fence of window {self.name!r}", fence, timeout)
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+
+        async def program(me: Rank) -> list[Message]:
+            await fence(me)
+            return list(me.mailbox.take_all(Wanted(self._undone)))
+
+        undone = self._calls.together(f"window {self.name}", f"fence of window {self.name!r}", program, timeout)
+        if undone:
+            raise ProtocolError(undone[-1].note.why)
 
     @contextmanager
     def local(self) -> Iterator[Array]:
         """This rank's own array, while no call of others takes effect on it: for changes that must not be interrupted.
 
-        The mover waits meanwhile: be brief, and do not call it inside.
+        The communicator waits meanwhile: be brief, and do not call it inside.
         """
         with self._lock:
             self._holder = get_ident()
@@ -114,72 +124,67 @@ class Window:
     def close(self, timeout: float | None = None) -> None:
         """Fence, then give the name back; the array stays as it is."""
         self.fence(timeout)
-        self._mover.forget(self)
+        self._calls.forget(self)
 
     def held_here(self) -> bool:
         """Whether the calling thread is inside `local`."""
         return self._holder == get_ident()
 
-    def hear(self, message: Message, me: Party) -> None:
-        """Do what another rank asks; on the mover's thread."""
+    def hear(self, message: Message, me: Rank) -> None:
+        """Do what another rank asks; on the engine's thread."""
+        what = message.note.what
         try:
-            if message.tag == FAILED:
-                self._problem = ProtocolError(str(message.note.get("reason")))
-            elif message.tag == GET:
+            if what == "get":
                 self._answer(message, me)
             else:
                 self._apply(message)
         except FlockstepError as error:
-            note = {"window": self.name, "reason": f"{node_name(me.rank)} could not do {message.tag[:-1]!r}: {error}"}
-            if message.tag == GET:
-                me.reply(message, None, {"error": note["reason"]})
-            elif message.tag != FAILED:
-                me.send(message.source, FAILED, None, note)
+            why = f"{node_name(me.rank)} could not do 'window {what}': {error}"
+            if what == "get":
+                me.reply(message, None, Answer(error=why))
+            else:
+                me.send(message.source, self._undone, None, Failed(type(error).__name__, why))
 
-    def _answer(self, message: Message, me: Party) -> None:
-        part = self._part(message, whole(message, "size"))
-        codec = codec_of(str(message.note["codec"])) if message.note.get("codec") else None
+    def _answer(self, message: Message, me: Rank) -> None:
+        part, codec = self._part(message), message.note.codec
         with self._lock:
-            packet = plain(part) if codec is None else packed(part, codec, me.step, lambda: me.random)
-        me.reply(message, packet.data, packet.note)
+            packet = packed(part, codec_of(codec) if codec else None, me.step, lambda: me.random)
+        me.reply(message, packet.data, packet.note.within(Answer))
 
     def _apply(self, message: Message) -> None:
-        if message.tag == PUT:
-            array = unpacked(message, self._mover.max_bytes).reshape(-1)
-            if array.dtype != self._flat.dtype:
-                raise ProtocolError(
-                    f"{node_name(message.source)} put {array.dtype} into a window of {self._flat.dtype}"
-                )
-            part = self._part(message, len(array))
+        part, most = self._part(message), self._calls.max_bytes
+        if message.note.what == "add":
             with self._lock:
-                part[:] = array
+                add_unpacked(message, part, message.note.scale, most)
             return
-        part, scale = self._part(message, whole(message, "size")), message.note.get("scale")
-        if not isinstance(scale, float):
-            raise ProtocolError(f"{node_name(message.source)} sent the scale {scale!r}; it is a number")
+        array = unpacked(message, most).reshape(-1)
+        if array.dtype != part.dtype or array.size != part.size:
+            raise ProtocolError(
+                f"{node_name(message.source)} put {array.size} × {array.dtype} into {part.size} × {part.dtype}"
+            )
         with self._lock:
-            add_unpacked(message, part, scale, self._mover.max_bytes)
+            part[:] = array
 
-    def _part(self, message: Message, size: int) -> Array:
-        offset = whole(message, "offset")
-        if offset < 0 or size < 0 or offset + size > len(self._flat):
+    def _part(self, message: Message) -> Array:
+        offset, size = message.note.offset, message.note.size
+        if offset + size > len(self._flat):
             raise ProtocolError(
                 f"{node_name(message.source)} asked for {size} elements from {offset} on, of {len(self._flat)}"
             )
         part: Array = self._flat[offset : offset + size]
         return part
 
-    def _give(self, tag: str, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
+    def _give(self, what: str, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
         given = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
         self._check(rank, offset, given.size)
         if given.size == 0:
             return
-        packet = self._mover.packet(given, codec, f"window {self.name}")
-        note = {"window": self.name, "offset": offset, "size": given.size, "scale": float(scale), **packet.note}
-        self._mover.post(rank, tag, packet.data, note, closing=True)
+        packet = self._calls.packet(given, codec, f"window {self.name}")
+        note = packet.note.within(Access, what=what, offset=offset, size=given.size, scale=float(scale))
+        self._calls.post(rank, self.tag, packet.data, note, closing=True)
 
     def _check(self, rank: int, offset: int, size: int) -> None:
-        self._mover.check_rank(rank)
+        self._calls.check_rank(rank)
         if offset < 0 or size < 0 or offset + size > len(self._flat):
             raise ConfigurationError(
                 f"window {self.name!r} has {len(self._flat)} elements, got {size} from element {offset} on; stay inside"

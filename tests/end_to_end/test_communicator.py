@@ -1,4 +1,4 @@
-"""The mover in real processes under `flockstep launch`: alone, beside a strategy, among strangers."""
+"""The communicator in real processes under `flockstep launch`: alone, beside a strategy, among strangers."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ print("finished", rank)
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "all_reduce"])
-def test_a_mover_beside_a_strategy(tmp_path: Path, strategy: str) -> None:
+def test_a_communicator_beside_a_strategy(tmp_path: Path, strategy: str) -> None:
     done = ended(tmp_path, BESIDE.replace("STRATEGY", repr(strategy)), "-n", "3")
     went_well(done)
     assert done.out.count("finished") == 3
@@ -219,7 +219,7 @@ def test_a_mover_beside_a_strategy(tmp_path: Path, strategy: str) -> None:
 
 def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
-    page = Path(__file__).parents[2] / "docs" / "mover.md"
+    page = Path(__file__).parents[2] / "docs" / "communicator.md"
     assert f"```python\n{script.read_text()}```" in page.read_text(), "the page shows the example as it is"
     done = RealRun(["launch", "-n", "4", str(script)], tmp_path / "run").end()
     went_well(done)
@@ -251,11 +251,11 @@ def ports(run: RealRun) -> set[int]:
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == LISTEN and f"socket:[{row[9]}]" in inodes}
 
 
-def test_strangers_do_not_disturb_a_mover(tmp_path: Path) -> None:
+def test_strangers_do_not_disturb_a_communicator(tmp_path: Path) -> None:
     run = started(tmp_path, AMONG_STRANGERS, "-n", "3", "--transport", "tcp")
     wait_until((tmp_path / "there").exists, PATIENCE, "all have joined")
     found = ports(run)
-    assert len(found) == 13, "links and buses of three workers and three movers, and the supervisor"
+    assert len(found) == 13, "links and buses of three workers and three communicators, and the supervisor"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers: list[Any] = []
     for port in found:

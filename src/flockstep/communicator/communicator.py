@@ -1,4 +1,4 @@
-"""`flockstep.join`: any array from any rank to any other, encoded as asked, from any thread of a user's program."""
+"""The communicator of a script: any array from any rank to any other, encoded as asked, from any thread."""
 
 from __future__ import annotations
 
@@ -6,110 +6,68 @@ import atexit
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from flockstep.codecs.base import Codec
-from flockstep.drivers.member import Member, in_short
-from flockstep.drivers.mover_calls import Collectives, named
-from flockstep.drivers.mover_node import CLOSING, REQUEST, SEND, Party
-from flockstep.drivers.mover_packets import checked, unpacked
-from flockstep.drivers.mover_place import Place, ScriptPlace, place_here, sockets_beside, take_place
-from flockstep.drivers.mover_pump import Pump
-from flockstep.drivers.mover_shared import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
-from flockstep.drivers.mover_window import ADD, FAILED, GET, PUT, Window
-from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
-from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, PeerLost
+from flockstep.communicator.calls import named
+from flockstep.communicator.collectives import Collectives
+from flockstep.communicator.encoded import REQUEST, SEND, Answer, Encoded, checked, unpacked
+from flockstep.communicator.engine import ProgressEngine
+from flockstep.communicator.rank import Rank
+from flockstep.communicator.requests import Handler, Request, Server
+from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
+from flockstep.communicator.window import Window
+from flockstep.drivers.account import Account
+from flockstep.drivers.member import in_short
+from flockstep.drivers.messenger import Membership
+from flockstep.drivers.place import Place
+from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.shared_memory import SharedMemory
 
 MAX_BYTES = 1 << 30
-"""The largest array, in bytes, that a mover takes unless it is told otherwise."""
+"""The largest array, in bytes, that a communicator takes unless it is told otherwise."""
 LINGER, LOST_LINGER = 2.0, 0.3
-"""Seconds in which what was sent last is still delivered after a mover has closed; the same if somebody is dead."""
+"""Seconds in which what was sent last is still delivered after the end; the same if a rank is dead."""
 LONGEST = 4000
 """Characters of an error that travel."""
-Handler = Callable[[int, Array | None], Any]
 
 
-def join(max_bytes: int = MAX_BYTES) -> Mover:
-    """The mover of this process: rank r of n in a script that `flockstep launch -n n` started, else 0 of 1.
+class Sockets(Membership, Protocol):
+    """A membership that can be given up."""
 
-    In a script that follows a strategy, call it after `flockstep.distribute`. All ranks have to call it, with the same
-    `max_bytes`, the size of the largest array that travels; it returns once they have.
-
-    Raises:
-        ConfigurationError: this process has a mover already, or the workers do not agree.
-        PeerLost: another rank died, or left without calling it.
-    """
-    if not 1 <= max_bytes < 1 << 62:
-        raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    ticket, place, script = ticket_from_environment(), place_here(), None
-    if ticket is None:
-        place_of_script()
-        require_own_process("join")
-        return Mover(0, 1, None, None, None, max_bytes)
-    if place is None:
-        from flockstep.frameworks.job import import_components
-
-        import_components(ticket.imports)
-        claim_ticket()
-        script = ScriptPlace(ticket)
-        place = Place(script.member, lambda name, value: None)
-        take_place(place)
-    elif place.member.closed:
-        raise ConfigurationError(
-            "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
-        )
-    elif place.mover is not None:
-        raise ConfigurationError("this process has joined already; call flockstep.join once in a script")
-    try:
-        beside = sockets_beside(place.member, max_bytes)
-    except FlockstepError as error:
-        if script is not None:
-            script.fail(error)
-        raise
-    return Mover(ticket.address, ticket.workers, beside, place, script, max_bytes)
+    def close(self, linger: float) -> None:
+        """Leave; what was sent is still delivered within `linger` seconds."""
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What another rank asks: answer it with `mover.reply`."""
-
-    source: int
-    name: str
-    array: Array | None
-    message: Message
-
-
-class Mover(Collectives):
-    """Moves arrays between the ranks of a run; every method may be called from any thread. Made by `flockstep.join`."""
+class Communicator(Collectives):
+    """Moves arrays between the ranks of a run; any thread may call its methods. Made by `flockstep.join`."""
 
     def __init__(
         self,
-        rank: int,
-        workers: int,
-        beside: Member | None,
-        place: Place | None,
-        script: ScriptPlace | None,
+        node: Rank,
+        sockets: Sockets,
         max_bytes: int,
+        patience: float = 0.0,
+        place: Place | None = None,
+        finish: Callable[[Account], None] | None = None,
     ):
-        """For `join`; without `beside` it is alone."""
-        super().__init__(Pump(rank, workers, beside, self._hear), max_bytes)
-        self._beside = beside
-        self._place = place
-        self._script = script
+        """For `join`.
+
+        Args:
+            patience: seconds for which a connection may be broken before its rank counts as dead.
+            place: the process's part in a run; None: nobody launched it.
+            finish: called once it is closed, with what it has sent and received.
+        """
+        super().__init__(ProgressEngine(sockets, node, patience), max_bytes)
+        self._sockets, self._place, self._finish = sockets, place, finish
         self._servers: dict[str, Server] = {}
-        self._unserved: set[str] = set()
         self._closing = False
-        self._pump.start()
         if place is not None:
-            place.mover = self.close
+            place.close_communicator = self.close
         atexit.register(self._at_exit)
 
     def send(self, to: int, name: str, array: Any, codec: str | Codec | None = None) -> None:
@@ -122,7 +80,7 @@ class Mover(Collectives):
             PeerLost: that rank has left, or is dead.
         """
         self.check_rank(to)
-        packet = self.packet(checked(array, self.max_bytes), codec)
+        packet = self.packet(array, codec)
         self.post(to, SEND + named(name) + "/", packet.data, packet.note)
 
     def receive(self, name: str, source: int | None = None, timeout: float | None = None) -> Array:
@@ -139,7 +97,7 @@ class Mover(Collectives):
         """The same, and who has sent it."""
         if source is not None:
             self.check_rank(source)
-        message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, f"{name!r}")
+        message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))
         return message.source, unpacked(message, self.max_bytes)
 
     def request(
@@ -153,8 +111,7 @@ class Mover(Collectives):
             TimedOut: it has not answered within `timeout` seconds.
         """
         self.check_rank(to)
-        packet = None if array is None else self.packet(checked(array, self.max_bytes), codec)
-        data, note = (None, {}) if packet is None else (packet.data, packet.note)
+        data, note = self.packet_or_nothing(array, codec, Encoded)
         what = f"the reply of worker {to} to {name!r}"
         message = self.asked(to, REQUEST + named(name) + "/", data, note, timeout, what)
         return None if message.array is None else unpacked(message, self.max_bytes)
@@ -165,17 +122,11 @@ class Mover(Collectives):
         It is called on a thread of its own, once at a time; what it raises is raised by the one who asked. What was
         asked before is answered now.
         """
-        server = Server(named(name), handler, self._handle)
         with self._lock:
             if name in self._servers:
                 raise ConfigurationError(f"{name!r} is served already; choose another name")
-            self._servers[name] = server
-
-        def look() -> None:
-            for message in list(self._pump.party.arrived(REQUEST + name + "/")):
-                server.take(message)
-
-        self._pump.ask(look)
+            server = self._servers[name] = Server(named(name), lambda message: self._handle(message, handler, name))
+        self._engine.ask(lambda: self._engine.node.handle(f"{REQUEST}{name}/", server.take))
 
     def next_request(self, name: str, source: int | None = None, timeout: float | None = None) -> Request:
         """The next request under a name that nothing serves; answer it with `reply`.
@@ -196,7 +147,7 @@ class Mover(Collectives):
         """An array of zeros in memory that all ranks of this host reach; all call it, with the same shape and dtype.
 
         `all_reduce(array, out=array)` adds up in place, from one thread at a time and in the same order on all ranks; a
-        window on it needs no messages: what it is told to do is done at once. It lives as long as the mover.
+        window on it needs no messages: what it is told to do is done at once. It lives as long as the communicator.
 
         Raises:
             CompositionError: the ranks are not on one host.
@@ -244,6 +195,9 @@ class Mover(Collectives):
             if name in self._windows:
                 raise ConfigurationError(f"there is a window {name!r} already; close it first, or choose another name")
             self._windows[name] = window
+        self._engine.ask(
+            lambda: self._engine.node.handle(window.tag, lambda message: window.hear(message, self._engine.node))
+        )
         try:
             self.agree(f"window {name!r} of {array.dtype} {array.shape}", timeout)
         except FlockstepError:
@@ -252,12 +206,13 @@ class Mover(Collectives):
         return window
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave: nothing can be asked of this mover any more. Others are served until they close theirs too.
+        """Leave: nothing can be asked of this communicator any more. Others are served until they close theirs too.
 
-        In a script without a strategy the process's part in the run ends with it.
+        What was sent is delivered first. In a script without a strategy the process's part in the run ends with it.
 
         Raises:
-            TimedOut: the others have not closed theirs within `timeout` seconds; this one is closed all the same.
+            TimedOut: the others have not closed theirs, or not taken what was sent to them, within `timeout` seconds;
+                this one is closed all the same.
             Interrupted: the run was ended.
         """
         self.require_free()
@@ -266,44 +221,31 @@ class Mover(Collectives):
                 return
             self._closing = True
         atexit.unregister(self._at_exit)
+        late, waiting = "", {}
         try:
-            if self._pump.failure is None:
-                self.run(self._leave, timeout, "the others to close their movers")
+            if self._engine.failure is None:
+                self.run(self._leave, timeout, "the others to take what was sent, and to close their communicators")
+        except TimedOut as error:
+            late = str(error)
         finally:
-            self._end(LINGER)
-        if self._script is not None:
-            self._script.finish(self._pump.account)
+            waiting = self._end()
+        if late:
+            lost = [f"; {nbytes} bytes for worker {rank} were not delivered" for rank, nbytes in waiting.items()]
+            raise TimedOut(late + "".join(lost))
+        if self._finish is not None:
+            self._finish(self._engine.runner.account)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close; after an error only once the process ends, so that nobody hears of the end before the error."""
-        if kind is None or self._beside is None:
+        if kind is None or self._place is None:
             self.close()
 
-    def _hear(self, message: Message) -> bool:
-        """On the mover's thread: do what others ask without this rank's doing anything."""
-        if message.reply_to:
-            return False
-        if message.tag in (PUT, ADD, GET, FAILED):
-            window, party = self._windows.get(str(message.note.get("window"))), self._pump.party
-            if isinstance(window, Window):
-                window.hear(message, party)
-            elif message.tag == GET:
-                party.reply(message, None, {"error": f"{node_name(self.rank)} has closed that window"})
-            return True
-        if not message.tag.startswith(REQUEST):
-            return False
-        name = message.tag.removeprefix(REQUEST).removesuffix("/")
-        if name in self._servers:
-            self._servers[name].take(message)
-        elif self._closing:
-            self._refuse(message)
-        else:
-            self._unserved.add(name)
-            return False
-        return True
+    async def _leave(self, me: Rank) -> None:
+        await me.leave()
+        await self._engine.flush()
 
     def _handle(self, message: Message, handler: Handler, name: str) -> None:
         """Answer a request with what a handler says; on that handler's thread."""
@@ -311,63 +253,28 @@ class Mover(Collectives):
             given = None if message.array is None else unpacked(message, self.max_bytes)
             self._reply(message, handler(message.source, given), None)
         except Exception as error:  # noqa: BLE001 - it is for the one who asked
-            text = f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"
-            self._pump.ask(lambda: self._pump.party.reply(message, None, {"error": text[:LONGEST]}))
+            answer = Answer(error=f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"[:LONGEST])
+            self._engine.ask(lambda: self._engine.node.reply(message, None, answer))
 
     def _reply(self, message: Message, array: Any, codec: str | Codec | None) -> None:
         """Answer a request; from any thread."""
-        packet = None if array is None else self.packet(checked(array, self.max_bytes), codec, "replies")
-        data, note = (None, {}) if packet is None else (packet.data, packet.note)
-        self._pump.ask(lambda: self._pump.party.reply(message, data, note))
+        data, note = self.packet_or_nothing(array, codec, Answer, "replies")
+        self._engine.ask(lambda: self._engine.node.reply(message, data, note))
 
-    def _refuse(self, message: Message) -> None:
-        self._pump.party.reply(message, None, {"error": f"{node_name(self.rank)} has left without an answer"})
-
-    async def _leave(self, me: Party) -> None:
-        for name in self._unserved:
-            for message in me.arrived(REQUEST + name):
-                self._refuse(message)
-        for rank in me.others:
-            me.send(rank, CLOSING)
-        for rank in me.others:
-            with suppress(PeerLost):  # which is how it is told that nothing more will come
-                await me.receive("word", rank)
-
-    def _end(self, seconds: float) -> None:
-        self._pump.stop()
+    def _end(self) -> dict[int, int]:
+        """End the engine, and leave; how many bytes could not be delivered, by rank."""
+        self._engine.stop()
         for server in self._servers.values():
             server.stop()
-        if self._beside is not None:
-            self._beside.close(LOST_LINGER if self._pump.party.lost else seconds)
-            account = self._pump.account
-            if self._place is not None:
-                self._place.figure("mover_sent", account.traffic.sent_bytes)
-                self._place.figure("mover_messages", account.traffic.messages_sent)
+        waiting, traffic = self._engine.undelivered(), self._engine.runner.account.traffic
+        self._sockets.close(LOST_LINGER if self._engine.node.lost else LINGER)
+        if self._place is not None:
+            self._place.figure("mover_sent", traffic.sent_bytes)
+            self._place.figure("mover_messages", traffic.messages_sent)
+        return waiting
 
     def _at_exit(self) -> None:
         """A script that does not close still leaves properly, unless it is failing."""
         with suppress(FlockstepError):  # the supervisor has been told
             if getattr(sys, "last_value", None) is None:
                 self.close()
-
-
-class Server:
-    """Answers the requests of one name, one after the other, on a thread of its own."""
-
-    def __init__(self, name: str, handler: Handler, handle: Callable[[Message, Handler, str], None]):
-        """`handle` takes the request, the handler and the name, and raises nothing."""
-        self._queue: SimpleQueue[Message | None] = SimpleQueue()
-
-        def run() -> None:
-            while (message := self._queue.get()) is not None:
-                handle(message, handler, name)
-
-        Thread(target=run, name=f"flockstep-serve-{name}", daemon=True).start()
-
-    def take(self, message: Message) -> None:
-        """One more request."""
-        self._queue.put(message)
-
-    def stop(self) -> None:
-        """End after what is here by now."""
-        self._queue.put(None)

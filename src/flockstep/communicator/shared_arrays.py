@@ -1,4 +1,4 @@
-"""Arrays of a mover that all ranks of a host can reach in memory: sums in place, windows without messages."""
+"""Arrays of a communicator that all ranks of a host can reach in memory: sums in place, windows without messages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from flockstep.codecs.base import Codec
-from flockstep.drivers.mover_calls import Calls
-from flockstep.drivers.mover_packets import at_hand, codec_of
-from flockstep.drivers.mover_window import Window
+from flockstep.communicator.calls import Calls
+from flockstep.communicator.encoded import at_hand, codec_of
+from flockstep.communicator.window import Window
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut
 from flockstep.messages import Array
 from flockstep.transports.shared_group import SUMMED, SharedGroup, needed
@@ -75,7 +75,7 @@ class SharedArray:
 
     def _look(self) -> None:
         """Whether everyone is still there; who has just left may have taken part in this sum."""
-        self._calls.require_alive()
+        self._calls.require_open()
         gone = self._calls.gone()
         for rank in sorted(gone & self._gone):
             raise PeerLost(f"{self._calls.end_of(rank)}; worker {self._calls.rank} waited for it in an all-reduce")
@@ -115,9 +115,9 @@ def attached(address: str, size: int) -> SharedMemory:
 class SharedWindow(Window):
     """A window on a shared array: the caller does it in the owner's memory, and it is done when the call returns."""
 
-    def __init__(self, mover: Calls, name: str, shared: SharedArray):
-        """For `Mover.window`."""
-        super().__init__(mover, name, shared.local)
+    def __init__(self, calls: Calls, name: str, shared: SharedArray):
+        """For `Communicator.window`."""
+        super().__init__(calls, name, shared.local)
         self._lock = shared.lock  # the system keeps processes out of each other's arrays, not a process's own threads
         self._shared = shared
 
@@ -147,7 +147,7 @@ class SharedWindow(Window):
         timeout: float | None = None,
     ) -> Array:
         """A copy of `size` elements (None: all) of the window of `rank`; in its shape if that is all of it."""
-        self._mover.require_alive()
+        self._calls.require_open()
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
         with self._alone(rank):
@@ -158,8 +158,8 @@ class SharedWindow(Window):
 
     @contextmanager
     def local(self) -> Iterator[Array]:
-        """This rank's own array, while nobody else reaches it: be brief, and call nothing of the mover inside."""
-        with self._alone(self._mover.rank):
+        """This rank's own array, while nobody else reaches it: be brief, and call no communicator inside."""
+        with self._alone(self._calls.rank):
             self._holder = get_ident()
             try:
                 yield self.array
@@ -168,12 +168,12 @@ class SharedWindow(Window):
 
     @contextmanager
     def _alone(self, rank: int) -> Iterator[None]:
-        self._mover.require_here(rank)
+        self._calls.require_here(rank)
         with self._lock, self._shared.group.alone_on(rank):
             yield
 
     def _given(self, rank: int, array: Any, offset: int, codec: str | Codec | None) -> Array:
-        self._mover.require_alive()
+        self._calls.require_open()
         given: Array = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
         self._check(rank, offset, given.size)
         return given if codec is None else self._through(codec, given)
@@ -182,6 +182,6 @@ class SharedWindow(Window):
         """What a receiver would see of `array`."""
         chosen = codec_of(codec)
         assert chosen is not None
-        packet = self._mover.packet(array, chosen, f"window {self.name}")
-        fit = at_hand(chosen, array, int(packet.note["at"]))
+        packet = self._calls.packet(array, chosen, f"window {self.name}")
+        fit = at_hand(chosen, array, packet.note.at)
         return fit.decode(packet.data, array.size, array.dtype.name)

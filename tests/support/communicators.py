@@ -1,4 +1,4 @@
-"""Several movers in one process, joined by sockets as in a run: each rank is a thread of the test."""
+"""Several communicators in one process, joined by sockets as in a run: each rank is a thread of the test."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from flockstep.drivers.mover import Mover
+from flockstep.communicator.communicator import Communicator
+from flockstep.communicator.encoded import NOTES
+from flockstep.communicator.rank import Rank
 from flockstep.messages import Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.kinds import Tcp
@@ -21,11 +22,10 @@ PATIENCE = 30.0
 
 
 class Sockets:
-    """What a mover needs of its membership."""
+    """What a communicator needs of its membership."""
 
     def __init__(self, rank: int, most: int):
-        self.ticket = SimpleNamespace(seed=0, heartbeat=5.0)
-        me = Identity("run", rank, "schema", most)
+        me = Identity("run", rank, "schema", most, notes=NOTES)
         self.line = Line(me, Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")
 
@@ -39,7 +39,7 @@ class Sockets:
 
 
 class Group:
-    """The movers of all ranks."""
+    """The communicators of all ranks."""
 
     def __init__(self, workers: int, most: int):
         self.control = Control(Tcp().listen(Path(), ""), 5.0)
@@ -52,20 +52,22 @@ class Group:
             while not all(one.bus.reachable(peer) for peer in where if peer != rank):
                 for other in self.sockets:
                     assert other.receive(0.001) is None
-        self.movers = [Mover(rank, workers, one, None, None, most) for rank, one in enumerate(self.sockets)]
+        self.ranks = [
+            Communicator(Rank(rank, workers, 0), one, most, patience=10.0) for rank, one in enumerate(self.sockets)
+        ]
         self._pool = ThreadPoolExecutor(4 * workers)
 
-    def start(self, program: Callable[[Mover], T], *ranks: int) -> list[Any]:
+    def start(self, program: Callable[[Communicator], T], *ranks: int) -> list[Any]:
         """Run a program on some ranks (none: on all); the futures."""
-        chosen = ranks or range(len(self.movers))
-        return [self._pool.submit(program, self.movers[rank]) for rank in chosen]
+        chosen = ranks or range(len(self.ranks))
+        return [self._pool.submit(program, self.ranks[rank]) for rank in chosen]
 
-    def run(self, program: Callable[[Mover], T], *ranks: int) -> list[T]:
+    def run(self, program: Callable[[Communicator], T], *ranks: int) -> list[T]:
         """What it returns, rank by rank."""
         return [future.result(PATIENCE) for future in self.start(program, *ranks)]
 
     def say(self, to: int, tag: str, **note: Any) -> None:
-        """What a supervisor would say to a mover."""
+        """What a supervisor would say to a communicator."""
         if to not in self.links:
             me = Identity("run", LAUNCHER, "schema", 1 << 20)
             self.links[to] = self.control.link(to, self.sockets[to].line.address, me)
@@ -73,13 +75,13 @@ class Group:
 
     def lose(self, rank: int, reason: str) -> None:
         """All others hear that a rank is dead."""
-        for other in range(len(self.movers)):
+        for other in range(len(self.ranks)):
             if other != rank:
                 self.say(other, "lost", address=rank, reason=reason)
 
     def close(self) -> None:
         """Close what is left."""
-        for future in self.start(lambda mover: mover.close(0.1)):
+        for future in self.start(lambda rank: rank.close(0.1)):
             future.exception(PATIENCE)
         self._pool.shutdown()
         for link in self.links.values():
@@ -88,8 +90,8 @@ class Group:
 
 
 @contextmanager
-def movers(workers: int, most: int = 1 << 24) -> Iterator[Group]:
-    """Movers of ranks 0..workers-1."""
+def communicators(workers: int, most: int = 1 << 24) -> Iterator[Group]:
+    """Communicators of ranks 0..workers-1."""
     group = Group(workers, most)
     try:
         yield group

@@ -1,4 +1,4 @@
-"""The movers of a run: sockets of scripts beside their place in it, brought together once all are there."""
+"""The communicators of a run: sockets of scripts beside their place in it, brought together once all are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from flockstep.drivers.mover_place import MOVER, NOTHING
+from flockstep.communicator.joining import COMMUNICATOR, NOTHING
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import Link
 from flockstep.messages import Address, Fields, node_name
@@ -18,8 +18,8 @@ from flockstep.transports.links import Control
 
 
 @dataclass
-class Movers:
-    """Who has a mover, and who has met all others."""
+class Communicators:
+    """Who has a communicator, and who has met all others."""
 
     workers: int
     lost: Mapping[Address, Lost]
@@ -27,10 +27,10 @@ class Movers:
     met: set[Address] = field(default_factory=set)
 
     def hear(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control, at: Path) -> None:
-        """A process says that its mover is there, or that it has met all others; `at` is where the sockets lie.
+        """A process says that its communicator is there, or that it has met all others; `at` is where the sockets lie.
 
         Raises:
-            ConfigurationError: movers that do not take arrays of the same size.
+            ConfigurationError: communicators that do not take arrays of the same size.
         """
         if "met" in note:
             self.met.add(link.address)
@@ -42,7 +42,7 @@ class Movers:
             self._tell(there, "go", {})
         elif len(there) == self.workers and not self.met:
             peers = {address: one.beside.hello.bus for address, one in there.items() if one.beside is not None}
-            self._tell(there, MOVER, {"peers": msgspec.json.encode(peers).decode()})
+            self._tell(there, COMMUNICATOR, {"peers": msgspec.json.encode(peers).decode()})
 
     def _add(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control) -> None:
         hello, largest = link.hello, int(note["largest"])

@@ -1,4 +1,4 @@
-"""What all ranks of a mover do together: windows and collectives, against sums written down by hand."""
+"""What all ranks of a communicator do together: windows and collectives, against sums written down by hand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
-from flockstep.drivers.mover import Mover
-from flockstep.drivers.mover_packets import plain
-from flockstep.drivers.mover_window import ADD, GET, PUT, Window
+from flockstep.communicator.communicator import Communicator
+from flockstep.communicator.encoded import Access, Answer
+from flockstep.communicator.window import Window
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, TimedOut
 from flockstep.messages import Message
 from flockstep.topologies.base import Topology
-from support.movers import PATIENCE, Group, movers
+from support.communicators import PATIENCE, Group, communicators
 
 N = 3
 SHAPES = [(), (0,), (1,), (10,), (4, 5), (2, 0, 3)]
@@ -25,7 +25,7 @@ SHAPES = [(), (0,), (1,), (10,), (4, 5), (2, 0, 3)]
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Group]:
-    with movers(N) as group:
+    with communicators(N) as group:
         yield group
 
 
@@ -50,7 +50,7 @@ def test_all_reduce_gives_everyone_the_sum(three: Group, shape: Any, dtype: Any,
 
 
 def test_all_reduce_leaves_its_array_alone_unless_it_is_to_hold_the_sum(three: Group) -> None:
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         array, other = part(mover.rank), np.zeros((5, 4)).T
         assert mover.all_reduce(array, out=other) is other
         assert equal(array, part(mover.rank))
@@ -65,7 +65,7 @@ def test_all_reduce_leaves_its_array_alone_unless_it_is_to_hold_the_sum(three: G
 
 
 def test_the_other_collectives_give_what_they_say(three: Group) -> None:
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         array, rank = part(mover.rank), mover.rank
         for codec in (None, "half"):
             share = slices(20, N)[rank]
@@ -85,7 +85,7 @@ def test_the_other_collectives_give_what_they_say(three: Group) -> None:
 
 
 def test_residual_feedback_sends_later_what_a_codec_left_out(three: Group) -> None:
-    def program(mover: Mover) -> Any:
+    def program(mover: Communicator) -> Any:
         array = np.full(5, 1 + 2.0**-13)
         sums = [mover.all_reduce(array, codec="half", feedback="residual", name="kept") for _ in range(16)]
         plain = [mover.all_reduce(array, codec="half", name="dropped") for _ in range(16)]
@@ -97,7 +97,7 @@ def test_residual_feedback_sends_later_what_a_codec_left_out(three: Group) -> No
 
 
 def test_two_named_collectives_go_on_at_once_in_any_order(three: Group) -> None:
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         def many(name: str, scale: int, out: list[Any]) -> None:
             out.extend(mover.all_reduce(part(mover.rank) * scale, name=name) for _ in range(20))
 
@@ -129,7 +129,7 @@ def test_two_named_collectives_go_on_at_once_in_any_order(three: Group) -> None:
     ],
 )
 def test_ranks_that_call_different_things_hear_of_it(three: Group, other: Any) -> None:
-    def program(mover: Mover) -> Any:
+    def program(mover: Communicator) -> Any:
         return other(mover) if mover.rank == 1 else mover.all_reduce(np.ones(3), name="mixed", timeout=PATIENCE)
 
     errors = [future.exception(PATIENCE) for future in three.start(program)]
@@ -141,15 +141,15 @@ def test_ranks_that_call_different_things_hear_of_it(three: Group, other: Any) -
 
 def test_who_comes_late_is_told_that_the_others_gave_up(three: Group) -> None:
     with pytest.raises(TimedOut):
-        three.movers[0].all_reduce(np.ones(2), name="late", timeout=0.01)
+        three.ranks[0].all_reduce(np.ones(2), name="late", timeout=0.01)
     with pytest.raises(TimedOut, match="worker 0 waited"):
-        three.movers[1].all_reduce(np.ones(2), name="late", timeout=PATIENCE)
+        three.ranks[1].all_reduce(np.ones(2), name="late", timeout=PATIENCE)
     with pytest.raises(TimedOut, match="worker 0 waited"):
-        three.movers[2].all_reduce(np.ones(2), name="late", timeout=PATIENCE)
+        three.ranks[2].all_reduce(np.ones(2), name="late", timeout=PATIENCE)
 
 
 def test_what_all_ranks_accumulate_at_once_is_all_in_the_sum(three: Group) -> None:
-    def program(mover: Mover) -> Any:
+    def program(mover: Communicator) -> Any:
         window = mover.window("sum", np.zeros((4, 5), np.float32))
         threads = [threading.Thread(target=add, args=(window, mover.rank)) for _ in range(2)]
         for one in threads:
@@ -176,7 +176,7 @@ def test_what_all_ranks_accumulate_at_once_is_all_in_the_sum(three: Group) -> No
 
 @pytest.mark.parametrize("codec", [None, "half"])
 def test_after_a_fence_what_anyone_put_is_everywhere(three: Group, codec: str | None) -> None:
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         window = mover.window("turns", np.zeros((N, 2000), np.float32))
         rank = mover.rank
         for turn in range(10):
@@ -196,7 +196,7 @@ def test_after_a_fence_what_anyone_put_is_everywhere(three: Group, codec: str | 
 def test_a_window_makes_progress_while_its_owner_computes(three: Group) -> None:
     reached = threading.Event()
 
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         window = mover.window("busy", np.zeros(3))
         if mover.rank == 0:
             while not reached.is_set():  # never calls the mover
@@ -214,7 +214,7 @@ def test_a_window_makes_progress_while_its_owner_computes(three: Group) -> None:
 def test_nothing_happens_to_a_window_while_its_owner_holds_it(three: Group) -> None:
     held, asked = threading.Event(), threading.Event()
 
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         window = mover.window("held", np.zeros(3))
         if mover.rank == 0:
             with window.local() as array:
@@ -237,14 +237,14 @@ def test_nothing_happens_to_a_window_while_its_owner_holds_it(three: Group) -> N
 
 
 def test_windows_that_differ_are_refused_and_their_name_is_free_again(three: Group) -> None:
-    def differing(mover: Mover) -> Any:
+    def differing(mover: Communicator) -> Any:
         return mover.window("odd", np.zeros(3 + (mover.rank == 2)), timeout=PATIENCE)
 
     errors = [future.exception(PATIENCE) for future in three.start(differing)]
     assert all(isinstance(error, ConfigurationError) for error in errors)
     assert "window 'odd' of float64 (4,)" in str(errors)
 
-    def program(mover: Mover) -> None:
+    def program(mover: Communicator) -> None:
         window = mover.window("odd", np.zeros(3))
         with pytest.raises(ConfigurationError, match="there is a window 'odd' already"):
             mover.window("odd", np.zeros(3))
@@ -262,22 +262,20 @@ def test_windows_that_differ_are_refused_and_their_name_is_free_again(three: Gro
 
 
 @pytest.mark.parametrize(
-    ("tag", "note"),
+    "note",
     [
-        (PUT, {"offset": 2}),
-        (PUT, {"offset": "0"}),
-        (PUT, {"shape": f"0x{'9' * 15}x{'9' * 15}"}),
-        (PUT, {"codec": "quarter", "dtype": "float32"}),
-        (ADD, {"offset": 0, "size": 2}),
-        (ADD, {"offset": 0, "size": 3, "scale": "1"}),
+        Access(shape=(3,), what="put", offset=2, size=3),
+        Access(shape=(2,), what="put", size=3),
+        Access(shape=(0, 10**14, 10**14), what="put", size=3),
+        Access(shape=(3,), codec="quarter", dtype="float32", what="put", size=3),
+        Access(shape=(3,), what="add", size=2),
     ],
 )
-def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, tag: str, note: Any) -> None:
-    def program(mover: Mover) -> None:
+def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, note: Access) -> None:
+    def program(mover: Communicator) -> None:
         window = mover.window("strict", np.zeros(3))
         if mover.rank == 1:
-            plain = {"window": "strict", "shape": "3", "offset": 0, "size": 3, "scale": 1.0}
-            mover.post(0, tag, np.ones(3), {**plain, **note})
+            mover.post(0, window.tag, np.ones(3), note)
             with pytest.raises(ProtocolError, match=r"worker 0 could not do 'window (put|add)'"):
                 window.fence()
         else:
@@ -292,8 +290,9 @@ def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, tag:
 def test_an_answer_that_was_not_asked_for_is_refused(
     three: Group, answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = Window(three.movers[0], "w", np.zeros(3))
-    monkeypatch.setattr(three.movers[0], "asked", lambda *given: Message(1, GET, answer, plain(answer).note))
+    window = Window(three.ranks[0], "w", np.zeros(3))
+    note = Answer(shape=answer.shape)
+    monkeypatch.setattr(three.ranks[0], "asked", lambda *given: Message(1, window.tag, answer, note))
     with pytest.raises(
         ProtocolError, match=r"worker 1 answered with .* where 3 × float64 of window 'w' were asked for"
     ):
@@ -301,7 +300,7 @@ def test_an_answer_that_was_not_asked_for_is_refused(
 
 
 def test_a_dead_rank_ends_a_fence_and_its_window() -> None:
-    with movers(N) as group:
+    with communicators(N) as group:
         windows = group.run(lambda mover: mover.window("w", np.zeros(3)))
         fences = [group._pool.submit(windows[rank].fence) for rank in (0, 1)]
         group.lose(2, "worker 2 was killed by SIGKILL")

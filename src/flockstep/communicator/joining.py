@@ -1,4 +1,4 @@
-"""How a process comes to a mover: beside its strategy, in place of one, or all alone."""
+"""How a process comes to a communicator: beside its strategy, in place of one, or all alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +14,23 @@ from types import TracebackType
 import numpy as np
 
 from flockstep.arrays.schema import Schema
+from flockstep.communicator.communicator import MAX_BYTES, Communicator
+from flockstep.communicator.encoded import NOTES
+from flockstep.communicator.engine import Alone
+from flockstep.communicator.rank import Rank
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
+from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.reports import Reports
+from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.messages import Fields
 from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy, Traits
 
-MOVER = "mover"
-"""What a process says about its mover to the supervisor, and the supervisor to a mover."""
+COMMUNICATOR = "communicator"
+"""What a process says about its communicator to the supervisor, and the supervisor to a communicator."""
 NOTHING = Schema.of({"nothing": (1,)})
 """The model of a script that has none."""
 
@@ -48,50 +53,20 @@ def rule_of(text: str) -> Strategy:
     return Strategy.parse(text) if text else Unled()
 
 
-@dataclass
-class Place:
-    """This process's part in a run, which a mover may be beside."""
-
-    member: Member
-    figure: Callable[[str, float], None]
-    """Puts a figure on the record."""
-    mover: Callable[[], None] | None = None
-    """Closes the mover that is beside it."""
-
-    def leave(self) -> None:
-        """The part ends: so does the mover."""
-        if self.mover is not None:
-            self.mover()
-
-
-_places: list[Place] = []
-"""At most one: a process takes part in one run, as it has one ticket in its environment."""
-
-
-def take_place(place: Place) -> None:
-    """This process takes part in a run from now on."""
-    _places[:] = [place]
-
-
-def place_here() -> Place | None:
-    """The part of this process; None where it has none."""
-    return _places[0] if _places else None
-
-
 def sockets_beside(member: Member, max_bytes: int) -> Member:
-    """Sockets of a mover's own beside those of `member`, connected to all other movers of the run.
+    """Sockets of a communicator's own beside those of `member`, connected to all other ranks' of the run.
 
     Raises:
-        ConfigurationError: another worker's mover takes arrays of another size.
-        PeerLost: another worker died, or left the run without a mover.
+        ConfigurationError: another worker's communicator takes arrays of another size.
+        PeerLost: another worker died, or left the run without a communicator.
     """
     ticket = member.ticket
     _private(Path(ticket.directory))
-    beside = Member(ticket, NOTHING, max_bytes)
+    beside = Member(ticket, NOTHING, max_bytes, NOTES)
     try:
-        member.tell(MOVER, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
-        beside.meet_all(MOVER)
-        member.tell(MOVER, None, {"met": 1})
+        member.tell(COMMUNICATOR, None, {"line": beside.line.address, "bus": beside.bus.address, "largest": max_bytes})
+        beside.meet_all(COMMUNICATOR)
+        member.tell(COMMUNICATOR, None, {"met": 1})
         beside.wait_for("go")
     except FlockstepError:
         beside.close(0.0)
@@ -157,3 +132,44 @@ class ScriptPlace:
             self.fail(error)
         if self._over or not isinstance(error, FlockstepError):  # nobody else would show it
             self._hook(kind, error, trace)
+
+
+def join(max_bytes: int = MAX_BYTES) -> Communicator:
+    """The communicator of this process: rank r of n in a script that `flockstep launch -n n` started, else 0 of 1.
+
+    In a script that follows a strategy, call it after `flockstep.distribute`. All ranks have to call it, with the same
+    `max_bytes`, the size of the largest array that travels; it returns once they have.
+
+    Raises:
+        ConfigurationError: this process has a communicator already, or the workers do not agree.
+        PeerLost: another rank died, or left without calling it.
+    """
+    if not 1 <= max_bytes < 1 << 62:
+        raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
+    ticket, place, script = ticket_from_environment(), place_here(), None
+    if ticket is None:
+        place_of_script()
+        require_own_process("join")
+        return Communicator(Rank(0, 1, 0), Alone(), max_bytes)
+    if place is None:
+        from flockstep.frameworks.job import import_components
+
+        import_components(ticket.imports)
+        claim_ticket()
+        script = ScriptPlace(ticket)
+        place = Place(script.member, lambda name, value: None)
+        take_place(place)
+    elif place.member.closed:
+        raise ConfigurationError(
+            "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
+        )
+    elif place.close_communicator is not None:
+        raise ConfigurationError("this process has joined already; call flockstep.join once in a script")
+    try:
+        beside = sockets_beside(place.member, max_bytes)
+    except FlockstepError as error:
+        if script is not None:
+            script.fail(error)
+        raise
+    node, patience = Rank(ticket.address, ticket.workers, ticket.seed), 2 * ticket.heartbeat
+    return Communicator(node, beside, max_bytes, patience, place, None if script is None else script.finish)

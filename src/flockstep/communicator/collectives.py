@@ -1,0 +1,291 @@
+"""The calls that all ranks make together; strategies' collectives run under them, on the rank as on any group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flockstep.arrays.schema import FlatArray, slices
+from flockstep.codecs.base import Codec
+from flockstep.collectives.base import Collective
+from flockstep.collectives.exchange import children, parent, signal_all
+from flockstep.collectives.ring import Ring
+from flockstep.communicator.calls import Calls
+from flockstep.communicator.encoded import Packet, checked, codec_of, unpacked
+from flockstep.communicator.rank import Rank
+from flockstep.errors import ConfigurationError
+from flockstep.feedback.base import Feedback
+from flockstep.feedback.sender import check_composition, encode, fitted, random_of
+from flockstep.messages import Array, Message
+from flockstep.topologies.base import Topology
+
+
+class Collectives(Calls):
+    """The calls that all ranks make together, in the same order; those in several threads at once need names."""
+
+    def all_reduce(
+        self,
+        array: Any,
+        collective: str | Collective = "ring",
+        codec: str | Codec | None = None,
+        feedback: str | Feedback = "none",
+        average: bool = False,
+        out: Array | None = None,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Array:
+        """The sum (or mean) over all ranks, the same in every bit on all of them; a new array, or `out`.
+
+        `out` may be `array` itself; one made by `shared` is then added up where it lies. What a codec leaves out is
+        kept by the feedback, for the next call of that name with an array of that shape.
+
+        Raises:
+            CompositionError: the feedback would diverge with that codec.
+            PeerLost: a rank has left, or is dead.
+            TimedOut: the others did not come within `timeout` seconds.
+        """
+        given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
+        shared = self._shared.get(id(array)) if out is array and chosen is None and by == Ring() else None
+        if shared is not None:
+            self.require_open()
+            shared.all_reduce(self.workers if average else 1, timeout)
+            return given
+        if average:
+            _require_real(given)
+        what = f"all_reduce of {_described(given)} by {by}{_by(chosen)}"
+        if chosen is None:
+            flat = _scratch(given, out)
+            total = self.together(name, what, lambda me: _summed(me, flat, by), timeout)
+        else:
+            fit, data = self._kept(given, chosen, Feedback.parse(feedback), name)
+            size, dtype = given.size, given.dtype.name
+            total = self.together(name, what, lambda me: by.sum_encoded(me, data, fit, size, dtype), timeout)
+        if average:
+            total /= self.workers
+        return _into(total.reshape(given.shape), out)
+
+    def reduce(
+        self,
+        array: Any,
+        to: int = 0,
+        collective: str | Collective = "ring",
+        codec: str | Codec | None = None,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Array | None:
+        """The sum over all ranks, on rank `to`; None on the others. Raises as `all_reduce`."""
+        self.check_rank(to)
+        given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
+        what = f"reduce to worker {to} of {_described(given)} by {by}{_by(chosen)}"
+        if chosen is None:
+            flat = _scratch(given, None)
+            total = self.together(name, what, lambda me: _summed(me, flat, by, to), timeout)
+            return total.reshape(given.shape) if self.rank == to else None
+        packets = {to: self.packet(given, chosen, f"reduce {name}")}
+        of = range(self.workers) if self.rank == to else ()
+        messages = self.together(name, what, lambda me: _exchange(me, packets, of), timeout)
+        return self._sum(messages, given) if messages else None
+
+    def reduce_scatter(
+        self, array: Any, codec: str | Codec | None = None, name: str = "", timeout: float | None = None
+    ) -> Array:
+        """The rank-th of n slices of the flat sum over all ranks, their lengths differing by at most one.
+
+        Every slice goes to the one who adds it up, in order of rank. Raises as `all_reduce`.
+        """
+        given, chosen = checked(array, self.max_bytes), codec_of(codec)
+        flat = given.reshape(-1)
+        parts = [flat[part] for part in slices(flat.size, self.workers)]
+        packets = {to: self.packet(part, chosen, f"reduce_scatter {name}") for to, part in enumerate(parts)}
+        what = f"reduce_scatter of {_described(given)}{_by(chosen)}"
+        messages = self.together(name, what, lambda me: _exchange(me, packets, packets), timeout)
+        return self._sum(messages, parts[self.rank])
+
+    def broadcast(
+        self,
+        array: Any = None,
+        source: int = 0,
+        codec: str | Codec | None = None,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Array:
+        """The array of rank `source`, on every rank as it is or as decoded; the others need not give one.
+
+        Raises as `all_reduce`.
+        """
+        self.check_rank(source)
+        packet = self.packet(array, codec, f"broadcast {name}") if self.rank == source else None
+        what = f"broadcast from worker {source}"
+        message = self.together(name, what, lambda me: _broadcast(me, packet, source), timeout)
+        return unpacked(message, self.max_bytes)
+
+    def all_gather(
+        self, array: Any, codec: str | Codec | None = None, name: str = "", timeout: float | None = None
+    ) -> list[Array]:
+        """The arrays of all ranks, in order of rank; they may differ in shape and dtype. Raises as `all_reduce`."""
+        packet = self.packet(array, codec, f"all_gather {name}")
+        messages = self.together(name, "all_gather", lambda me: _all_gather(me, packet), timeout)
+        return [unpacked(message, self.max_bytes) for message in messages]
+
+    def neighbour_average(
+        self,
+        array: Any,
+        topology: str | Topology = "ring",
+        codec: str | Codec | None = None,
+        name: str = "",
+        timeout: float | None = None,
+    ) -> Array:
+        """Row r of W times the arrays of all ranks: the weighted mean over this rank r and those it hears from.
+
+        W is the topology's; of one that changes, the calls of one name go through its period. Only what others
+        send is encoded. Raises as `all_reduce`.
+        """
+        given, graph, rank = checked(array, self.max_bytes), Topology.parse(topology), self.rank
+        _require_real(given)
+        period = _mixing(graph, self.workers)
+        weights = period[self._count(f"neighbour_average {name}") % len(period)]
+        packet = self.packet(given, codec, f"neighbours {name}")
+        packets = {other: packet for other in range(self.workers) if other != rank and weights[other, rank]}
+        of = [other for other in range(self.workers) if other != rank and weights[rank, other]]
+        what = f"neighbour_average of {_described(given)} on {graph}"
+        messages = self.together(name, what, lambda me: _exchange(me, packets, of), timeout)
+        arrays = {message.source: self._like(message, given) for message in messages}
+        return _mixed(given, weights, rank, arrays)
+
+    def barrier(self, name: str = "", timeout: float | None = None) -> None:
+        """Return once every rank has come here. Raises as `all_reduce`."""
+        self.together(name, "barrier", signal_all, timeout)
+
+    def agree(self, what: str, timeout: float | None = None) -> None:
+        """Return once every rank has come here with the same `what`; raises `ConfigurationError` if one has not."""
+        self.together("", what, signal_all, timeout)
+
+    def _kept(self, array: Array, codec: Codec, feedback: Feedback, name: str) -> tuple[Codec, Array]:
+        """The codec as it is for this array and call, and the bytes for the array and what was left out so far."""
+        check_composition(codec, feedback)
+        step, key = self._count(f"all_reduce {name}"), f"{name} {_described(array)} {codec} {feedback}"
+        if array.dtype.kind not in "fV" and array.dtype.name != "bfloat16":
+            raise ConfigurationError(f"codec {codec} takes floating-point numbers, got {array.dtype}; leave it out")
+        fit = fitted(codec, feedback, (array.shape,), step)
+        random, flat = random_of(fit, self._random(), step), array.reshape(-1)
+        data, memory = encode(fit, feedback.among(self.workers), flat, self._memories.get(key), random)
+        self._memories[key] = memory
+        return fit, np.asarray(data)
+
+    def _sum(self, messages: Sequence[Message], like: Array) -> Array:
+        """The sum of the arrays that messages stand for, in that order."""
+        total = np.zeros_like(like, order="C")
+        for message in messages:
+            total += self._like(message, like)
+        return total
+
+    def _like(self, message: Message, given: Array) -> Array:
+        array = unpacked(message, self.max_bytes)
+        if array.shape != given.shape or array.dtype != given.dtype:
+            raise ConfigurationError(
+                f"worker {message.source} gave {_described(array)} where worker {self.rank} gave {_described(given)}; "
+                "give arrays of the same shape and dtype"
+            )
+        return array
+
+
+async def fence(me: Rank) -> None:
+    """Return once what any rank has put before is done everywhere.
+
+    Messages of a pair arrive in order: whoever has heard everyone has what they put here, and once everyone has said
+    that it heard everyone, so has everybody else.
+    """
+    for tag in ("issued", "done"):
+        for rank in me.others:
+            me.send(rank, tag)
+        for rank in me.others:
+            await me.receive(tag, rank)
+
+
+async def _all_gather(me: Rank, packet: Packet) -> list[Message]:
+    """The packets of all ranks, in order of rank; around a ring, since they may differ in size."""
+    n, rank = me.workers, me.rank
+    gathered = [Message(rank, "pass", packet.data, packet.note)] * n
+    for hop in range(n - 1):
+        known = gathered[(rank - hop) % n]
+        me.send((rank + 1) % n, "pass", known.payload, known.note)
+        gathered[(rank - hop - 1) % n] = await me.receive("pass", (rank - 1) % n)
+    return gathered
+
+
+async def _broadcast(me: Rank, packet: Packet | None, source: int) -> Message:
+    """The packet of rank `source`, passed on along a binomial tree."""
+    if packet is not None:
+        message = Message(me.rank, "down", packet.data, packet.note)
+    else:
+        message = await me.receive("down", parent(me.rank, me.workers, source))
+    me.send_all(reversed(children(me.rank, me.workers, source)), "down", message.payload, message.note)
+    return message
+
+
+async def _exchange(me: Rank, packets: Mapping[int, Packet], of: Iterable[int]) -> list[Message]:
+    """Give packets to the ranks that they are meant for, and take one of each rank of `of`, in that order."""
+    for rank, packet in packets.items():
+        if rank != me.rank:
+            me.send(rank, "part", packet.data, packet.note)
+    taken = []
+    for rank in of:
+        if rank != me.rank:
+            taken.append(await me.receive("part", rank))
+        else:
+            taken.append(Message(rank, "part", packets[rank].data, packets[rank].note))
+    return taken
+
+
+async def _summed(me: Rank, array: FlatArray, by: Collective, to: int | None = None) -> FlatArray:
+    """The sum of the flat arrays of all ranks, in `array` itself: everywhere, or on rank `to`."""
+    if me.workers > 1:
+        await (by.all_reduce(me, array) if to is None else by.reduce(me, array, to))
+    return array
+
+
+@lru_cache(maxsize=64)
+def _mixing(topology: Topology, workers: int) -> tuple[npt.NDArray[np.float64], ...]:
+    """The mixing matrices of one period of a topology."""
+    return topology.schedule(workers)
+
+
+def _mixed(own: Array, weights: npt.NDArray[np.float64], rank: int, arrays: dict[int, Array]) -> Array:
+    """Row `rank` of W times the arrays of all ranks, added in order of rank."""
+    kind = own.dtype.type
+    total = np.zeros_like(own)
+    for other in range(len(weights)):
+        if other == rank or other in arrays:
+            total += kind(weights[rank, other]) * (own if other == rank else arrays[other])
+    return total
+
+
+def _described(array: Array) -> str:
+    return f"{array.dtype.name} {array.shape}"
+
+
+def _by(codec: Codec | None) -> str:
+    return "" if codec is None else f" with {codec}"
+
+
+def _require_real(array: Array) -> None:
+    if array.dtype.kind in "biu":
+        raise ConfigurationError(f"a mean needs floating-point numbers, got {array.dtype}; convert the array")
+
+
+def _scratch(array: Array, out: Array | None) -> Array:
+    """A flat array to compute in: the array's own memory if the result goes there anyway, else a copy."""
+    if out is array and array.flags.c_contiguous and array.flags.writeable:
+        return array.reshape(-1)
+    return np.array(array, order="C").reshape(-1)
+
+
+def _into(result: Array, out: Array | None) -> Array:
+    if out is None or np.may_share_memory(result, out):
+        return result if out is None else out
+    out[...] = result
+    return out

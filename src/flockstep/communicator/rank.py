@@ -1,0 +1,212 @@
+"""A communicator's node: its tasks are the calls of the threads of its process, each with a channel and an end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from flockstep.communicator.encoded import CALLED_OFF, CLOSING, NOTES, REQUEST, SEND, WINDOW, Answer, Encoded, Failed
+from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
+from flockstep.messages import Address, Array, Beside, Message, Wanted, node_name, note_kind
+from flockstep.nodes import Cluster, Node
+from flockstep.programs import Rendezvous, SharedSum, Task
+
+T = TypeVar("T")
+KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut)}
+"""Errors that end the calls of all who take part."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call in which every rank takes part, as far as this rank knows of it."""
+
+    what: str = ""
+    """What this rank calls; empty: nothing yet."""
+    theirs: dict[str, Address] = field(default_factory=dict)
+    """What others call, while this rank has not come to it, and the first who does."""
+    task: Task | None = None
+    off: FlockstepError | None = None
+    """Why another rank could not complete it."""
+
+
+class Rank(Node):
+    """One rank of a communicator. All of it happens on the thread of its engine."""
+
+    rendezvous: Rendezvous | None = None
+    together: SharedSum | None = None
+
+    def __init__(self, rank: int, workers: int, seed: int):
+        self.seeds = np.random.SeedSequence((seed, 0x30FE, rank))
+        random = np.random.default_rng(self.seeds)
+        super().__init__(rank, Cluster(workers), np.empty(0, np.float32), random)
+        self.rank, self.workers = rank, workers
+        self.others = [other for other in range(workers) if other != rank]
+        self.notes = NOTES
+        self.reasons: dict[Address, str] = {}
+        """How those who are dead died."""
+        self._handlers: dict[str, Callable[[Message], None]] = {}
+        self._calls: dict[str, Call] = {}
+        self._open: dict[Future[Any], Task] = {}
+        self._closing = False
+
+    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+        """Arrays that all ranks reach in memory are added up without the engine."""
+        return False
+
+    def gone(self, rank: Address) -> bool:
+        """Whether that rank sends no more arrays."""
+        return rank in self.departed or rank in self.leaving
+
+    def handle(self, tag: str, handler: Callable[[Message], None]) -> None:
+        """Give every message with that tag to `handler`, those first that are here."""
+        self._handlers[tag] = handler
+        for message in self.mailbox.take_all(Wanted(tag)):
+            handler(message)
+
+    def forget(self, tag: str) -> None:
+        """Give those messages to nobody any more."""
+        self._handlers.pop(tag, None)
+
+    def begin(
+        self, program: Callable[[Rank], Awaitable[T]], future: Future[T], channel: str = "", what: str = ""
+    ) -> None:
+        """Begin a call, whose result goes into the future; all ranks make one that has a channel, and agree on it."""
+        call, channel = Call(), f"/{channel}"
+        if what:
+            call = self._calls.setdefault(channel, call)
+            call.what = what
+        task = call.task = Task(0, channel, self._run(program, future, call, channel))
+        self._advance(task, None)
+        if not task.done:
+            self.tasks.append(task)
+            self._open[future] = task
+
+    def give_up(self, future: Future[Any], error: FlockstepError) -> None:
+        """Raise `error` in a call, where it waits."""
+        if future in self._open:
+            self._fail(self._open[future], error)
+
+    def give_up_all(self, error: FlockstepError) -> None:
+        """The same for every call."""
+        for future in list(self._open):
+            self.give_up(future, error)
+
+    async def leave(self) -> None:
+        """Answer no more requests than handlers do, and wait until all others do the same."""
+        self._closing = True
+        for tag in [tag for tag in self.mailbox.queues if tag.startswith(REQUEST)]:
+            for message in self.mailbox.take_all(Wanted(tag)):
+                self._refuse(message)
+        self.send_all(self.others, CLOSING)
+        for rank in self.others:
+            with suppress(PeerLost):  # which is how it is told that nothing more will come
+                await self.receive("word", rank)
+
+    def deliver(self, message: Message) -> None:
+        """A message has arrived, or one to oneself was sent."""
+        tag = "" if message.reply_to else message.tag
+        if tag in self._handlers:
+            self.mailbox.hear(message)
+            self._handlers[tag](message)
+        elif tag == CLOSING:
+            self.mailbox.hear(message)
+            self.leaving.add(message.source)
+            self._advance_tasks()
+        elif tag.startswith(CALLED_OFF):
+            self.mailbox.hear(message)
+            self._called_off(tag.removeprefix(CALLED_OFF), message.note)
+        elif tag.startswith(WINDOW) or (self._closing and tag.startswith(REQUEST)):
+            self.mailbox.hear(message)
+            self._refuse(message)
+        else:
+            if tag and (theirs := getattr(message.note, "call", "")):
+                self._compare("/" + tag.partition("/")[2], message.source, theirs)
+            super().deliver(message)
+
+    def hopeless(self, wanted: Wanted) -> bool:
+        """Whether a message that is not here cannot come any more; a rank that is closing still replies."""
+        if wanted.reply_to is not None:
+            return wanted.source in self.departed
+        if wanted.source is not None:
+            return self.gone(wanted.source)
+        return self.workers > 1 and all(map(self.gone, self.others))
+
+    def missed(self, wanted: Wanted) -> PeerLost:
+        """The error for a wait that can never end."""
+        who, tag = wanted.source, wanted.tag or ""
+        what = repr(tag[len(SEND) : -1]) if tag.startswith(SEND) else "a reply" if wanted.reply_to else "its part"
+        end = "everyone else has left" if who is None else self.end_of(who)
+        return PeerLost(f"{end}{' while' if who is None else ';'} {node_name(self.rank)} waited for {what}")
+
+    def end_of(self, rank: Address) -> str:
+        """How a rank that is gone went."""
+        return self.reasons.get(rank) or f"{node_name(rank)} has {'left' if self.gone(rank) else 'not answered'}"
+
+    async def _run(self, program: Callable[[Rank], Awaitable[T]], future: Future[T], call: Call, channel: str) -> None:
+        """Run a call to its end: nothing is raised on the engine's thread."""
+        try:
+            if call.off is not None:
+                raise call.off
+            for theirs, source in call.theirs.items():
+                if theirs != call.what:
+                    raise self._disagreement(source, theirs, call.what)
+            result = await program(self)
+        except Exception as error:  # noqa: BLE001 - it is for the thread that called
+            self._calls.pop(channel, None)
+            if call.what and error is not call.off:  # those who take part need not wait, unless they know
+                self.send_all(self.others, CALLED_OFF + channel, None, Failed(type(error).__name__, str(error)[:1000]))
+            self._open.pop(future, None)
+            future.set_exception(error)
+        else:
+            self._calls.pop(channel, None)
+            self._open.pop(future, None)
+            future.set_result(result)
+
+    def _fail(self, task: Task, error: FlockstepError) -> None:
+        if task in self.tasks:
+            self.tasks.remove(task)
+            task.fail(error)
+
+    def _compare(self, channel: str, source: Address, theirs: str) -> None:
+        """Fail a call that another rank understands differently; remember what it said if the call is yet to come."""
+        call = self._calls.setdefault(channel, Call())
+        if not call.what:
+            call.theirs.setdefault(theirs, source)
+        elif call.task is not None and theirs != call.what:
+            self._fail(call.task, self._disagreement(source, theirs, call.what))
+
+    def _disagreement(self, source: Address, theirs: str, ours: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{node_name(source)} calls {theirs} where {node_name(self.rank)} calls {ours}; call the same "
+            "collectives in the same order on every worker, or give each a name"
+        )
+
+    def _called_off(self, channel: str, failed: Failed) -> None:
+        call = self._calls.setdefault(channel, Call())
+        call.off = KINDS.get(failed.kind, RunError)(failed.why)
+        if call.task is not None:
+            self._fail(call.task, call.off)
+
+    def _refuse(self, message: Message) -> None:
+        how = "closed that window" if message.tag.startswith(WINDOW) else "left without an answer"
+        self.reply(message, None, Answer(error=f"{node_name(self.rank)} has {how}"))
+
+    def _ended(self, task: Task) -> None:
+        """A call has told of its end."""
+
+    def _post(
+        self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
+    ) -> int:
+        if not reply_to and "/" not in tag:
+            tag += self._channel
+        if note is None and (kind := note_kind(self.notes, tag, reply_to)) is not None:
+            note = kind()
+        if isinstance(note, Encoded) and not reply_to and self._channel in self._calls:
+            note = msgspec.structs.replace(note, call=self._calls[self._channel].what)
+        return super()._post(to, tag, array, note, reply_to, copied)
