@@ -63,9 +63,7 @@ def test_killing_the_supervisor_leaves_no_process_and_a_readable_record(tmp_path
     run.wait_for_work()
     assert set(run.nodes) == {"worker-0", "worker-1", "worker-2", "server-0"}
     wait_until(lambda: run.evaluating(), PATIENCE, "an evaluation goes on")
-    assert not any(
-        str(run.record.resolve() / "events") in file for pid in run.nodes.values() for file in open_files(pid)
-    )
+    assert not any(str(run.record.resolve()) in file for pid in run.nodes.values() for file in open_files(pid))
     run.fault(signal.SIGKILL, "main")
     wait_until(lambda: not any(map(alive, run.nodes.values())), PATIENCE, "orphans gone")
     run.end()

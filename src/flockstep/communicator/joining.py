@@ -23,9 +23,7 @@ from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.reports import Reports
 from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
-from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.messages import Fields
 from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy, Traits
 
@@ -109,8 +107,7 @@ class ScriptPlace:
         now = time.monotonic() - self._start
         account.emit = Reports(self.member).write
         account.close(now, np.empty(0, np.float32))
-        note: Fields = {"tick": FINAL, "t": now, "step": 0, "sent": account.traffic.sent_bytes}
-        self.member.tell("done", np.zeros(1, np.float32), note)
+        self.member.tell("done", None, {"step": 0})
         try:
             self.member.wait_for_end()
             self._over = True

@@ -6,7 +6,9 @@ rank 0 → supervisor "initial": the parameters that everyone starts from
 supervisor → node   "welcome": those parameters, and where the peers listen
 node ⇄ node         greetings of their buses, until every two are connected
 node → supervisor   "ready"; supervisor → node "go": the clock starts
-node → supervisor   "events" of the record, "waiting" for what, "snapshot", "done" or "failed"
+node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
+                    "snapshot", and its parameters in as many messages "part" as they need
+supervisor → node   "taken" for each part
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
                     "end": leave, with the resulting model where it is wanted
 
@@ -29,6 +31,7 @@ from pathlib import Path
 from threading import Thread
 
 import msgspec
+import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
@@ -45,6 +48,10 @@ LONGEST = 4000
 """Characters of a reason or a traceback that travel in a message's header."""
 PAUSE = 0.05
 """Seconds before something is sent again to a process that takes nothing at the moment."""
+PART = 1 << 18
+"""Bytes of parameters that travel to the supervisor in one message."""
+WINDOW = 8
+"""Parts that may be under way: what the supervisor holds of each node at most."""
 PATIENCE = 1.0
 """Seconds that one wait for a message lasts before the next begins: signals are handled in between."""
 
@@ -126,6 +133,7 @@ class Member:
         self.memory: SharedMemory | None = None
         """The segment that all nodes of this run share, if they do."""
         self._linked = False
+        self._untaken = 0
         self._early: deque[Message] = deque()
 
     def join(
@@ -182,6 +190,23 @@ class Member:
             except PeerLost:
                 raise Interrupted("the process that supervises this run does not answer") from None
 
+    def hand_over(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
+        """Send the supervisor a snapshot: what `note` says of it, then the bytes of the arrays, in parts.
+
+        Raises:
+            Interrupted: the supervisor is not there any more.
+        """
+        self.tell("snapshot", None, note)
+        for array in arrays:
+            data = np.ascontiguousarray(array).view(np.uint8)
+            for start in range(0, len(data), PART):
+                while self._untaken >= WINDOW:
+                    self.line.wait(PATIENCE)
+                    if (message := self._heard()) is not None:
+                        self._early.append(message)
+                self._untaken += 1
+                self.tell("part", data[start : start + PART])
+
     def fail(self, failure: Failure) -> None:
         """Tell the supervisor that this process failed; if it is not there any more, nobody needs to know."""
         if not self._linked:
@@ -198,9 +223,15 @@ class Member:
         descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            message = self.line.receive() or self.bus.poll(left, descriptors)
+            message = self._heard() or self.bus.poll(left, descriptors)
             if message is not None or also is not None or left == 0:
-                return message or self.line.receive()
+                return message or self._heard()
+
+    def _heard(self) -> Message | None:
+        """What the supervisor said next, besides having taken parts of a snapshot."""
+        while (message := self.line.receive()) is not None and message.tag == "taken":
+            self._untaken -= 1
+        return message
 
     def next(self) -> Message:
         """The next message, from anyone; waits. Without a supervisor this process does not live on (`die_with`)."""

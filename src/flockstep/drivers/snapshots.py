@@ -1,27 +1,26 @@
-"""Hands in a node's parameters: as files, at ticks of progress, now and then, and at the end."""
+"""Hands in a node's parameters: at ticks of progress, now and then, and at the end."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.tracker import FINAL
-from flockstep.errors import FlockstepError, RunError
+from flockstep.errors import FlockstepError
 from flockstep.messages import Fields
 from flockstep.nodes import Node
-from flockstep.records.handed_in import LAST, file_name, places, save
+from flockstep.records.handed_in import LAST
 
 NEWEST_FIRST = 1.0
 """Seconds after which a node hands in its parameters for the first time whether or not an evaluation is due."""
 NEWEST_PERIOD = 5.0
-"""Seconds until the node does so again, unless writing is slow: see `NEWEST_SHARE`."""
+"""Seconds until the node does so again, unless sending is slow: see `NEWEST_SHARE`."""
 NEWEST_SHARE = 50
-"""A node waits at least this many times as long as writing its parameters took: they cost 2 % of its time at most."""
+"""A node waits at least this many times as long as sending its parameters took: they cost 2 % of its time at most."""
 
 
 class Snapshots:
@@ -30,28 +29,18 @@ class Snapshots:
     def __init__(self, member: Member):
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
         self._member = member
-        self._places = places(Path(member.ticket.record), member.ticket.run)
         self._due = NEWEST_FIRST
         self._closed = False
 
     def hand_in(self, node: Node, tick: float, t: float, sent: int) -> None:
-        """Write the node's parameters, as they are now, to a file; tell the supervisor.
-
-        Raises:
-            RunError: they are the final ones, and no place takes them.
-        """
+        """Send the supervisor the node's parameters as they are now."""
         buffers = self.buffers()
         self._closed = tick == FINAL
-        try:
-            place = save(self._places, file_name(node.address, tick), [node.params, buffers])
-        except RunError as error:
-            if tick == FINAL:
-                raise
-            self._member.tell("warning", None, {"text": str(error)})
-            return
-        note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent, "place": place}
+        note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent}
         size: Fields = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
-        self._member.tell("done" if tick == FINAL else "snapshot", None, {**note, **size})
+        self._member.hand_over({**note, **size}, [node.params, buffers])
+        if self._closed:
+            self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
         """Hand in the parameters once in a while, for a run that may not come to its end."""

@@ -7,18 +7,20 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.filed import Newest
-from flockstep.drivers.member import Failure, Hello, Ticket, in_short
+from flockstep.drivers.member import WINDOW, Failure, Hello, Ticket, in_short
 from flockstep.drivers.reports import MOST, events_in
+from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
@@ -30,11 +32,11 @@ from flockstep.launchers.link import Link
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits
-from flockstep.messages import Address, Message, node_name, server
+from flockstep.messages import Address, Fields, Message, node_name, server
 from flockstep.records import owner
 from flockstep.records.events import Event, Lost, Step
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.handed_in import LAST, HandedIn, places
+from flockstep.records.handed_in import LAST, Arriving, places
 from flockstep.strategies.base import Strategy
 from flockstep.transports.base import Transport
 from flockstep.transports.links import Control
@@ -42,6 +44,10 @@ from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
 """Seconds that processes get to end by themselves after a failure, before they are killed."""
+TURN = 4 * WINDOW
+"""Messages of a node that are handled before the next node's: none can keep the supervisor to itself."""
+LAST_POLL = 0.005
+"""Seconds between two looks at processes that are about to end."""
 POLL = 0.05
 """Seconds between two looks at the processes."""
 
@@ -98,6 +104,7 @@ class Supervisor:
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, Link] = {}
         self._writers: dict[Address, EventWriter] = {}
+        self._arriving: dict[Address, Arriving] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
         self._initial: FlatArray | None = None
@@ -188,15 +195,17 @@ class Supervisor:
             for words in self._control.heard():
                 self._knock(words)
             for link in list(self._links.values()):
-                self._hear(link)
+                self._hear(link, TURN)
         self._look_after_children()
         self._waits.look(self._links.keys(), self._done | self._gone)
         self._evaluation.go_on()
 
-    def _hear(self, link: Link) -> None:
+    def _hear(self, link: Link, most: int = -1) -> None:
+        """Handle what a node has said, or that many messages of it."""
         try:
-            while (message := link.receive()) is not None:
+            while most and (message := link.receive()) is not None:
                 self._handle(message)
+                most -= 1
         except ProtocolError as error:
             if link.address not in self._gone:
                 self._lose(link.address, f"{node_name(link.address)} broke the protocol: {error}")
@@ -281,17 +290,19 @@ class Supervisor:
                         self._begin(link)
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
-            case "warning":
-                if (text := str(note["text"])) not in self.outcome.warnings:
-                    self.outcome.warnings.append(text)
             case "events":
                 self._write(address, events_in(message.payload))
             case "waiting":
                 self._waits.hear(address, note)
             case "gradient":
                 self._draws.hear(address, note)
-            case "snapshot" | "done" | "left":
-                self._keep(message)
+            case "snapshot":
+                self._begin_snapshot(self._links[address], note)
+            case "part":
+                self._links[address].tell("taken")
+                self._take(address, message.payload)
+            case "done" | "left":
+                self._leave(address, message.tag, int(note["step"]))
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
@@ -316,19 +327,41 @@ class Supervisor:
         if address >= 0 and any(isinstance(event, Step) for event in events):
             self._waits.hear(address, {"step": self.standings[address].step})
 
-    def _keep(self, message: Message) -> None:
-        address, note = message.source, message.note
-        if "place" in note:
-            item = HandedIn.of(self._places, address, note)
+    def _begin_snapshot(self, link: Link, note: Fields) -> None:
+        with self._warned(float(note["tick"])):
+            self._arriving[link.address] = Arriving(self._places, link.address, note, link.hello.largest)
+            self._take(link.address, np.empty(0, np.uint8))
+
+    def _take(self, address: Address, part: FlatArray) -> None:
+        """A part of a snapshot is here; of one that no place takes, it is dropped."""
+        if (arriving := self._arriving.pop(address, None)) is None:
+            return
+        with self._warned(arriving.tick):
+            if (item := arriving.add(part)) is None:
+                self._arriving[address] = arriving
+                return
             if item.tick is None or item.tick == LAST:
                 self.outcome.newest.take(item)
             self._evaluation.take(item)
-        if message.tag == "done":
+
+    @contextlib.contextmanager
+    def _warned(self, tick: float) -> Iterator[None]:
+        """Only the final parameters have to be written: without a place for others, the run goes on."""
+        try:
+            yield
+        except RunError as error:
+            if tick == FINAL:
+                raise
+            if str(error) not in self.outcome.warnings:
+                self.outcome.warnings.append(str(error))
+
+    def _leave(self, address: Address, how: str, step: int) -> None:
+        """A node's program has ended, or it sends no more steps."""
+        if how == "done":
             self._done.add(address)
             self.standings[address].state = "done"
-            self.standings[address].step = int(note["step"])
-        if message.tag != "snapshot":
-            self._tell_others("left", address, {"step": int(note["step"])})
+            self.standings[address].step = step
+        self._tell_others("left", address, {"step": step})
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
         self.standings[address].state = "failed"
@@ -349,6 +382,8 @@ class Supervisor:
         self.children[address].kill()  # a stopped one may wake up again; what it would say then belongs to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
+        if (arriving := self._arriving.pop(address, None)) is not None:
+            arriving.drop()
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
         if self._went is None:
@@ -368,14 +403,18 @@ class Supervisor:
                 link.dismiss(result, buffers)
 
     def _end_all(self) -> None:
-        """Ask everyone to end, after a failure; wait until they have, or kill them."""
+        """Ask everyone to end, after a failure; wait until they have, or kill them; keep what they still hand in."""
         error = self.outcome.error
         if error is not None:
             self._stop_all(error)
-        reap(list(self.children.values()), self._patience if error is None else GRACE)
-        for address, link in self._links.items():
-            if error is not None and address not in self._gone:
-                self._collect(link)  # what they handed in before they ended
+        patience = self._patience if error is None else GRACE
+        deadline = None if patience is None else time.monotonic() + patience
+        while any(child.exit_code() is None for child in self.children.values()):
+            if deadline is not None and time.monotonic() > deadline:
+                kill_all(list(self.children.values()))
+                deadline += 1.0
+            self._collect(LAST_POLL)
+        self._collect(0.0)
         if error is None and self._patience is None:
             self._check_exits()
 
@@ -387,14 +426,18 @@ class Supervisor:
             if link is None:
                 child.kill()
             elif address not in self._gone:
-                self._collect(link)
                 link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
 
-    def _collect(self, link: Link) -> None:
-        with contextlib.suppress(ProtocolError):
-            while (message := link.receive()) is not None:
-                if message.tag in ("events", "snapshot", "done"):
-                    self._handle(message)
+    def _collect(self, seconds: float) -> None:
+        """Keep what nodes hand in while the run ends, for about that time."""
+        links = [link for address, link in self._links.items() if address not in self._gone]
+        if self.children and self._control.wait((link.wire for link in links), seconds):
+            list(self._control.heard())  # nobody joins any more
+            for link in links:
+                with contextlib.suppress(ProtocolError, RunError):
+                    while (message := link.receive()) is not None:
+                        if message.tag in ("events", "snapshot", "part", "done"):
+                            self._handle(message)
 
     def _clean_up(self) -> None:
         reap(list(self.children.values()), GRACE)

@@ -1,18 +1,23 @@
-"""Parameters that nodes hand in, in files beside the record: no process has to hold the models of several nodes."""
+"""Parameters that nodes hand in, in files beside the record: no process has to hold the models of several nodes.
+
+The supervisor writes the files as the parameters arrive, and the process that evaluates reads them.
+"""
 
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
-from flockstep.errors import RunError
+from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
@@ -34,22 +39,6 @@ class HandedIn(msgspec.Struct, frozen=True):
     t: float
     step: int
     sent: int
-
-    @classmethod
-    def of(cls, folders: Sequence[Path], address: Address, note: Fields) -> HandedIn:
-        """What a node says that it has written, and into which of the folders."""
-        tick, path = float(note["tick"]), folders[int(note["place"])]
-        return cls(
-            None if math.isinf(tick) else tick,
-            address,
-            str(path / file_name(address, tick)),
-            str(note["dtype"]),
-            int(note["size"]),
-            int(note["buffers"]),
-            float(note["t"]),
-            int(note["step"]),
-            int(note["sent"]),
-        )
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +66,7 @@ class HandedIn(msgspec.Struct, frozen=True):
 
 
 def places(record: Path, run: str) -> list[Path]:
-    """Where the nodes of a run may put what they hand in: beside the record, or else in the temporary folder."""
+    """Where what the nodes of a run hand in may lie: beside the record, or else in the temporary folder."""
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
     return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
 
@@ -88,26 +77,92 @@ def file_name(address: Address, tick: float) -> str:
     return f"{node_name(address).replace(' ', '-')}.{when}"
 
 
-def save(folders: Sequence[Path], name: str, arrays: Sequence[FlatArray]) -> int:
-    """Write the arrays, one after the other, into the first of the folders that takes them; return which one did.
+class Arriving:
+    """A node's parameters and buffers on their way into a file: of one part after the other, none is kept in memory."""
 
-    Raises:
-        RunError: none did.
-    """
-    reasons = []
-    for number, folder in enumerate(folders):
-        half = folder / f"{name}{_HALF}"
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            with half.open("wb", buffering=0) as file:
-                for array in arrays:
-                    rest = np.ascontiguousarray(array).view(np.uint8).data
-                    while rest:
-                        rest = rest[file.write(rest) :]
-            half.replace(folder / name)
-        except OSError as error:
-            half.unlink(missing_ok=True) if folder.is_dir() else None
-            reasons.append(f"{folder}: {error.strerror}")
-        else:
-            return number
-    raise RunError(f"the parameters could not be written anywhere ({'; '.join(reasons)}); free one of these places")
+    def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
+        """Begin a file in the first of the folders that takes one; `largest`: bytes that the arrays have at most.
+
+        Raises:
+            ProtocolError: the note announces more than that.
+            RunError: no folder takes a file.
+        """
+        self.tick = tick = float(note["tick"])
+        self.item = HandedIn(
+            None if math.isinf(tick) else tick,
+            address,
+            "",
+            str(note["dtype"]),
+            int(note["size"]),
+            int(note["buffers"]),
+            float(note["t"]),
+            int(note["step"]),
+            int(note["sent"]),
+        )
+        if not 0 <= self.item.nbytes <= largest or not 0 <= self.item.buffers <= largest:
+            raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")
+        self._missing = self.item.nbytes + self.item.buffers
+        self._name = file_name(address, tick)
+        self._folders, self._reasons = list(folders), list[str]()
+        self._file: IO[bytes] | None = None
+        self._open()
+
+    def add(self, part: FlatArray) -> HandedIn | None:
+        """Write the next part; return what is in the file once it is whole.
+
+        Raises:
+            ProtocolError: the part is longer than what is missing.
+            RunError: no folder takes the part.
+        """
+        self._missing -= part.nbytes
+        if self._missing < 0:
+            raise ProtocolError(f"{node_name(self.item.address)} sent more of a snapshot than it had announced")
+        rest = part.view(np.uint8).data
+        while rest:
+            assert self._file is not None
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                self._give_up(error)
+                self._open()
+        return self._whole() if not self._missing else None
+
+    def drop(self) -> None:
+        """The rest never comes: remove the file."""
+        if self._file is not None:
+            self._file.close()
+            Path(self._file.name).unlink(missing_ok=True)
+
+    def _whole(self) -> HandedIn:
+        assert self._file is not None
+        half = Path(self._file.name)
+        self._file.close()
+        return msgspec.structs.replace(self.item, path=str(half.replace(half.with_name(self._name))))
+
+    def _open(self) -> None:
+        """Open a file in the next folder, with what the one before has taken."""
+        before = self._file
+        while self._folders:
+            folder = self._folders[0]
+            try:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                self._file = (folder / f"{self._name}{_HALF}").open("wb", buffering=0)
+                if before is not None:
+                    with Path(before.name).open("rb") as taken:
+                        shutil.copyfileobj(taken, self._file)
+                    Path(before.name).unlink()
+            except OSError as error:
+                self._give_up(error)
+            else:
+                return
+        if before is not None:
+            Path(before.name).unlink(missing_ok=True)
+        raise RunError(
+            f"the parameters could not be written anywhere ({'; '.join(self._reasons)}); free one of these places"
+        )
+
+    def _give_up(self, error: OSError) -> None:
+        """The first of the folders takes no more."""
+        self._reasons.append(f"{self._folders.pop(0)}: {error.strerror}")
+        if self._file is not None:
+            self._file.close()

@@ -188,6 +188,10 @@ class Line:
             return decode(frames[1].bytes, payload, LAUNCHER, self._me)
         return None
 
+    def wait(self, seconds: float) -> None:
+        """Wait for something to receive, for up to so many seconds."""
+        self._socket.poll(int(seconds * 1000))
+
     def close(self, linger: float) -> None:
         """Close; what was sent is still delivered, for up to `linger` seconds."""
         self._socket.close(int(linger * 1000))

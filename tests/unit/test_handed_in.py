@@ -1,0 +1,102 @@
+"""Parameters that nodes hand in: part by part into a file, wherever one is taken, and never much of them in memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flockstep.arrays.schema import FlatArray, Schema
+from flockstep.drivers.member import PART, WINDOW, Member, Ticket
+from flockstep.errors import ProtocolError, RunError
+from flockstep.messages import Fields
+from flockstep.records.handed_in import Arriving, HandedIn
+from flockstep.transports.bus import LAUNCHER
+from flockstep.transports.links import Control
+from flockstep.transports.wire import Identity
+from support.disks import small_disk
+
+PARAMS = np.arange(100_000, dtype=np.float32)
+BUFFERS = np.arange(7, dtype=np.uint8)
+NOTE: Fields = {"tick": 3.0, "t": 1.5, "step": 7, "sent": 9, "size": 100_000, "dtype": "float32", "buffers": 7}
+
+
+def parts(size: int = 30_000) -> list[FlatArray]:
+    data = np.concatenate([PARAMS.view(np.uint8), BUFFERS])
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def written(folders: list[Path]) -> HandedIn:
+    arriving = Arriving(folders, 0, NOTE, PARAMS.nbytes)
+    *before, last = [arriving.add(part) for part in parts()]
+    assert before == [None] * len(before)
+    assert last is not None
+    return last
+
+
+def check(item: HandedIn, folder: Path) -> None:
+    assert (item.tick, item.t, item.step, item.sent, Path(item.path).parent) == (3.0, 1.5, 7, 9, folder)
+    assert np.array_equal(item.read(), PARAMS)
+    assert np.array_equal(item.read_buffers(), BUFFERS)
+    assert [file.name for file in folder.iterdir()] == ["worker-0.3"]
+
+
+def test_parts_become_a_file(tmp_path: Path) -> None:
+    check(written([tmp_path]), tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+def test_where_a_disk_is_full_the_file_moves_on(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    with small_disk(tmp_path / "small") as disk:
+        check(written([disk, tmp_path / "large"]), tmp_path / "large")
+        assert list(disk.iterdir()) == []
+        with pytest.raises(RunError, match="could not be written anywhere"):
+            written([disk])
+
+
+def test_more_than_announced_or_allowed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProtocolError, match="announced a snapshot of more than 399999 bytes"):
+        Arriving([tmp_path], 0, NOTE, PARAMS.nbytes - 1)
+    arriving = Arriving([tmp_path], 0, {**NOTE, "tick": math.inf}, PARAMS.nbytes)
+    with pytest.raises(ProtocolError, match="sent more of a snapshot"):
+        arriving.add(np.zeros(PARAMS.nbytes + 8, np.uint8))
+    arriving.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
+    """Supervisor and node in one process: each time that the node waits, the supervisor takes all there is."""
+    schema = Schema.of({"w": (4 * PART,)}, "float32")
+    control = Control(f"ipc://{tmp_path}/control", 5.0)
+    member = Member(Ticket("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
+    wire = control.link(0, member.line.address, Identity("run", LAUNCHER, schema.hash, schema.nbytes))
+    wire.send("linked")
+    assert member.next().tag == "linked"
+    tell, sent, taken, ahead = member.tell, list[str](), list[FlatArray](), list[int]()
+
+    def counted(tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:
+        sent.append(tag)
+        tell(tag, array, note)
+
+    def take(seconds: float) -> None:
+        ahead.append(sent.count("part") - len(taken))
+        control.wait([wire], seconds)
+        while (message := wire.receive()) is not None:
+            if message.tag == "part":
+                taken.append(np.array(message.payload))
+                wire.send("taken")
+
+    member.tell, member.line.wait = counted, take  # type: ignore[method-assign]
+    params = np.arange(4 * PART, dtype=np.float32)
+    member.hand_over({"tick": 0.0}, [params])
+    while len(taken) * PART < params.nbytes:
+        take(1.0)
+    assert max(ahead) == WINDOW
+    assert np.array_equal(np.concatenate(taken).view(np.float32), params)
+    wire.close()
+    member.close(0.0)
+    control.close()
