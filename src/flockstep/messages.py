@@ -58,14 +58,13 @@ def node_name(address: Address) -> str:
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"
 
 
-@dataclass(slots=True, eq=False)
-class Message:
+class Message(msgspec.Struct, eq=False, gc=False):
     """One message. `array` is read-only on arrival; `note` is what the strategy declares for that tag."""
 
     source: Address
     tag: str
     array: Array | None = None
-    note: Any = field(default_factory=dict)
+    note: Any = msgspec.field(default_factory=dict)
     step: int = 0
     """Local steps that the sender had completed."""
     number: int = 0
@@ -90,8 +89,7 @@ class Message:
         return 0 if self.array is None else self.array.nbytes
 
 
-@dataclass(slots=True, frozen=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True, gc=False):
     """Which message a program waits for; None means any."""
 
     tag: str | None = None
@@ -103,6 +101,9 @@ class Wanted:
             return f"the others in {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"
+
+
+ANYTHING = Wanted()
 
 
 @dataclass(eq=False)
@@ -142,11 +143,11 @@ class Mailbox:
 
     def hear(self, message: Message) -> None:
         """Count an arrival without keeping it."""
-        if message.number:
-            source, due = message.source, self._heard.get(message.source, 0) + 1
-            if message.number > due:
+        source, number, heard = message.source, message.number, self._heard
+        if number:
+            if number > (due := heard.get(source, 0) + 1):
                 self.missing.setdefault(source, due)
-            self._heard[source] = message.number
+            heard[source] = number
 
     def clear(self, but: str) -> None:
         """Drop all that waits, except messages of the channel `but`."""
@@ -208,10 +209,11 @@ def frozen(array: Any) -> Array:
     """
     if not isinstance(array, np.ndarray):
         return copied(array)
-    if not array.flags.writeable and array.flags.c_contiguous and unchangeable(array):
+    flags = array.flags
+    if not flags.writeable and flags.c_contiguous and unchangeable(array):
         return array
-    copy = np.array(array, order="C", copy=True)
-    copy.flags.writeable = False
+    copy = array.copy()
+    copy.setflags(write=False)
     return copy
 
 

@@ -17,6 +17,7 @@ from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import (
+    ANYTHING,
     BYE,
     Address,
     Array,
@@ -214,13 +215,14 @@ class Node:
 
         A worker's leaving is itself a message, with tag `BYE`; its note says `lost=1` where the worker died.
         """
-        others = set(range(self.cluster.workers)) - {self.address}
-        while others - self.farewells:
-            if self.address < 0:
+        others = set(range(self.cluster.workers)) - {self.address} - self.farewells
+        while others:
+            if self.at_boundary is not None and self.address < 0:
                 self.boundary()
-            message = await self._await(Wanted())
+            message = await self._await(ANYTHING)
             if message.tag == BYE:
                 self.farewells.add(message.source)
+                others.discard(message.source)
             yield message
 
     def deliver(self, message: Message) -> None:
@@ -283,9 +285,9 @@ class Node:
     def _post(
         self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False
     ) -> int:
-        if array is not None and not copied and (to == self.address or not self.port_copies):
+        if array is not None and not copied and (not self.port_copies or to == self.address):
             array = self.freeze(array)
-        if not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
+        if self._channel and not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
             tag += self._channel
         kind = note_kind(self.notes, tag, reply_to) if self.notes else None
         if type(note) is not kind and (kind or isinstance(note, Note)):

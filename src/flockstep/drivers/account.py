@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from operator import sub
 
 import numpy as np
 
@@ -36,7 +37,7 @@ class Account:
         self.seconds = {"compute": 0.0, "wait": 0.0, "comm": 0.0}
         self.estimated_bytes = 0
         """Those of `traffic.sent_bytes` that are known by a formula only, since others moved them."""
-        self._spans = 0
+        self._spans = 0 if emit is not None and address < SPAN_NODES else SPANS
         self._at_last_step = self._totals()
 
     def spent(self, kind: str, start: float, end: float) -> None:
@@ -44,16 +45,15 @@ class Account:
         if end <= start:
             return
         self.seconds[kind] += end - start
-        if self.emit is None:
-            return
-        if self.steps < SPAN_STEPS and self.address < SPAN_NODES and self._spans < SPANS:
+        if self._spans < SPANS and self.steps < SPAN_STEPS and self.emit is not None:
             self._spans += 1
             self.emit(Span(self.address, kind, start, end))
 
     def waited_for(self, start: float, sent: float, end: float) -> None:
         """Count time in which a message was waited for: to be sent, then to come."""
-        sent = max(start, sent)
-        if self.steps < SPAN_STEPS:
+        if sent < start:
+            sent = start
+        if self._spans < SPANS and self.steps < SPAN_STEPS:
             self.spent("wait", start, sent)
             self.spent("comm", sent, end)
         else:
@@ -67,21 +67,7 @@ class Account:
             return
         before, now = self._at_last_step, self._totals()
         self._at_last_step = now
-        self.emit(
-            Step(
-                t,
-                self.address,
-                self.steps,
-                loss,
-                now[0] - before[0],
-                now[1] - before[1],
-                now[2] - before[2],
-                now[3] - before[3],
-                now[4] - before[4],
-                now[5] - before[5],
-                now[6] - before[6],
-            )
-        )
+        self.emit(Step(t, self.address, self.steps, loss, *map(sub, now, before)))
 
     def updates(
         self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None

@@ -18,13 +18,11 @@ from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
 from flockstep.drivers.settings import OPTIMIZER, taken_over
 from flockstep.drivers.tracker import Progress
 from flockstep.errors import Diverged, PeerLost, RunError
-from flockstep.messages import BYE, Address, Message, Wanted, node_name
+from flockstep.messages import ANYTHING, BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import Effect, NeedGradient, Program
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.finite import require_finite_gradient, require_finite_message
-
-ANYTHING = Wanted()
 
 
 class Driver(Protocol):
@@ -283,7 +281,8 @@ class Runner:
             if self.reception is not None and message.tag.endswith(CHANNEL) and self.reception.hears(message):
                 self._attend()
                 return
-            require_finite_message(node, message)
+            if message.array is not None:
+                require_finite_message(node, message)
             if self.progress is not None:
                 self.progress.heard(message)
             if message.tag == OPTIMIZER and taken_over(node, message):

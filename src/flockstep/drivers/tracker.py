@@ -245,8 +245,8 @@ class Progress:
         """A message says how far its sender is; a server's note may say how many `steps` its workers took."""
         source = message.source
         step = message.step if source >= 0 else getattr(message.note, "steps", 0)
-        if step > self.seen.get(source, 0):
-            self.total += step - self.seen.get(source, 0)
+        if step > (before := self.seen.get(source, 0)):
+            self.total += step - before
             self.seen[source] = step
 
     def due(self) -> list[int]:

@@ -162,8 +162,10 @@ class Simulation:
             array, now = message.array, self._queue.now
             nbytes = HEADER_BYTES if array is None else HEADER_BYTES + array.nbytes
             transit = self._fabric.depart(message.source, to, nbytes, now)
-            arrive = partial(self._arrive, transit, message, now)
-            self._queue.schedule(transit.tail if transit.done else transit.head, arrive)
+            if transit.done:
+                self._queue.schedule(transit.tail, partial(self._arrive, to, message, now))
+            else:
+                self._queue.schedule(transit.head, partial(self._pass, transit, message, now))
 
     def collect(self) -> None:
         """What has arrived by now has been delivered already."""
@@ -349,14 +351,15 @@ class Simulation:
         if self._report is not None:
             self._report(self._steps, self.now)
 
-    def _arrive(self, transit: Transit, message: Message, sent_at: float) -> None:
-        """A message has come to its next hop, or to its receiver."""
-        if not transit.done:
-            last = self._fabric.advance(transit)
-            arrive = partial(self._arrive, transit, message, sent_at)
-            self._queue.schedule(transit.tail if last else transit.head, arrive)
-            return
-        to = transit.to
+    def _pass(self, transit: Transit, message: Message, sent_at: float) -> None:
+        """A message has come to its next hop."""
+        if self._fabric.advance(transit):
+            self._queue.schedule(transit.tail, partial(self._arrive, transit.to, message, sent_at))
+        else:
+            self._queue.schedule(transit.head, partial(self._pass, transit, message, sent_at))
+
+    def _arrive(self, to: Address, message: Message, sent_at: float) -> None:
+        """A message has come to its receiver."""
         if to in self._dead:
             return
         runner = self.runners[to]

@@ -100,14 +100,10 @@ class Fabric:
 
     def __init__(self, route: Routing) -> None:
         self._route = route
-        self._routes: dict[tuple[Address, Address], Route] = {}
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         """Send a message at time `t`: reserve its first hop. Call it in order of time."""
-        route = self._routes.get((source, to))
-        if route is None:
-            route = self._routes[source, to] = self._route(source, to)
-        transit = Transit(source, to, nbytes, t, route)
+        transit = Transit(source, to, nbytes, t, self._route(source, to))
         if not transit.done:
             self.advance(transit)
         return transit
@@ -129,17 +125,16 @@ class Fabric:
 
     def advance(self, transit: Transit) -> bool:
         """Reserve the next hop, at time `transit.head`; return whether it was the last."""
-        index = transit.hop
-        hop = transit.hops[index]
-        head = transit.head
-        hop.free = finish = max(head, hop.free) + transit.nbytes / hop.bandwidth
+        index, hops, head, nbytes = transit.hop, transit.hops, transit.head, transit.nbytes
+        hop = hops[index]
+        hop.free = finish = max(head, hop.free) + nbytes / hop.bandwidth
         transit.hop = index = index + 1
-        if index == len(transit.hops):
+        if index == len(hops):
             transit.tail = finish
             transit.done = True
             return True
         latency, pace = transit.gaps[index - 1]
-        leaves = finish - transit.nbytes / pace
+        leaves = finish - nbytes / pace
         if leaves < head:  # bytes come more slowly than this hop could send: they leave as they come
             leaves = head
         if leaves < hop.passed:  # no message may pass the one before

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Message
 from flockstep.strategies.filters.packet import Inbox, Outbox
 
+P = TypeVar("P", "Push", "Read")
 
-@dataclass(frozen=True, eq=False)
-class Push:
+
+class Push(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A gradient that a server has received and not applied."""
 
     rank: int
@@ -23,8 +26,7 @@ class Push:
     gradient: FlatArray
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
+class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A worker that waits for parameters."""
 
     rank: int
@@ -103,10 +105,13 @@ class ServerState:
 
     def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
         """Take these off what waits, which they are part of."""
-        gone = set(map(id, (*pushes, *reads)))
         if pushes:
-            whole = len(pushes) == len(self.pushes)
-            self.pushes = [] if whole else [push for push in self.pushes if id(push) not in gone]
+            self.pushes = _without(self.pushes, pushes)
         if reads:
-            whole = len(reads) == len(self.reads)
-            self.reads = [] if whole else [read for read in self.reads if id(read) not in gone]
+            self.reads = _without(self.reads, reads)
+
+
+def _without(waiting: list[P], gone: Sequence[P]) -> list[P]:
+    """What still waits of `waiting`, which `gone` is part of."""
+    ended = set(gone)
+    return [one for one in waiting if one not in ended] if len(gone) < len(waiting) else []

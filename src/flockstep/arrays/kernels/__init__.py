@@ -26,7 +26,7 @@ def of(array: Any) -> Any:
     Raises:
         TypeError: it is neither.
     """
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, (np.ndarray, np.generic)):
         return _loaded("flockstep.arrays.kernels.on_numpy")
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         return _loaded("flockstep.arrays.kernels.on_torch")

@@ -41,12 +41,10 @@ def first_not_finite(array: FlatArray) -> int:
     """The index of the first NaN or infinity, or -1.
 
     A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
-    slow to come by, elements are looked at one by one.
+    slow to come by, elements are looked at one by one. `vdot` does not warn of a sum that overflows.
     """
-    if array.dtype.char in "fd":
-        with np.errstate(all="ignore"):
-            if math.isfinite(float(np.dot(array, array))):
-                return -1
+    if array.dtype.char in "fd" and math.isfinite(np.vdot(array, array)):
+        return -1
     wrong = np.flatnonzero(~np.isfinite(array))
     return int(wrong[0]) if len(wrong) else -1
 

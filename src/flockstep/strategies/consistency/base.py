@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import ClassVar, Literal
+
+import msgspec
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
@@ -19,8 +20,7 @@ from flockstep.strategies.server_state import Push as Push
 from flockstep.strategies.server_state import Read as Read
 
 
-@dataclass
-class View:
+class View(msgspec.Struct, eq=False):
     """What a rule may look at besides what is pending."""
 
     slowest: int
