@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,7 +44,7 @@ class _Poisoned(Watched):
         if self.where == "message" and message.source == 1 and message.step == 3 and message.array is not None:
             array = message.array.copy()
             array.view(np.float32)[2] = np.nan
-            message = dataclasses.replace(message, array=array)
+            message = msgspec.structs.replace(message, array=array)
         super()._arrive(transit, message, sent_at)
 
 

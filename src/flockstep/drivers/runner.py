@@ -290,10 +290,9 @@ class Runner:
         waiting = self.waiting
         if (  # nothing that lies in the mailbox is what the program waits for, so this need not either
             type(waiting) is Wanted
-            and waiting.tag in (None, message.tag)
-            and waiting.source in (None, message.source)
-            and waiting.reply_to is None
-            and not message.reply_to
+            and (waiting.reply_to or 0) == message.reply_to
+            and (waiting.tag is None or waiting.tag == message.tag)
+            and (waiting.source is None or waiting.source == message.source)
             and message.tag != BYE
             and not node.tasks
             and (self.reception is None or not self.reception.stopped)

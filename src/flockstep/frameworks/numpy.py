@@ -163,7 +163,7 @@ class SoftmaxRegression(Model):
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
         """The mean cross-entropy, and the penalty."""
-        penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2)
+        penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2) if self.l2 else 0.0
         return float(penalty + cross_entropy(outputs, y))
 
 
@@ -310,7 +310,8 @@ def _metric(job: Job, data: Data) -> Callable[[FlatArray, FlatArray], float]:
 
 def cross_entropy(logits: FlatArray, y: FlatArray) -> float:
     """The mean of -log softmax(logits)[y]; logits (N, classes), y (N,)."""
-    return float(-np.take_along_axis(_log_softmax(logits), y[:, None], axis=1).mean(dtype=np.float64))
+    shifted, logarithms = _shifted(logits)
+    return -float((np.take_along_axis(shifted, y[:, None], axis=1) - logarithms).mean(dtype=np.float64))
 
 
 def cross_entropies(logits: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
@@ -325,9 +326,19 @@ def cross_entropies(logits: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArr
 
 
 def _log_softmax(logits: FlatArray) -> FlatArray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: FlatArray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return result
+    shifted, logarithms = _shifted(logits)
+    shifted -= logarithms
+    return shifted
+
+
+def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
+    """The logits less their largest, over the last axis, and the logarithm of the sum of their exponentials.
+
+    The largest of a few classes each are found class by class, which is many times as fast.
+    """
+    top = np.ascontiguousarray(logits.reshape(-1, logits.shape[-1]).T).max(axis=0)
+    shifted = logits - top.reshape(*logits.shape[:-1], 1)
+    return shifted, np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def _converted(data: Data, dtype: str) -> Data:

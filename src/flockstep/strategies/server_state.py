@@ -57,6 +57,8 @@ class ServerState:
     clocks: dict[int, int]
     slowest: int = 0
     """The least of the clocks."""
+    behind: int = 0
+    """How many clocks have stood at `slowest` since they were last counted; they are counted where none is left."""
     rule: Any = None
     """What the update rule remembers."""
     pushes: list[Push] = field(default_factory=list)
@@ -78,8 +80,12 @@ class ServerState:
         self.reading.pop(rank, None)
         if clock is not None:
             self.clocks[rank] = clock
-        if before == self.slowest:
-            self.slowest = min(self.clocks.values(), default=self.slowest)
+        if before == slowest:
+            self.behind -= 1
+            if self.behind < 1:
+                clocks = list(self.clocks.values())
+                self.slowest = min(clocks, default=slowest)
+                self.behind = clocks.count(self.slowest)
         return self.slowest != slowest
 
     def depart(self, rank: int, lost: bool) -> bool:
