@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.network_shapes import lstm, resnet18
+from flockstep.codecs.base import Shape
 from flockstep.codecs.power import PowerSgd
 
 PUBLISHED = {"ResNet-18": (243, 136, 72), "LSTM": (310, 203, 120)}
@@ -46,3 +46,28 @@ class PowerSgdBytes(Claim):
                 near = abs(ratio - published) <= 0.01 * published
                 rows.append(Row(f"compression, {name}, rank {rank}", published, round(ratio, 2), near))
         return Verdict(tuple(rows))
+
+
+def resnet18() -> list[Shape]:
+    """ResNet-18 for images of 32 × 32 (He et al. 2016, with a first convolution of 3 × 3): 11,173,962 parameters."""
+    shapes: list[Shape] = _normalised(64, 3, 3)
+    inputs = 64
+    for width in (64, 128, 256, 512):
+        for _ in range(2):
+            shapes += _normalised(width, inputs, 3) + _normalised(width, width, 3)
+            if inputs != width:
+                shapes += _normalised(width, inputs, 1)
+            inputs = width
+    return [*shapes, (10, inputs), (10,)]
+
+
+def _normalised(outputs: int, inputs: int, side: int) -> list[Shape]:
+    """A convolution without bias, then batch normalisation."""
+    return [(outputs, inputs, side, side), (outputs,), (outputs,)]
+
+
+def lstm() -> list[Shape]:
+    """A language model whose output layer shares the embedding's matrix and has a bias: 31,819,578 parameters."""
+    words, units = 33278, 650
+    layer: list[Shape] = [(4 * units, units), (4 * units, units), (4 * units,), (4 * units,)]
+    return [(words, units), *layer * 3, (words,)]

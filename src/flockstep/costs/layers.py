@@ -146,11 +146,6 @@ class Layer:
         """Bytes of the gradient of its parameters."""
         return self.gradients * itemsize
 
-    def storage_bytes(self, batch: int, itemsize: int = 4) -> Number:
-        """|w| + |f(o)| + |∇w| + |∇o|: parameters, outputs and both gradients (Ben-Nun & Hoefler 2019)."""
-        back = batch * self.reads if self.by_input.work(1) else 0
-        return (self.parameters + self.gradients + batch * self.writes + back) * itemsize
-
     def data_bytes(self, workers: int, itemsize: int = 4) -> float:
         """Bytes that a worker sends in a step to average the gradient: 2 (P-1)/P |∇w|, the least for an all-reduce."""
         return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)

@@ -76,6 +76,28 @@ class Job:
             raise ConfigurationError(f"epochs must be > 0, got {self.epochs}")
 
 
+def metric_of(
+    job: Job, data: Data, whole: object, accuracy: Callable[[Any, Any], float]
+) -> Callable[[Any, Any], float]:
+    """The job's metric, or the framework's `accuracy`, which is for targets of the dtype `whole`.
+
+    Raises:
+        ConfigurationError: there is no such metric, or the targets are no whole numbers.
+    """
+    if not isinstance(job.metric, str):
+        return job.metric
+    if job.metric != "accuracy":
+        raise ConfigurationError(
+            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
+        )
+    if data.test_y.dtype != whole:
+        raise ConfigurationError(
+            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
+            f"(outputs, targets) → float"
+        )
+    return accuracy
+
+
 @dataclass(frozen=True, eq=False)
 class Lesson:
     """Models to learn from: `teachers`, (M, K), and how much the distance to their predictions counts."""

@@ -7,7 +7,7 @@ gradient has the same bits whichever other replicas are computed in the same cal
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flockstep.arrays.factors import Layer, Packing
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Lesson, metric_of
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
@@ -197,7 +197,7 @@ class NumpyEngine(Engine):
         self.train_size = len(self._data.train_x)
         whole = self._data.train_y.dtype == np.int64 and self._data.train_y.ndim == 1
         self.labels = self._data.train_y if whole else None
-        self._metric = _metric(job, self._data)
+        self._metric = metric_of(job, self._data, np.int64, accuracy)
         self._start = np.empty(self.schema.size, built.dtype)
         values = built.initial(np.random.default_rng(seed))
         for name, view in self.schema.views(self._start).items():
@@ -291,21 +291,6 @@ def _mean_probabilities(logits: FlatArray) -> FlatArray:
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
     """Share of the samples whose largest output (last axis) is the target's."""
     return float(np.mean(outputs.argmax(axis=-1) == targets))
-
-
-def _metric(job: Job, data: Data) -> Callable[[FlatArray, FlatArray], float]:
-    if not isinstance(job.metric, str):
-        return job.metric
-    if job.metric != "accuracy":
-        raise ConfigurationError(
-            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
-        )
-    if data.test_y.dtype != np.int64:
-        raise ConfigurationError(
-            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
-            f"(outputs, targets) → float"
-        )
-    return accuracy
 
 
 def cross_entropy(logits: FlatArray, y: FlatArray) -> float:

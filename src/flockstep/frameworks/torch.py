@@ -17,11 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
-from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson
+from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson, metric_of
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
 from flockstep.frameworks.torch_flat import Backward, FlatModule
-from flockstep.frameworks.torch_job import accuracy, metric_of, optimizer_of, tensors_of
+from flockstep.frameworks.torch_job import accuracy, optimizer_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
 
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
@@ -77,7 +77,7 @@ class TorchEngine(FactoringEngine):
         self.train_size = len(self._data.train_x)
         y = self._data.train_y
         self.labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
-        self._metric = metric_of(job, self._data)
+        self._metric = metric_of(job, self._data, torch.int64, accuracy)
         self._random = False
         self._buffers: dict[int, Tensors] = {}
         self._initial_buffers: Tensors = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,22 +31,6 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
             f"{tuple(targets.shape)}; pass metric=a function (outputs, targets) → float"
         )
     return float((guesses == targets).double().mean())
-
-
-def metric_of(job: Job, data: Data) -> Callable[[Any, Any], float]:
-    """The job's metric, after a check that the data suits it."""
-    if not isinstance(job.metric, str):
-        return job.metric
-    if job.metric != "accuracy":
-        raise ConfigurationError(
-            f"metric must be 'accuracy' or a function (outputs, targets) → float, got {job.metric!r}"
-        )
-    if data.test_y.dtype != torch.int64:
-        raise ConfigurationError(
-            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
-            f"(outputs, targets) → float"
-        )
-    return accuracy
 
 
 def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:

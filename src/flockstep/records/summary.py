@@ -11,8 +11,19 @@ import msgspec
 
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
-from flockstep.records.events import Diverged, Event, Figure, Lost, Node, Replica, Snapshot, Span, Step, Update
-from flockstep.records.moments import result_figures, target_figures
+from flockstep.records.events import (
+    Diverged,
+    Event,
+    Figure,
+    Lost,
+    Node,
+    Replica,
+    Result,
+    Snapshot,
+    Span,
+    Step,
+    Update,
+)
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
@@ -21,6 +32,9 @@ _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better",
     "target", "lr",
 )  # fmt: skip
+
+_SECONDS = ("compute", "wait", "comm")
+_COUNTS = ("sent", "received", "messages_sent", "messages_received")
 
 
 class GradientWeight(msgspec.Struct, frozen=True):
@@ -184,14 +198,19 @@ def summarise(
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
     workers, effective_rate = _weighted(_with_replicas(workers, ordered), updates)
     agree = _replicas_agree(config.workers, nodes)
-    staleness = _staleness(config.workers, updates)
+    staleness, hit = _staleness(config.workers, updates), quality.hit
+    result = next((event for event in reversed(ordered) if isinstance(event, Result)), None)
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
         error=error,
-        **result_figures(ordered, notes),
+        result_step=None if result is None else result.step,
+        result_seconds=None if result is None else result.t,
+        notes=list(notes),
         seconds=time_of(ordered[-1]) if ordered else 0.0,
-        **target_figures(quality.hit),
+        time_to_target=hit.t if hit else None,
+        samples_to_target=hit.samples if hit else None,
+        bytes_to_target=hit.bytes if hit else None,
         final_metric=quality.metric,
         best_metric=quality.best,
         final_loss=quality.loss,
@@ -285,33 +304,14 @@ def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list
 
 
 def _of_node(node: Node) -> WorkerTotals:
-    return WorkerTotals(
-        rank=node.node,
-        steps=node.steps,
-        compute=node.compute,
-        wait=node.wait,
-        comm=node.comm,
-        sent=node.sent,
-        received=node.received,
-        messages_sent=node.messages_sent,
-        messages_received=node.messages_received,
-        header_bytes=node.header_bytes,
-    )
+    same = ("steps", *_SECONDS, *_COUNTS, "header_bytes")
+    return WorkerTotals(rank=node.node, **{name: getattr(node, name) for name in same})
 
 
 def _of_steps(rank: int, steps: Sequence[Step]) -> WorkerTotals:
-    return WorkerTotals(
-        rank=rank,
-        steps=max((step.step for step in steps), default=0),
-        compute=math.fsum(step.compute for step in steps),
-        wait=math.fsum(step.wait for step in steps),
-        comm=math.fsum(step.comm for step in steps),
-        sent=sum(step.sent for step in steps),
-        received=sum(step.received for step in steps),
-        messages_sent=sum(step.messages_sent for step in steps),
-        messages_received=sum(step.messages_received for step in steps),
-        header_bytes=0,
-    )
+    sums: dict[str, Any] = {name: math.fsum(getattr(step, name) for step in steps) for name in _SECONDS}
+    sums |= {name: sum(getattr(step, name) for step in steps) for name in _COUNTS}
+    return WorkerTotals(rank=rank, steps=max((step.step for step in steps), default=0), **sums, header_bytes=0)
 
 
 def _completed(

@@ -1,15 +1,9 @@
-"""One self-contained page: everything inlined, nothing loaded, readable without a network."""
+"""The page that compares runs."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import jinja2
-import msgspec
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
@@ -18,9 +12,10 @@ from flockstep.records.folder import Record
 from flockstep.report import activity, figures, medians, words
 from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, Group, caveats
+from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
-from flockstep.report.style import ACTIVITIES, Figure, Series, by_rank
+from flockstep.report.style import ACTIVITIES, Series, by_rank
 from flockstep.report.table import cells, headings, one_by_one
 
 _FACTS = (
@@ -57,34 +52,18 @@ _TIMELINE = (
 )
 
 
-@dataclass(frozen=True)
-class _Drawing:
-    """A figure on the page."""
-
-    id: str
-    title: str
-    caption: str
-    figure: Figure
-
-
 def write_report(
     records: Sequence[Record],
     path: Path | str,
-    title: str | None = None,
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
 ) -> Path:
     """Write the page to `path` and return it; the folder is made if need be."""
-    path = Path(path)
-    text = render(records, title, predictions, spread)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
+    return write(render(records, predictions, spread), path)
 
 
 def render(
     records: Sequence[Record],
-    title: str | None = None,
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
 ) -> str:
@@ -106,9 +85,9 @@ def render(
     configs = [record.config for record in ranked]
     told = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
-    template = environment().get_template("report.html.j2")
-    return template.render(
-        title=title or _title(series),
+    return filled(
+        "report.html.j2",
+        title=_title(series),
         clock=ranked[0].summary.clock,
         facts=_facts(configs),
         findings=[*findings(series, seeds), *(f"{text[:1].upper()}{text[1:]}." for text in told)],
@@ -124,8 +103,6 @@ def render(
         drawings=_drawings(series),
         near_target=figures.near_target(series),
         runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
-        json=script_safe,
-        plotly=plotly_source(),
     )
 
 
@@ -173,47 +150,22 @@ def _predicted(series: Sequence[Series], predictions: Sequence[Prediction | None
     return [prediction.cells(one.label) for one, prediction in pairs if prediction is not None]
 
 
-def _drawings(series: Sequence[Series]) -> list[_Drawing]:
+def _drawings(series: Sequence[Series]) -> list[Drawing]:
     drawn = []
     if any(one.record.summary.best_metric is not None for one in series):
         metric = series[0].record.summary.metric
         title = f"{metric[:1].upper()}{metric[1:]} and loss against seconds, bytes and samples"
-        drawn.append(_Drawing("progress", title, _PROGRESS, figures.progress(series)))
+        drawn.append(Drawing("progress", title, _PROGRESS, figures.progress(series)))
     if any(one.record.summary.steps for one in series):
-        drawn.append(_Drawing("per-step", "What a local step costs", _PER_STEP, activity.per_step(series)))
+        drawn.append(Drawing("per-step", "What a local step costs", _PER_STEP, activity.per_step(series)))
         bars = activity.per_worker(series)
-        drawn.append(_Drawing("per-worker", "Where each worker's time went", _PER_WORKER, bars))
+        drawn.append(Drawing("per-worker", "Where each worker's time went", _PER_WORKER, bars))
     late = figures.staleness(series)
     if late:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness on the record of: {', '.join(without)}." if without else ""
-        drawn.append(_Drawing("staleness", "How late updates were", _STALENESS + note, late))
+        drawn.append(Drawing("staleness", "How late updates were", _STALENESS + note, late))
     first = activity.timeline(series)
     if first:
-        drawn.append(_Drawing("timeline", "Timeline of the first steps", _TIMELINE, first))
+        drawn.append(Drawing("timeline", "Timeline of the first steps", _TIMELINE, first))
     return drawn
-
-
-@functools.cache
-def plotly_source() -> str:
-    """The script that every page carries."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def environment() -> jinja2.Environment:
-    """The templates' own: what users write is escaped, what is not given is an error."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def script_safe(value: Any) -> str:
-    """JSON that cannot end the script element it stands in; what is not finite becomes null."""
-    text = msgspec.json.encode(value).decode()
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
