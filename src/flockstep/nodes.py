@@ -358,7 +358,29 @@ class Node:
         return PeerLost(f"{node_name(wanted.source)} {how} while {here}")
 
 
-class Worker(Node):
+class Peer(Node):
+    """One of `workers` nodes that send each other messages and take part in collectives."""
+
+    def __init__(self, rank: int, cluster: Cluster, params: Array, random: np.random.Generator):
+        super().__init__(rank, cluster, params, random)
+        self.rank = rank
+        """This worker's number, from 0."""
+        self.workers = cluster.workers
+        """Number of workers in the run (n in the literature)."""
+        self.rendezvous: Rendezvous | None = None
+        """Where workers in processes of their own meet outside of messages; set by the driver."""
+        self.together: SharedSum | None = None
+        """The workers who share memory with this one, if that is all of them; set by the driver."""
+
+    def sum_together(self, array: Array, divisor: int = 1) -> bool:
+        """Replace `array` by the sum over all workers, divided, in memory that they share; False where they do not.
+
+        In the order of a ring all-reduce, all workers at once: not in background tasks, which may not wait.
+        """
+        return self.together is not None and not self._channel and self.together.all_reduce(array, divisor)
+
+
+class Worker(Peer):
     """A node that computes gradients. `step` counts those it has used."""
 
     def __init__(
@@ -374,10 +396,6 @@ class Worker(Node):
         tensors: Sequence[slice] = (),
     ):
         super().__init__(rank, cluster, params, random)
-        self.rank = rank
-        """This worker's number, from 0."""
-        self.workers = cluster.workers
-        """Number of workers in the run (n in the literature)."""
         self.steps = steps
         self.loss = 0.0
         """Mean loss of the last gradient's samples; set by the driver of a declared job."""
@@ -389,10 +407,6 @@ class Worker(Node):
         """Those of them in this worker's part; set by the driver of a declared job."""
         self.tensors = tuple(tensors) or (slice(0, len(params)),)
         """Where each of the model's tensors lies in the flat array, in order."""
-        self.rendezvous: Rendezvous | None = None
-        """Where workers in processes of their own meet outside of messages; set by the driver."""
-        self.together: SharedSum | None = None
-        """The workers who share memory with this one, if that is all of them; set by the driver."""
         self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
         """Finds the layers that can be factored; set by the driver of a declared job."""
         self.stepper = stepper
@@ -404,13 +418,6 @@ class Worker(Node):
         if self._peers is None or len(self._peers) + len(self.lost) + 1 != self.cluster.workers:
             self._peers = [rank for rank in range(self.workers) if rank != self.address and rank not in self.lost]
         return self._peers
-
-    def sum_together(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided, in memory that they share; False where they do not.
-
-        In the order of a ring all-reduce, all workers at once: not in background tasks, which may not wait.
-        """
-        return self.together is not None and not self._channel and self.together.all_reduce(array, divisor)
 
     @property
     def training(self) -> bool:

@@ -441,6 +441,23 @@ def test_a_forked_child_frees_nothing_of_its_parent_s(make: Make) -> None:
     assert (held == 7).all()
 
 
+def test_bytes_that_wait_for_a_peer_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "AHEAD", 1 << 20)
+    monkeypatch.setattr(streams, "UNREAD", -1)  # else the thread beside it takes in all
+    first, second = introduced(make)
+    sent, array = 0, np.zeros(1 << 16)
+    with pytest.raises(Backlog, match="worker 0 takes no messages"):  # noqa: PT012
+        while sent < 1000:
+            second.send(0, Message(1, "push", array, number=sent + 1))
+            sent += 1
+    assert 1 << 20 <= second.waiting(0) < (1 << 20) + array.nbytes + 1000
+    got = 0
+    while got < sent:
+        got += first.poll(0.001) is not None
+        second.poll(0)
+    assert second.waiting(0) == 0
+
+
 def test_messages_keep_their_order_where_a_receiver_is_slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a background task sends while an earlier message waits for room goes after that one."""
     monkeypatch.setattr(streams, "QUEUED", 5)

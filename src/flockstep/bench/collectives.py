@@ -71,7 +71,7 @@ class _Messages(Summing):
         self._post.connect(told)
 
     def all_reduce(self, array: FlatArray) -> None:
-        self._post.run(self._collective.all_reduce(self._post.node, array))
+        self._post.run(self._collective.all_reduce(self._post.peer, array))
 
     def close(self) -> None:
         self._post.close()

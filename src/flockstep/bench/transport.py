@@ -59,16 +59,16 @@ class _ByTransport(_Pushing):
     def _pushed(self, array: FlatArray, calls: int) -> None:
         async def program() -> None:
             for _ in range(calls):
-                self._post.node.send(1, "push", array)
-            await self._post.node.receive("added", 1)
+                self._post.peer.send(1, "push", array)
+            await self._post.peer.receive("added", 1)
 
         self._post.run(program())
 
     def _added(self, array: FlatArray, calls: int) -> None:
         async def program() -> None:
             for _ in range(calls):
-                array.__iadd__((await self._post.node.receive("push", 0)).payload)
-            self._post.node.send(0, "added")
+                array.__iadd__((await self._post.peer.receive("push", 0)).payload)
+            self._post.peer.send(0, "added")
 
         self._post.run(program())
 

@@ -22,10 +22,10 @@ from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, arra
 from flockstep.communicator.window import Window
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import in_short
-from flockstep.drivers.messenger import Membership
 from flockstep.drivers.place import Place
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
 from flockstep.messages import Array, Message, node_name
+from flockstep.transports.bus import Bus
 from flockstep.transports.shared_memory import SharedMemory
 
 MAX_BYTES = 1 << 30
@@ -36,8 +36,13 @@ LONGEST = 4000
 """Characters of an error that travel."""
 
 
-class Sockets(Membership, Protocol):
-    """A membership that can be given up."""
+class Sockets(Protocol):
+    """What a communicator sends and receives by."""
+
+    bus: Bus
+
+    def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
+        """The next message, from anyone; None if there is none within that time, or `also` can be read."""
 
     def close(self, linger: float) -> None:
         """Leave; what was sent is still delivered within `linger` seconds."""
@@ -62,7 +67,7 @@ class Communicator(Collectives):
             place: the process's part in a run; None: nobody launched it.
             finish: called once it is closed, with what it has sent and received.
         """
-        super().__init__(ProgressEngine(sockets, node, patience), max_bytes)
+        super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
         self._sockets, self._place, self._finish = sockets, place, finish
         self._servers: dict[str, Server] = {}
         self._closing = False

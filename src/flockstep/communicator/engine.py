@@ -13,24 +13,22 @@ from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.messenger import Membership, Messenger
+from flockstep.drivers.messenger import RETRY, Messenger, Receive
 from flockstep.drivers.runner import Runner
 from flockstep.errors import ConfigurationError, FlockstepError, RunError, TimedOut
 from flockstep.messages import BYE, HEADER_BYTES, Address, Message, frozen
 from flockstep.programs import completed
-from flockstep.transports.bus import Traffic
+from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
 """Bytes that a thread may have handed over for one rank, and that the bus has not taken, before the thread waits."""
 LOOK = 1.0
 """Seconds after which it is looked whether connections stand."""
-RETRY = 0.005
-"""Seconds after which what the bus had no room for is tried again."""
 
 
 class Alone:
-    """The membership, and the bus, of a script that nobody launched: there are no peers."""
+    """The sockets, and the bus, of a script that nobody launched: there are no peers."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -55,9 +53,9 @@ class ProgressEngine(Messenger):
 
     node: Rank
 
-    def __init__(self, member: Membership, node: Rank, patience: float):
+    def __init__(self, bus: Bus, receive: Receive, node: Rank, patience: float):
         """`patience`: seconds for which a connection may be broken before its rank counts as dead."""
-        super().__init__(member, node, None)
+        super().__init__(bus, receive, node, None)
         self.failure: FlockstepError | None = None
         """Why nothing goes on any more."""
         self._refusal: FlockstepError | None = None
@@ -175,6 +173,10 @@ class ProgressEngine(Messenger):
                     self._ear.recv(64)
                 self._rung = False
             self._do()
+
+    def send(self, to: Address, message: Message) -> None:
+        """Send, or let wait: other calls go on meanwhile."""
+        self.hand_over(to, message)
 
     def mourn(self, address: Address, reason: str) -> None:
         """The others may go on among themselves."""

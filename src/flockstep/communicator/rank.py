@@ -14,8 +14,8 @@ import numpy as np
 from flockstep.communicator.encoded import CALLED_OFF, CLOSING, NOTES, REQUEST, SEND, WINDOW, Answer, Encoded, Failed
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
 from flockstep.messages import Address, Array, Beside, Message, Wanted, node_name, note_kind
-from flockstep.nodes import Cluster, Node
-from flockstep.programs import Rendezvous, SharedSum, Task
+from flockstep.nodes import Cluster, Peer
+from flockstep.programs import Task
 
 T = TypeVar("T")
 KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut)}
@@ -35,17 +35,13 @@ class Call:
     """Why another rank could not complete it."""
 
 
-class Rank(Node):
+class Rank(Peer):
     """One rank of a communicator. All of it happens on the thread of its engine."""
-
-    rendezvous: Rendezvous | None = None
-    together: SharedSum | None = None
 
     def __init__(self, rank: int, workers: int, seed: int):
         self.seeds = np.random.SeedSequence((seed, 0x30FE, rank))
         random = np.random.default_rng(self.seeds)
         super().__init__(rank, Cluster(workers), np.empty(0, np.float32), random)
-        self.rank, self.workers = rank, workers
         self.others = [other for other in range(workers) if other != rank]
         self.notes = NOTES
         self.reasons: dict[Address, str] = {}
@@ -54,10 +50,6 @@ class Rank(Node):
         self._calls: dict[str, Call] = {}
         self._open: dict[Future[Any], Task] = {}
         self._closing = False
-
-    def sum_together(self, array: Array, divisor: int = 1) -> bool:
-        """Arrays that all ranks reach in memory are added up without the engine."""
-        return False
 
     def gone(self, rank: Address) -> bool:
         """Whether that rank sends no more arrays."""

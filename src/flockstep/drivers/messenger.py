@@ -5,36 +5,32 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
 
 from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.member import stopped
 from flockstep.drivers.runner import Runner
 from flockstep.errors import PeerLost
-from flockstep.messages import Address, Message
+from flockstep.messages import Address, Message, node_name
 from flockstep.nodes import Node
 from flockstep.transports.bus import LAUNCHER, Bus
 
-
-class Membership(Protocol):
-    """What receives the messages of the peers, and what the supervisor says."""
-
-    bus: Bus
-
-    def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """The next message, from anyone; None if there is none within that time, or `also` can be read."""
+RETRY = 0.005
+"""Seconds after which what the bus had no room for is tried again."""
+Receive = Callable[..., Message | None]
+"""The next message of a peer or the supervisor; None if there is none within so many seconds (None: no limit)."""
 
 
 class Messenger(ABC):
     """Sends a node's messages, and delivers those of others; what the bus has no room for waits, peer by peer."""
 
-    def __init__(self, member: Membership, node: Node, emit: Emit | None):
+    def __init__(self, bus: Bus, receive: Receive, node: Node, emit: Emit | None):
         self.node = node
         self._start = time.monotonic()
-        self._bus, self._receive = member.bus, member.receive
+        self._bus, self._receive = bus, receive
         self._held: dict[Address, deque[Message]] = {}
-        self.runner = Runner(node, self, Account(node.address, emit, member.bus.traffic), self.now)
-        node.freeze, node.port_copies = member.bus.lend, True
+        self.runner = Runner(node, self, Account(node.address, emit, bus.traffic), self.now)
+        node.freeze, node.port_copies = bus.lend, True
 
     @abstractmethod
     def drive(self, runner: Runner) -> None:
@@ -45,6 +41,17 @@ class Messenger(ABC):
         return time.monotonic() - self._start
 
     def send(self, to: Address, message: Message) -> None:
+        """Send to a peer, and wait until there is room for it; what has arrived meanwhile is taken in."""
+        nested = to in self._held  # what has arrived while an earlier message waits for room sends more
+        self.hand_over(to, message)
+        while to in self._held and not nested:
+            if not self._bus.reachable(to):
+                self.unreachable(to)
+            elif (arrived := self._receive(RETRY)) is not None:
+                self.take(arrived)
+            self.retry()
+
+    def hand_over(self, to: Address, message: Message) -> None:
         """Send to a peer, after what waits for it; what goes to a lost one goes nowhere."""
         held = self._held.get(to)
         if held is None and self._sent(to, message):
@@ -92,6 +99,10 @@ class Messenger(ABC):
             self._bus.disconnect(address)
             self.runner.lose(address)
 
-    @abstractmethod
     def mourn(self, address: Address, reason: str) -> None:
         """A node is dead, for that reason; raises `PeerLost` where this one cannot go on without it."""
+        raise PeerLost(reason)
+
+    def unreachable(self, to: Address) -> None:
+        """A connection has broken; returns once it is known that the peer is lost and this node can go on."""
+        raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.node.address)}")

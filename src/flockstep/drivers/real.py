@@ -35,7 +35,7 @@ class Seat(Messenger):
     def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
         """`every`: steps of a worker between two evaluations; 0: there are none."""
         self.reports = Reports(member)
-        super().__init__(member, node, self.reports.write)
+        super().__init__(member.bus, member.receive, node, self.reports.write)
         self.snapshots = Snapshots(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)
@@ -56,19 +56,6 @@ class Seat(Messenger):
         if self._group is None or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
-
-    def send(self, to: Address, message: Message) -> None:
-        """Send to a peer, and wait until there is room for it; what has arrived meanwhile is taken in."""
-        nested = to in self._held  # what has arrived while an earlier message waits for room sends more
-        super().send(to, message)
-        while to in self._held and not nested:
-            if self._bus.reachable(to):
-                arrived = self._receive(PAUSE)
-                if arrived is not None:
-                    self.take(arrived)
-            else:
-                self._verdict(to)
-            self.retry()
 
     def drive(self, runner: Runner) -> None:
         """Wait for what the program waits for, until that is a gradient or nothing.
@@ -199,8 +186,8 @@ class Seat(Messenger):
                 raise failure
             self.take(message)
 
-    def _verdict(self, to: Address) -> None:
-        """A peer is unreachable: wait for the supervisor to say that it is lost, and go on if the strategy can."""
+    def unreachable(self, to: Address) -> None:
+        """Wait for the supervisor to say that a peer is lost, and go on if the strategy can."""
         here = node_name(self.node.address)
         self._hear_of_loss(PeerLost(f"{node_name(to)} is not reachable from {here}; {self._doing()}"), to)
 
