@@ -16,7 +16,10 @@ The second recommendation is that of a rehearsal: the plan's best `--rehearse` s
 and the first three rates, and the three that are quickest then with all seeds. A recommendation within 10 % of the best
 is a hit. Every run is kept in `--out`, so that the command goes on where it was ended.
 
-    python benchmarks/advice.py [--case NAME] [--seeds 5] [--rehearse 8] [--out FOLDER] [--json]
+`--draw 12 --seed 1` judges other cases, drawn by a seed: job, workers, law of the gradients, uneven speeds, bandwidth,
+latency and split of the data.
+
+    python benchmarks/advice.py [--case NAME | --draw 12 --seed 1] [--seeds 5] [--rehearse 8] [--out FOLDER] [--json]
 """
 
 from __future__ import annotations
@@ -119,6 +122,44 @@ def cases() -> list[Case]:
     with CASES.open("rb") as file:
         found = tomllib.load(file)
     return [Case(name, **{**table, "needs": tuple(table.get("needs", ()))}) for name, table in found.items()]
+
+
+LAWS = (
+    "constant({0:.3g})",
+    "lognormal({0:.3g}, sigma=0.1)",
+    "lognormal({0:.3g}, sigma=0.5)",
+    "exponential({0:.3g})",
+    "slow_spells(constant({0:.3g}), 0.02, 10, 8)",
+    "pareto({0:.3g}, shape=1.8)",
+)
+"""Of gradients that take so long in the mean; of a drawn case,"""
+SPLITS: tuple[tuple[str, tuple[str, ...]], ...] = (("iid", ()), ("iid", ()), ("by_label", ("unbalanced",)))
+"""with the need that goes with how its data is split."""
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """So many cases, drawn by a seed."""
+    random, found = np.random.default_rng(seed), []
+    for number in range(count):
+        job, law = (one[random.integers(len(one))] for one in (sorted(JOBS), LAWS))
+        split, needs = SPLITS[random.integers(len(SPLITS))]
+        workers, slow = int(random.choice([4, 8, 12, 16])), float(random.choice([1.0, 1.0, 0.25, 0.5]))
+        bits, delay, mean = (10 ** random.uniform(*ends) for ends in ((5.5, 10), (-5, -1.5), (-2.5, 0)))
+        half = workers // 2
+        cluster = f"""compute = "{law.format(mean)}"
+[nodes.some]
+count = {half}
+[nodes.others]
+count = {workers - half}
+speed = {slow}
+[[links]]
+inside = ["some", "others"]
+bandwidth = "{bits / 1e6:.3g}mbit"
+latency = "{delay * 1e6:.3g}us"
+"""
+        about = f"{workers} workers, half of them at speed {slow:g}"
+        found.append(Case(f"drawn-{seed}-{number}", about, "other", False, job, cluster, split, needs))
+    return found
 
 
 @dataclass
@@ -264,12 +305,16 @@ def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--case", action="append", help="Only this one; repeatable.")
+    parser.add_argument(
+        "--draw", type=int, default=0, help="So many cases drawn by --seed, in place of those declared."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Of the draw.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rehearse", type=int, default=8, help="Strategies of the second recommendation.")
     parser.add_argument("--out", type=Path, default=Path("runs/advice"), help="Where every run is kept.")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    known = {case.name: case for case in cases()}
+    known = {case.name: case for case in (drawn(options.draw, options.seed) if options.draw else cases())}
     for name in options.case or ():
         if name not in known:
             parser.error(f"--case must be one of {', '.join(known)}, got {name}")

@@ -235,11 +235,13 @@ _TABLE: dict[str, dict[str, str]] = {
         "empirical": "flockstep.simulation.compute:Empirical",
         "speeds": "flockstep.simulation.compute:Speeds",
         "slow_spells": "flockstep.simulation.compute:SlowSpells",
+        "longer": "flockstep.simulation.handling:Longer",
         "shared_cores": "flockstep.simulation.compute:SharedCores",
     },
     "network": {
         "ideal": "flockstep.simulation.network:Ideal",
         "link": "flockstep.simulation.network:Link",
+        "handled": "flockstep.simulation.handling:Handled",
         "fair_link": "flockstep.simulation.fair:FairLink",
         "switch": "flockstep.simulation.network:Switch",
         "two_tier": "flockstep.simulation.network:TwoTier",

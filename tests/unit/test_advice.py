@@ -376,6 +376,12 @@ def test_every_kind_of_case_is_there() -> None:
     assert {case.name for case in benchmark().cases()} == set(FAMILIES)
 
 
+def test_cases_are_drawn_by_their_seed_and_can_be_planned() -> None:
+    one, again, other = (benchmark().drawn(12, seed) for seed in (1, 1, 2))
+    assert one == again != other
+    assert all(read_cluster(case.cluster).workers in (4, 8, 12, 16) for case in one)
+
+
 @pytest.mark.parametrize(("text", "share"), [("half", 2.0**-22 / 6), ("topk(0.01)", 0.838), ("topk(0.1)", 0.405)])
 def test_what_a_codec_leaves_out_is_the_share_that_the_law_of_the_array_says(text: str, share: float) -> None:
     assert lost(Codec.parse(text)) == pytest.approx(share, rel=0.1)

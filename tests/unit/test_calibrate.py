@@ -1,5 +1,6 @@
 """Calibration: laws, links and rates found again in what was simulated, and a real measurement that is a cluster."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,7 @@ def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> 
     ]
     for pair in ((0, 1), (0, 2), (1, 2)):
         events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
+    events += [Figure(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
     machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6)
     found = calibrate._described(events, "digits", workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape
@@ -173,15 +175,17 @@ def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> 
 
 def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     shape = probed(0.01, 0.0201)
-    assert shape.wires[0].latency == pytest.approx(1e-4, rel=1e-3)
+    assert shape.message == 2e-5
+    assert shape.wires[0].latency == pytest.approx(1e-4 - 2 * 2e-5, rel=1e-3), "both ends handle a message"
     assert shape.wires[0].bandwidth == pytest.approx(1e9, rel=1e-3)
-    assert (shape.groups[0].cores, mean_of(shape.law)) == (2, pytest.approx(0.01, rel=0.01))
+    assert (shape.groups[0].cores, mean_of(shape.law)) == (2, pytest.approx(0.01005, rel=0.01))
     assert shape.operations == 1e9
     assert shape.seconds_for(4e6) == pytest.approx(0.01, rel=0.01), "the job itself takes what it took"
     assert shape.seconds_for(8e6) == pytest.approx(0.014, rel=0.01), "another job is not without overhead"
     assert probed(0.01, 0.0101).groups[0].cores == 4
-    odd = probed(0.01, 0.0140)
-    assert (odd.groups[0].cores, mean_of(odd.law)) == (4, pytest.approx(0.014, rel=0.01))
+    assert probed(0.01, 0.0134).groups[0].cores == 3
+    odd = probed(0.01, 0.0163)
+    assert (odd.groups[0].cores, mean_of(odd.law)) == (3, pytest.approx(0.0163 * 3 / 4, rel=0.01))
 
 
 def test_one_worker_is_compared_with_no_others() -> None:
@@ -220,11 +224,18 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
     script, out = tmp_path / "command.py", tmp_path / "mine" / "here.toml"
     script.write_text(COMMAND)
     arguments = ["-n", "2", "--gradients", "4", "--rounds", "2", "--job", "softmax", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    home = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100, env=home
+    )
     assert done.returncode == 0, done.stderr
+    kept = tmp_path / ".cache" / "flockstep" / "here.toml"
+    assert kept.read_text() == out.read_text()
+    assert str(kept) in done.stderr
     shape = load_cluster(out)
     assert (shape.workers, shape.job) == (2, "softmax")
     assert shape.wires[0].bandwidth > 1e5
+    assert 1e-7 < shape.message < 1e-2
     assert mean_of(shape.compute()) > 0
     assert set(shape.rates.encode) == {"half"}
     assert "times as long on average with all 2 at once" in done.stdout

@@ -263,7 +263,7 @@ def test_a_cluster_is_resized_in_proportion() -> None:
     assert [size for _, size in shape.placed(10)] == [2, 2, 2, 1, 1, 1, 1]
     assert [group.name for group in shape.groups_by_rank(7)] == ["fast"] * 4 + ["slow"] * 2 + ["far"]
     assert len(shape.groups_by_rank(1)) == 1
-    assert load_cluster("laptop").compute(workers=8) == SharedCores(load_cluster("laptop").law, 4)
+    assert load_cluster("laptop").compute(workers=8) == SharedCores(load_cluster("laptop").law, 4, turns=True)
     assert load_cluster("laptop").network(8) == load_cluster("laptop").network()
     with pytest.raises(ConfigurationError, match="workers must be >= 1"):
         shape.placed(0)
@@ -280,7 +280,7 @@ def test_compute_is_the_law_times_speeds_on_the_cores_there_are() -> None:
     assert [next(mixed.stream(0, rank)) / next(read_cluster(GOOD).law.stream(0, rank)) for rank in (0, 6)] == [0.5, 1]
     node = Wire("node", ("a",), 1e9)
     shared = ClusterShape("c", (Group("a", 1, 4, cores=2),), (node,), Constant(0.2))
-    assert shared.compute() == SharedCores(Constant(0.2), 2)
+    assert shared.compute() == SharedCores(Constant(0.2), 2, turns=True)
     some = ClusterShape(
         "c", (Group("a", 1, 4, cores=2), Group("b")), (node, Wire("inside", ("a", "b"), 1e9)), Constant(0.2)
     )

@@ -151,6 +151,14 @@ def test_a_core_serves_first_come_first_served() -> None:
     assert clock.finish(3, 1.6) == 3.5
 
 
+def test_workers_that_take_turns_are_slowed_by_those_that_compute_already() -> None:
+    law = Speeds(SharedCores(Constant(1.0), 2, turns=True), (1.0,))
+    clock = law.start(5, 0)
+    assert [clock.finish(rank, 0.0) for rank in range(5)] == [1.0, 1.0, 1.5, 2.0, 2.5]
+    assert clock.finish(0, 2.2) == pytest.approx(3.2)  # only worker 4 computes
+    assert clock.finish(1, 2.2) == pytest.approx(3.7)
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 0.2)), max_size=60), st.integers(1, 3))
 @settings(deadline=None)
 def test_a_core_never_serves_two_at_once(calls: list[tuple[int, float]], cores: int) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.machines import Rates
+from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.rehearsal import rehearse
+from flockstep.planning.task import Site, Task, on_cluster, task_of
+from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, Constant
-from flockstep.simulation.handling import Longer, Work
+from flockstep.simulation.handling import Handled, Longer, Work
 from flockstep.simulation.law import drawn, late_of
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
@@ -47,6 +53,32 @@ def test_steps_are_longer_by_the_optimizer() -> None:
     assert seconds("ps", Work(step=0.02)) - seconds("ps", Work()) == pytest.approx(0.02)
     law = Longer(ComputeModel.parse("shared_cores(constant(1), 2)"), 0.5)
     assert (law.sharing, next(law.stream(0, 0))) == (2, 1.5)
+
+
+def test_factors_of_matrices_are_worked_out_and_decoded_twice() -> None:
+    rates = Rates({"powersgd": 1e8}, {"powersgd": 5e7}, {})
+    site = Site(Task("x", 1_000_000, ((1000, 1000),)), replace(load_cluster("lab-1gbit"), rates=rates))
+    plain, factored = (site.work(Strategy.parse(text), 4).step for text in ("all_reduce", "powersgd"))
+    assert factored - plain == pytest.approx(1e6 / 1e8 + 2 * 1e6 / 5e7)
+
+
+def test_a_run_in_virtual_time_takes_its_times_from_a_cluster_and_says_so() -> None:
+    shape = replace(load_cluster("laptop"), message=2e-5)
+    config = on_cluster(RunConfig(kind="simulate", job="softmax", strategy="ps", workers=4), shape)
+    network, compute = Network.parse(str(config.network)), ComputeModel.parse(str(config.compute))
+    assert isinstance(network, Handled)
+    assert isinstance(compute, Longer)
+    assert network.message == 2e-5
+    assert network.serve > 0
+    assert (network.network, compute.base) == (shape.network(4), Site(task_of("softmax"), shape).compute(4))
+
+
+@pytest.mark.parametrize("name", ["message", "receive", "serve", "factor"])
+def test_times_that_cannot_be_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        Handled(NETWORK, **{name: -1.0})
+    with pytest.raises(ConfigurationError, match="extra"):
+        Longer(Constant(1.0), -1.0)
 
 
 @pytest.mark.parametrize("workers", [2, 8, 64])

@@ -317,8 +317,30 @@ def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[st
     assert "ruled out:" in text
     assert "gossip: the order of updates differs from run to run" in text
     assert "worth" in text
-    assert run(["plan", "softmax", "-n", "1", "-s", "all_reduce"]) == 0
-    assert "softmax on 1 worker of laptop" in capsys.readouterr().out
+
+
+def test_a_plan_that_names_no_cluster_is_for_this_machine_once_it_was_calibrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["plan", "softmax", "-n", "1", "-s", "all_reduce"]
+    assert run(words) == 0
+    said = capsys.readouterr()
+    assert "softmax on 1 worker of laptop" in said.out
+    assert "calibrated" not in said.err
+    with pytest.raises(ConfigurationError, match="flockstep calibrate"):
+        load_cluster("here")
+    kept = tmp_path / ".cache" / "flockstep" / "here.toml"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(
+        'compute = "constant(0.01)"\n[nodes.here]\nworkers = 2\n[[links]]\nnode = "here"\nbandwidth = "1gbit"\n'
+    )
+    assert run(words) == 0
+    said = capsys.readouterr()
+    assert "softmax on 1 worker of here" in said.out
+    assert f"calibrated in {kept}" in " ".join(said.err.split())
+    assert run([*words, "--cluster", "laptop"]) == 0
+    assert "of laptop" in capsys.readouterr().out
 
 
 def test_words_of_a_plan(outlook: Outlook) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.bench import pictures, prediction
-from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, rates_of, steps_for
+from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, steps_for
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
@@ -107,16 +107,10 @@ def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
         prediction.measure(["ps"], ["20"[:0]])
 
 
-def test_rates_are_those_of_workers_that_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = Rates({"qsgd": 8e6}, {"qsgd": 4e6}, {"sgd": 2e6})
-    monkeypatch.setattr(prediction, "measure_rates", lambda codecs, *rest, **more: alone)
-    found = {}
-    for count in (1, 4):
-        monkeypatch.setattr(prediction, "cores", lambda count=count: count)
-        found[count] = rates_of(["all_reduce", "ps(codec=qsgd)"])
-    assert found[4] == alone
-    for one, every in ((found[1].encode, alone.encode), (found[1].decode, alone.decode)):
-        assert one == {name: rate / 4 for name, rate in every.items()}
+def test_codecs_to_measure_are_those_of_steps() -> None:
+    assert prediction.coded(["all_reduce", "ps(codec=qsgd)", "powersgd(rank=3)", "sgp"]) == [
+        str(Strategy.parse(text).coding) for text in ("powersgd(rank=3)", "ps(codec=qsgd)")
+    ]
 
 
 def record(folder: Path, strategy: str, bandwidth: str) -> Path:

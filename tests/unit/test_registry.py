@@ -32,6 +32,8 @@ WITH_ARGUMENTS = {
     ("compute", "empirical"): "empirical((0.1, 0.2, 0.4))",
     ("compute", "speeds"): "speeds(base=exponential(0.05), factors=(1, 1, 2.5))",
     ("compute", "slow_spells"): "slow_spells(base=constant(0.05), probability=0.01, factor=5, length=20)",
+    ("compute", "longer"): "longer(base=constant(0.05), extra=0.001)",
+    ("network", "handled"): "handled(network=link('1gbit', '50us'), message=2e-05)",
     ("compute", "shared_cores"): "shared_cores(base=constant(0.05), cores=2)",
     ("network", "link"): "link('1gbit')",
     ("network", "fair_link"): "fair_link(bandwidth='1gbit')",

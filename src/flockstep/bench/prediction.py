@@ -1,8 +1,8 @@
 """Prediction against reality: steps of real processes over links of known bandwidth, beside what was predicted.
 
-What is known of the machines is the record of one strategy at one bandwidth. The prediction of every other strategy
-and bandwidth is what `flockstep plan` says of the cluster that is fitted to this record, its links as many times as
-fast as the cards are.
+What is known of the machines is a calibration (gradients alone and all at once, messages, codecs) and the record of one
+strategy at one bandwidth. The prediction of every other strategy and bandwidth is what `flockstep plan` says of that
+cluster, its links as many times as fast as the cards are.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.codecs.identity import Identity
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import Rates
 from flockstep.drivers.setup import load_job
 from flockstep.errors import ConfigurationError
 from flockstep.launchers import namespaces
 from flockstep.launchers.train import train
+from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
-from flockstep.planning.prospect import Prospect, Unpredictable, codecs_of, faster, prospect
+from flockstep.planning.prospect import Prospect, Unpredictable, faster, prospect
 from flockstep.planning.rates import measure_rates
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
@@ -78,6 +77,8 @@ WITHIN = 0.2
 """Share of the measured time by which a prediction may be wrong."""
 RANKED = 0.9
 """Least rank correlation."""
+GRADIENTS, ROUNDS = 30, 3
+"""Of the calibration: gradients of each worker alone and with all others; large messages between two workers."""
 SECONDS = 6.0
 """That a run should last, if it needs not have more steps."""
 FEW, SPANS = 14, 3
@@ -155,8 +156,9 @@ class Truth:
         ranks = ", ".join(f"{name} {rank:.3f}" for name, rank in self.ranks.items() if rank is not None)
         held = sum(one.holds for one in self.pairs)
         known = (
-            f"{self.workers} processes of {self.job} on {self.cores} cores; all is predicted from one record of "
-            f"{CALIBRATED[0]} at {CALIBRATED[1]}, which gives links {self.efficiency:.1%} of their cards' bandwidth"
+            f"{self.workers} processes of {self.job} on {self.cores} cores; all is predicted from a calibration and "
+            f"a record of {CALIBRATED[0]} at {CALIBRATED[1]}, which gives links {self.efficiency:.1%} of their cards' "
+            "bandwidth"
         )
         return [
             known,
@@ -190,14 +192,20 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
 
 
-def rates_of(strategies: Sequence[str], workers: int = WORKERS) -> Rates:
-    """What is in no record: how fast each worker codes and steps while all do, on the cores that they share."""
-    codecs = {
-        str(one) for text in strategies for one in codecs_of(Strategy.parse(text)) if not isinstance(one, Identity)
-    }
-    alone = measure_rates(sorted(codecs))
-    share = min(1.0, cores() / workers)
-    return Rates(*({name: share * one for name, one in vars(alone)[kind].items()} for kind in vars(alone)))
+def coded(strategies: Sequence[str]) -> list[str]:
+    """The codecs whose arithmetic these strategies' steps take."""
+    found = (Strategy.parse(text).coding for text in strategies)
+    return sorted({str(one) for one in found if one is not None and not one.lossless})
+
+
+def calibrated(record: Path, task: Task, job: str, workers: int, strategies: Sequence[str]) -> Calibration:
+    """The cluster as calibrated, its link as fitted to the record of a run there."""
+    probed = calibrate(job, workers, transport=f"namespaces('{CALIBRATED[1]}')", gradients=GRADIENTS, rounds=ROUNDS)
+    shape = probed.shape
+    fitted = fit_records([record], latency=shape.wires[0].latency, message=shape.message)
+    wire = replace(shape.wires[0], bandwidth=fitted.shape.wires[0].bandwidth, fair=True)
+    rates = measure_rates(coded(strategies), shapes=task.tensors)
+    return Calibration(replace(shape, wires=(wire,), rates=rates), (*probed.notes, *fitted.notes))
 
 
 def cores() -> int:
@@ -247,8 +255,9 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         runs = _Runs(Path(folder), job, workers)
         say(f"calibrating: {CALIBRATED[0]} at {CALIBRATED[1]}")
-        calibration = fit_records([runs.record(*CALIBRATED, 80 * SPANS // 3)])
-        known = replace(calibration.shape, rates=rates_of(strategies, workers))
+        record = runs.record(*CALIBRATED, 80 * SPANS // 3)
+        calibration = calibrated(record, task, job, workers, strategies)
+        known = calibration.shape
         nominal = units.bandwidth(CALIBRATED[1])
         found = []
         for strategy, bandwidth in pairs:

@@ -151,11 +151,13 @@ def train(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     job: o.Job,
     strategy: o.StrategyText,
     workers: o.Workers = 16,
     network: o.NetworkText = USUAL_NETWORK,
     compute: o.ComputeText = USUAL_COMPUTE,
+    cluster: o.ClusterText = None,
     faults: o.Faults = None,
     seed: o.Seed = 0,
     epochs: o.Epochs = None,
@@ -178,6 +180,8 @@ def simulate(
     from flockstep.cli.runs import simulate_one
 
     config = o.configured("simulate", locals())
+    if cluster is not None:
+        config = o.on_cluster(config, cluster, context)
     simulate_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 

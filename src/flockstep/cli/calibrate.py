@@ -36,6 +36,7 @@ def calibrate(
     bandwidth: Annotated[str | None, typer.Option(help="With --from: the bandwidth, if known, such as 1gbit.")] = None,
     imports: o.Imports = None,
     out: Annotated[Path | None, typer.Option(help="The file to write (default: standard output).")] = None,
+    keep: Annotated[bool, typer.Option(help="Keep what is measured, for plans that name no cluster.")] = True,
     as_json: o.Json = False,
 ) -> None:
     """Measure the machines at hand, or fit the record of a run; write a cluster's file for `flockstep plan`."""
@@ -47,6 +48,10 @@ def calibrate(
     else:
         _refuse(context, ("latency", "bandwidth", "imports"))
         found = _measured(job, workers, transport, threads, gradients, rounds, codec)
+        if keep:
+            show.console.print(
+                f"kept as the cluster here: {_kept(found)}", markup=False, highlight=False, soft_wrap=True
+            )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(found.to_toml(), encoding="utf-8")
@@ -58,6 +63,16 @@ def calibrate(
         for note in found.notes:
             print(note)
         print(f"cluster: {out}")
+
+
+def _kept(found: Calibration) -> Path:
+    """The file in the user's cache where plans find what was measured."""
+    from flockstep.costs.cluster_reading import calibration
+
+    file = calibration()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(found.to_toml(), encoding="utf-8")
+    return file
 
 
 def _fitted(records: list[Path], latency: str | None, bandwidth: str | None, imports: tuple[str, ...]) -> Calibration:

@@ -77,6 +77,14 @@ ComputeText = Annotated[
         "`flockstep calibrate` measures a machine's.",
     ),
 ]
+ClusterText = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Links and times of a cluster, with what nodes spend on messages and steps, in place of --network and "
+        "--compute: here (as flockstep calibrate keeps it), another name, or a TOML file.",
+    ),
+]
 Faults = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,6 +113,20 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})
+
+
+def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunConfig:
+    """The configuration with links and times of a cluster, which is recorded so that the run can be repeated."""
+    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.planning.task import on_cluster as modelled
+
+    for name in ("network", "compute"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigurationError(
+                f"--{name} {context.params[name]} is what --cluster {cluster} says already; give one of them"
+            )
+    return modelled(config, load_cluster(cluster))
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:

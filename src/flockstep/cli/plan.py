@@ -29,7 +29,7 @@ Named = Annotated[
         "--cluster",
         "-c",
         help="A name of `flockstep list cluster`, or a TOML file, as of calibrate.",
-        show_default="laptop; of --check the run's own",
+        show_default="laptop, or here if calibrated; of --check the run's own",
     ),
 ]
 Needs = Annotated[
@@ -102,10 +102,21 @@ def plan(
     if record:
         _check(what, cluster, record, tuple(imports or ()), as_json)
         return
-    outlook = _outlook(what, cluster or "laptop", workers, batch, tuple(strategy or ()), _seconds(hours))
+    outlook = _outlook(what, cluster or _usual(), workers, batch, tuple(strategy or ()), _seconds(hours))
     needs = tuple(need or ())
     tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
     _conclude(outlook, needs, tried, out, as_json)
+
+
+def _usual() -> str:
+    """This machine as it was calibrated, if it was."""
+    from flockstep.costs.cluster_reading import HERE, calibration
+
+    if not calibration().is_file():
+        return "laptop"
+    said = f"cluster: {HERE}, as calibrated in {calibration()}; --cluster laptop plans for another"
+    show.console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return HERE
 
 
 def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: Path | None) -> None:

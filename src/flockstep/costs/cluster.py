@@ -167,7 +167,7 @@ class ClusterShape:
         if scale == 0:
             return Constant(0.0)
         law = _times(self.law, factors)
-        return SharedCores(law, sum(_cores(*machine) for machine in machines)) if all(crowded) else law
+        return SharedCores(law, sum(_cores(*machine) for machine in machines), turns=True) if all(crowded) else law
 
     def network(self, workers: int | None = None) -> Network:
         """What joins the workers, for virtual time, in the simplest form that says it.

@@ -20,6 +20,8 @@ from flockstep.simulation.compute import ComputeModel
 
 FOLDER = pathlib.Path(__file__).parent / "clusters"
 """The descriptions that are built in."""
+HERE = "here"
+"""The name of the cluster that flockstep calibrate keeps."""
 
 _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -32,6 +34,11 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
+def calibration() -> pathlib.Path:
+    """Where the calibration of this machine is kept."""
+    return pathlib.Path.home() / ".cache" / "flockstep" / f"{HERE}.toml"
+
+
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
     """The cluster that is built in under that name, or described by the TOML file of that path.
 
@@ -39,7 +46,13 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
         ConfigurationError: there is none, or the file breaks a rule; says file, line, value and way out.
     """
     path = pathlib.Path(name)
-    if path.suffix != ".toml":
+    if name == HERE:
+        path = calibration()
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{HERE} is this machine as flockstep calibrate keeps it in {path}, got no such file; run that once"
+            )
+    elif path.suffix != ".toml":
         if str(name) not in names():
             raise UnknownName(f"{UnknownName.among('cluster', str(name), names())}; or give the path of a .toml file")
         path = FOLDER / f"{name}.toml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -31,7 +32,7 @@ SMALL = 1 << 16
 """Bytes below which a message says little about bandwidth."""
 ROUNDS = 20
 NEAR = 0.15
-"""How far the slow-down by sharing cores may be from that of a whole number of cores."""
+"""How far the slow-down may be from that of a whole number of cores before a note says so."""
 UNEQUAL = 2.0
 """Ratio from which on pairs are said to differ."""
 
@@ -111,9 +112,10 @@ def _described(
     cores, times = _sharing(alone, together, workers, notes)
     fit = fit_law(times)
     notes.append(f"compute is {fit.why}")
-    wires = []
+    wires, message = [], 0.0
     if workers > 1:
-        wires.append(_wire(_figures(events), notes))
+        message = _message(events)
+        wires.append(_wire(_figures(events), message, notes))
         notes.append(
             "links were measured one pair at a time: what many messages at once cost each other is not in them"
         )
@@ -137,6 +139,7 @@ def _described(
         f"{job} on this machine",
         job,
         machine.rates,
+        message,
     )
     return Calibration(shape, tuple(notes))
 
@@ -149,18 +152,20 @@ def _computed(events: Sequence[Event], first: int, last: int) -> list[float]:
 def _sharing(alone: list[float], together: list[float], workers: int, notes: list[str]) -> tuple[int, list[float]]:
     """How many cores the workers have, and the durations that go with that.
 
-    n workers on c cores take n/c times as long as one alone. Where the measured slow-down is that of no c that divides
-    n, something else slows them, such as memory: then durations are those with all at once, and cores count as enough.
+    n workers on c cores take n/c times as long as one alone; c is the number whose slow-down is nearest. Where the
+    measured one differs (memory, caches), durations are scaled so that gradients all at once take what they took.
     """
     if workers == 1:
         return 1, together
     slowdown = statistics.fmean(together) / statistics.fmean(alone)  # a few gradients wait for a core, most do not
     notes.append(f"a gradient takes {slowdown:.2f} times as long on average with all {workers} at once as alone")
-    for cores in (c for c in range(workers, 0, -1) if workers % c == 0):
-        if abs(slowdown / (workers / cores) - 1) <= NEAR:
-            return cores, alone if cores < workers else together
-    notes.append("that is the slow-down of no whole number of cores: durations are those with all at once")
-    return workers, together
+    cores = min(range(1, workers + 1), key=lambda c: abs(math.log(slowdown * c / workers)))
+    if cores == workers:
+        return cores, together
+    scale = slowdown * cores / workers
+    if abs(scale - 1) > NEAR:
+        notes.append(f"that is the slow-down of no whole number of cores: durations are {scale:.2f} times those alone")
+    return cores, [scale * one for one in alone]
 
 
 def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]:
@@ -173,13 +178,19 @@ def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]
     return found
 
 
-def _wire(found: dict[tuple[str, str], dict[int, float]], notes: list[str]) -> Wire:
-    """The median pair's link: t = L + b / B through a small and a large message."""
+def _message(events: Sequence[Event]) -> float:
+    """Seconds that a node spends on a message; 0 where nobody measured that."""
+    found = [event.value for event in events if isinstance(event, Figure) and event.name.startswith("message ")]
+    return float(f"{statistics.median(found):.4g}") if found else 0.0
+
+
+def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> Wire:
+    """The median pair's link: t = L + b / B + twice the handling, through a small and a large message."""
     latencies, bandwidths, large = [], [], 0
     for times in found.values():
         (small, short), (large, long) = sorted(times.items())
         per_byte = max((long - short) / (large - small), 1e-15)
-        latencies.append(max(short - small * per_byte, 0.0))
+        latencies.append(max(short - small * per_byte - 2 * message, 0.0))
         bandwidths.append(1 / per_byte)
     for name, values, unit in (
         ("latency", [1e6 * one for one in latencies], "µs"),

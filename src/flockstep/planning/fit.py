@@ -16,7 +16,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from flockstep.records.events import Event, Step
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.fair import FairLink
+from flockstep.simulation.handling import Work
 from flockstep.simulation.network import Ideal, Link
 from flockstep.strategies.base import Strategy
 
@@ -87,6 +88,8 @@ class _Run:
     """Of each worker, seconds of its gradients, from the first on."""
     seconds: float
     """Usual seconds of a step, see `usual_seconds`."""
+    message: float = 0.0
+    """Seconds that a node is known to spend on a message."""
 
     @property
     def steps(self) -> int:
@@ -103,7 +106,7 @@ class _Run:
         return self.compute[rank][first_counted(self.steps) :]
 
     def takes(self, latency: float, bandwidth: float) -> float:
-        """What a step would take over such links, in seconds."""
+        """What a step would take over such links, in seconds; nodes spend `message` on each message."""
         link = FairLink if self.fair else Link
         network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
         events: list[Event] = []
@@ -118,6 +121,7 @@ class _Run:
             steps=self.steps,
             quick=True,
             seed=self.config.seed,
+            work=Work(self.message),
             listen=events.append,
         )
         return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
@@ -128,17 +132,18 @@ def fit_records(
     latency: float | None = None,
     bandwidth: float | None = None,
     imports: Sequence[str] = (),
+    message: float = 0.0,
 ) -> Calibration:
     """The cluster that runs with these records were on. Seconds and bytes per second that are given are taken as known.
 
-    `imports`: the Python files that the records may need; no other is run.
+    `imports`: the Python files that the records may need; no other is run. `message`: seconds that nodes spend on each.
 
     Raises:
         ConfigurationError: no record, one without steps, or records of different jobs or numbers of workers.
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
-    runs = [_read(Path(folder), imports) for folder in folders]
+    runs = [replace(_read(Path(folder), imports), message=message) for folder in folders]
     first = runs[0]
     for run in runs[1:]:
         for name in ("job", "workers", "batch"):

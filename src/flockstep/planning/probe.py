@@ -17,13 +17,17 @@ from flockstep.messages import Array
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 
+BURST = 200
+"""Messages in a row."""
+
 
 @dataclass(frozen=True)
 class Probe(Strategy):
     """Half of the steps each worker alone, in turns; half all at once; then messages to and fro between every pair.
 
     Figures: "one way a b N" is the median of half a round trip of N bytes between workers a and b, in seconds:
-    of one element, and of as many as the model has, for no message may be larger.
+    of one element, and of as many as the model has, for no message may be larger. "message a b" is what each of `BURST`
+    messages of one element takes that a sends b in a row: handling them, where the link does not count.
     """
 
     rounds: int = 20
@@ -50,12 +54,26 @@ class Probe(Strategy):
             if me.rank in pair:
                 for size in (1, len(me.params)):
                     await self._talk(me, pair, np.zeros(size, me.params.dtype))
+                await self._burst(me, *pair)
 
     async def _together(self, me: Worker) -> None:
         """Go on when all are here."""
         me.send_all(me.peers, "here")
         for peer in me.peers:
             await me.receive("here", peer)
+
+    async def _burst(self, me: Worker, first: int, second: int) -> None:
+        one, start = np.zeros(1, me.params.dtype), time.perf_counter()
+        for _ in range(BURST):
+            if me.rank == first:
+                me.send(second, "many", one)
+            else:
+                await me.receive("many", first)
+        if me.rank == second:
+            me.send(first, "enough")
+            return
+        await me.receive("enough", second)
+        me.record_figure(f"message {first} {second}", (time.perf_counter() - start) / BURST)
 
     async def _talk(self, me: Worker, pair: tuple[int, int], array: Array) -> None:
         first, second = pair

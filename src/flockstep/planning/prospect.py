@@ -412,6 +412,11 @@ class Hiccups(ComputeModel):
         """As of the base."""
         return self.base.sharing
 
+    @property
+    def turns(self) -> bool:
+        """As of the base."""
+        return self.base.turns
+
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         """The durations of one worker's gradients, without end."""
         for number, seconds in enumerate(self.base.stream(seed, rank)):

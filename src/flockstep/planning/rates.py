@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flockstep.codecs.base import Codec
+from flockstep.codecs.base import Codec, Shape
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
@@ -27,26 +28,32 @@ def measure_rates(
     optimizers: Sequence[str] = OPTIMIZERS,
     elements: int = ELEMENTS,
     rounds: int = ROUNDS,
+    shapes: Sequence[Shape] = (),
 ) -> Rates:
     """Medians over rounds on float32, after a warm-up that compiles what is compiled.
+
+    `shapes`: those of a model's tensors, in place of one matrix of so many `elements`.
 
     Raises:
         ConfigurationError: there is no such codec or optimiser.
     """
     if elements < 1 or rounds < 1:
         raise ConfigurationError(f"elements and rounds must be >= 1, got {elements} and {rounds}; 5 rounds are usual")
+    rows = math.gcd(elements, 1024)
+    shapes = tuple(shapes) or ((rows, elements // rows),)
+    elements = sum(map(math.prod, shapes))
     random = np.random.default_rng(0)
     array, out = random.standard_normal(elements, np.float32), np.zeros(elements, np.float32)
     encode: dict[str, float] = {}
     decode: dict[str, float] = {}
     steps: dict[str, float] = {}
     for text in codecs:
-        codec = Codec.parse(text).on(((elements,),)).at(0)
+        codec = Codec.parse(text).on(shapes).at(0)
         data = codec.encode(array, random)
         encode[text] = _rate(elements, _encoding(codec, array, random), rounds)
         decode[text] = _rate(elements, _decoding(codec, data, out), rounds)
     for text in optimizers:
-        steps[text] = _rate(elements, _stepping(Optimizer.parse(text), array, out), rounds)
+        steps[text.partition("(")[0]] = _rate(elements, _stepping(Optimizer.parse(text), array, out), rounds)
     return Rates(encode, decode, steps)
 
 

@@ -187,7 +187,8 @@ class _Stage:
             self.listen(event)
 
         compute = Longer(self.compute, self.work.step) if self.work.step else self.compute
-        simulation = Simulation(engine, plan, compute, Handled(self.network, self.work, engine.factor), both)
+        network = Handled(self.network, self.work.message, self.work.receive, self.work.serve, engine.factor)
+        simulation = Simulation(engine, plan, compute, network, both)
         simulation.run()
         books.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
         books.late = max(0.0, simulation.now - max(step.t for step in books.steps))
@@ -252,7 +253,8 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     """With the model itself if that is quick, else with a stand-in, unless only the model itself will do."""
     whole, workers = stage.elements, stage.workers
     first = 2 if steps is None else steps
-    short = max(FEW + 2, longest_cycle(stage.strategy, MOST)) if steps is None else steps
+    least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
+    short = least if steps is None else steps
     if whole <= ELEMENTS or (
         not stage.quick and workers * whole <= SMALL and _begun(stage, ELEMENTS, first) <= stage.longest(whole)
     ):
@@ -266,12 +268,13 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
             raise Shrunk(why)
         return _of_size(stage, ELEMENTS, steps)
     except Shrunk as reason:
-        if workers**2 * whole * short > (QUICK if stage.quick else LARGE):
+        most = int((QUICK if stage.quick else LARGE) / (workers**2 * whole))
+        if most < min(least, short):
             raise Unrehearsed(
                 f"{stage.strategy} cannot be rehearsed for {whole:,} elements on {workers} workers: {reason}; plan it "
                 "for a smaller model or fewer workers"
             ) from None
-    return _of_size(stage, whole, short)
+    return _of_size(stage, whole, min(short, most))
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:

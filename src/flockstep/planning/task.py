@@ -13,7 +13,6 @@ import numpy as np
 
 from flockstep import registry
 from flockstep.arrays.schema import Schema
-from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
@@ -27,9 +26,10 @@ from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
 from flockstep.planning.stand_in import Lessons
+from flockstep.records.config import RunConfig
 from flockstep.report import words
 from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.handling import Work
+from flockstep.simulation.handling import Handled, Longer, Work
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.sampler import steps_for
@@ -148,27 +148,23 @@ class Site:
 
     def encoded(self, strategy: Strategy) -> int | None:
         """Bytes of the whole model as the strategy's codec encodes it; None without a codec."""
-        codec, task = getattr(strategy, "codec", None), self.task
-        if not isinstance(codec, Codec) or codec.lossless:
+        codec, task = strategy.coding, self.task
+        if codec is None or codec.lossless:
             return None
         shapes = task.tensors or ((task.elements,),)
         feedback = getattr(strategy, "feedback", None) or NoFeedback()
         return fitted(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
     def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Work:
-        """What nodes spend besides gradients; a worker encodes in a `share` of its steps.
-
-        A worker decodes what all others encoded, or, where encodings are added up or servers decode them, once.
-        """
+        """What nodes spend besides gradients; a worker encodes in a `share` of its steps."""
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
         receive = serve = add / task.itemsize
         step = 0.0 if traits.server_optimizer else update
         if (once := self.encoded(strategy)) is not None:
-            codec = strategy.codec  # type: ignore[attr-defined]
-            decode = task.elements / self.rate("decode", str(codec))
-            others = 0 if strategy.servers_for(workers) else 1 if codec.linear else workers
-            step += share * (task.elements / self.rate("encode", str(codec)) + others * decode)
+            name = str(strategy.coding)
+            decode = task.elements / self.rate("decode", name)
+            step += share * (task.elements / self.rate("encode", name) + strategy.decodes(workers) * decode)
             receive, serve = 0.0, decode / once if strategy.servers_for(workers) else 0.0
         if traits.server_optimizer:
             each = update / workers if traits.completeness == 1 else update
@@ -197,6 +193,18 @@ class Site:
                 f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures them)"
             )
         return said
+
+
+def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
+    """The configuration of a run in virtual time with what links, gradients, messages and steps take on a cluster.
+
+    Raises:
+        ConfigurationError: the cluster cannot have so many workers.
+    """
+    site = Site(task_of(config.job, config.batch), shape)
+    work = site.work(Strategy.parse(config.strategy), config.workers)
+    network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
+    return replace(config, network=str(network), compute=str(Longer(site.compute(config.workers), work.step)))
 
 
 def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> Task:

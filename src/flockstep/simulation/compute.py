@@ -55,6 +55,11 @@ class ComputeModel(Component):
         return None
 
     @property
+    def turns(self) -> bool:
+        """Whether workers that share cores take turns on all of them, instead of waiting for one."""
+        return False
+
+    @property
     def spells(self) -> int:
         """Number of `SlowSpells` in this model, each of which draws from a stream of its own."""
         return 0
@@ -70,7 +75,9 @@ class ComputeModel(Component):
         if seed < 0:
             raise ConfigurationError(f"seed must be >= 0, got {seed}; use any whole number from 0")
         streams = [self.stream(seed, rank) for rank in range(workers)]
-        return _OwnCores(streams) if self.sharing is None else _SharedCores(streams, self.sharing)
+        if self.sharing is None:
+            return _OwnCores(streams)
+        return (_Turns if self.turns else _SharedCores)(streams, self.sharing)
 
 
 class _OwnCores(Clock):
@@ -89,6 +96,20 @@ class _SharedCores(Clock):
     def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
         core = rank % len(self._free)
         self._free[core] = done = max(t, self._free[core]) + self._next[rank]() * stretch
+        return done
+
+
+class _Turns(Clock):
+    """A gradient is slowed by those that are under way when it begins; later ones do not slow it any more."""
+
+    def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
+        self._next = [stream.__next__ for stream in streams]
+        self._cores = cores
+        self._until = [0.0] * len(streams)
+
+    def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
+        crowd = 1 + sum(until > t for until in self._until)
+        self._until[rank] = done = t + self._next[rank]() * stretch * max(1.0, crowd / self._cores)
         return done
 
 
@@ -255,6 +276,11 @@ class _Wrapper(ComputeModel):
         return self.base.sharing
 
     @property
+    def turns(self) -> bool:
+        """As in the wrapped model."""
+        return self.base.turns
+
+    @property
     def spells(self) -> int:
         """As in the wrapped model."""
         return self.base.spells
@@ -319,9 +345,13 @@ class SlowSpells(_Wrapper):
 
 @dataclass(frozen=True)
 class SharedCores(_Wrapper):
-    """Worker r computes on core r mod `cores`; a core serves one gradient at a time, first come first served."""
+    """Worker r computes on core r mod `cores`; a core serves one gradient at a time, first come first served.
+
+    With `turns` all workers take turns on all cores, as under an operating system.
+    """
 
     cores: int
+    turns: bool = False
 
     def __post_init__(self) -> None:
         if self.cores < 1:

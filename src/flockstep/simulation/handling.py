@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address
 from flockstep.nodes import Cluster
 from flockstep.simulation.compute import ComputeModel
@@ -24,23 +26,26 @@ class Work:
     step: float = 0.0
     """On a worker's step, besides its gradient: the optimizer, and encoding."""
 
-    @property
-    def free(self) -> bool:
-        """Whether messages cost their nodes nothing."""
-        return not (self.message or self.receive or self.serve)
-
 
 @dataclass(frozen=True)
 class Longer(ComputeModel):
-    """Gradients that each take `extra` seconds more."""
+    """Gradients that each take `extra` seconds more, such as those of the optimizer and of encoding."""
 
     base: ComputeModel
     extra: float
+
+    def __post_init__(self) -> None:
+        _time(self.extra, "extra")
 
     @property
     def sharing(self) -> int | None:
         """As of the base."""
         return self.base.sharing
+
+    @property
+    def turns(self) -> bool:
+        """As of the base."""
+        return self.base.turns
 
     @property
     def spells(self) -> int:
@@ -54,15 +59,32 @@ class Longer(ComputeModel):
 
 @dataclass(frozen=True)
 class Handled(Network):
-    """A network whose payloads weigh `factor` times as much, and whose nodes handle one message after the other."""
+    """A network whose nodes handle one message after the other, and whose payloads weigh `factor` times as much.
+
+    A node spends `message` seconds on each message that it sends and on each that it receives; besides, a worker
+    `receive` and a server `serve` seconds on each byte of payload that it receives.
+    """
 
     network: Network
-    work: Work = Work()
+    message: float = 0.0
+    receive: float = 0.0
+    serve: float = 0.0
     factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("message", "receive", "serve"):
+            _time(getattr(self, name), name)
+        if not 0 < self.factor < math.inf:
+            raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor:g}; leave it out for 1")
 
     def start(self, cluster: Cluster) -> Fabric:
         """The network's own hops, between the processors of two nodes."""
-        return _Handled(self.network.start(cluster), self.work, self.factor)
+        return _Handled(self.network.start(cluster), self)
+
+
+def _time(seconds: float, name: str) -> None:
+    if not 0 <= seconds < math.inf:
+        raise ConfigurationError(f"{name} must be >= 0 seconds and finite, got {seconds:g}; leave it out for none")
 
 
 class _Begun(Transit):
@@ -77,15 +99,15 @@ class _Begun(Transit):
 
 
 class _Handled(Fabric):
-    def __init__(self, fabric: Fabric, work: Work, factor: float) -> None:
+    def __init__(self, fabric: Fabric, work: Handled) -> None:
         self._inner = fabric
         self._work = work
-        self._factor = factor
+        self._free = not (work.message or work.receive or work.serve)
         self._sending: dict[Address, float] = {}
         self._receiving: dict[Address, float] = {}
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        heavy = HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._factor)
+        heavy = HEADER_BYTES + round((nbytes - HEADER_BYTES) * self._work.factor)
         if not self._work.message or source == to:
             return self._received(self._inner.depart(source, to, heavy, t))
         self._sending[source] = ready = max(t, self._sending.get(source, 0.0)) + self._work.message
@@ -104,10 +126,14 @@ class _Handled(Fabric):
         transit.head, transit.tail, transit.done = carried.head, carried.tail, carried.done
         return self._received(transit).done
 
+    def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
+        """From now on the node's own link has a `factor`-th of its full bandwidth."""
+        self._inner.narrow(node, others, factor)
+
     def _received(self, transit: Transit) -> Transit:
         """A message that has come to its receiver is there once that has handled it, and all before it."""
         work, to = self._work, transit.to
-        if transit.done and transit.source != to and not work.free:
+        if transit.done and transit.source != to and not self._free:
             seconds = work.message + (work.serve if to < 0 else work.receive) * (transit.nbytes - HEADER_BYTES)
             self._receiving[to] = transit.tail = max(transit.tail, self._receiving.get(to, 0.0)) + seconds
         return transit

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flockstep.arrays.schema import slices
+from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.messages import Notes
@@ -68,6 +69,15 @@ class Strategy(Component):
     def servers_for(self, workers: int) -> int:
         """The same where it depends on the number of workers."""
         return self.servers
+
+    @property
+    def coding(self) -> Codec | None:
+        """The codec whose arithmetic a worker's step takes, which need not be what travels; None: there is none."""
+        return getattr(self, "codec", None)
+
+    def decodes(self, workers: int) -> int:
+        """How many times a worker decodes the whole model in a step."""
+        return 0 if self.servers_for(workers) else 1 if self.coding is None or self.coding.linear else workers
 
     def held(self, workers: int, size: int) -> list[slice]:
         """For each server, which of the `size` parameters it holds; where two hold the same, the first one's count."""

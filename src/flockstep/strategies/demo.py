@@ -50,18 +50,22 @@ class Demo(Strategy):
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
+    @property
+    def coding(self) -> Codec:
+        """The transform of every chunk."""
+        return Dct(self.k, self.chunk)
+
     def worker_state(self, me: Worker) -> Momentum:
         """No momentum."""
         return Momentum(namespace(me.params).zeros_like(me.params))
 
     async def worker(self, me: Worker) -> None:
         """Compute, add to the momentum, send its largest components, step by the sign of everyone's."""
-        codec: Codec = Dct(self.k, self.chunk)
         while me.training:
             gradient = await me.gradient()
             state: Momentum = me.state
             state.delta *= self.beta
-            bound = codec_for(me, codec, NoFeedback())
+            bound = codec_for(me, self.coding, NoFeedback())
             data = bound.encode_residual(me.lr * gradient, state.delta, me.random)
             total = await self.collective.sum_encoded(me, data, bound, len(gradient), name_of(gradient))
             me.record_round()

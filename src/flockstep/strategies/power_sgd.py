@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from flockstep.arrays import kernels
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
+from flockstep.codecs.base import Codec
 from flockstep.codecs.low_rank import LowRank
+from flockstep.codecs.power import PowerSgd as Factoring
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError, ConfigurationError
@@ -67,6 +69,15 @@ class PowerSgd(Strategy):
         matrices=True,
     )
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
+
+    @property
+    def coding(self) -> Codec:
+        """Both factors of every matrix."""
+        return Factoring(self.rank)
+
+    def decodes(self, workers: int) -> int:
+        """Its own product for the error, and the mean."""
+        return 2
 
     def worker_state(self, me: Worker) -> Factors:
         """A random Q, the same everywhere; nothing left out."""
