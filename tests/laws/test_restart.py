@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass, fields, is_dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from flockstep import registry
 from flockstep.errors import FlockstepError
-from flockstep.messages import Note
 from flockstep.nodes import Server
 from flockstep.records.events import Step
 from flockstep.strategies.broadcast import Broadcast
@@ -188,7 +188,7 @@ def test_everything_that_is_saved_is_needed(lost):
     assert shows
 
 
-DATA = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, slice, Note)
+DATA = (bool, int, float, str, bytes, type(None), np.ndarray, np.generic, slice)
 
 
 def strangers(value, path):
@@ -196,6 +196,9 @@ def strangers(value, path):
     if is_dataclass(value):
         for one in fields(value):
             yield from strangers(getattr(value, one.name), f"{path}.{one.name}")
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from strangers(getattr(value, name), f"{path}.{name}")
     elif isinstance(value, dict):
         for key, one in value.items():
             yield from strangers(key, path)
