@@ -11,14 +11,97 @@ gradients applied meanwhile, and the weights at which each worker's gradients we
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from flockstep.testing.bowls import LAWS, STRAGGLERS, bowl
+import numpy as np
+
+from flockstep.frameworks.base import Data, Job
+from flockstep.frameworks.numpy import Quadratic
+from flockstep.records.events import Event, Figure, Step, Update
+from flockstep.testing.strategies import Watched, run_strategy
 
 RULES = (
     "bsp", "ssp(3)", "cached_ssp(3)", "essp(3)", "ssp(3, weight=sum)", "bounded_delay(3)",
     "bounded_delay(3, weight=sum)", "value_bound(0.1)", "backup(1)",
     "k_sync(2)", "k_batch_sync(3)", "k_async(2)", "k_batch_async(3)", "softsync(2)", "asynchronous",
 )  # fmt: skip
+
+
+OPTIMA = (0.0, 0.0, 0.0, 1.0)
+"""The optimum of each worker's quadratic; that of their mean is 0.25."""
+LAWS = ("constant(0.1)", "exponential(0.1)")
+Straggler = Literal["none", "first", "last"]
+STRAGGLERS: dict[Straggler, tuple[int, ...]] = {"none": (1, 1, 1, 1), "first": (2, 1, 1, 1), "last": (1, 1, 1, 2)}
+"""Which worker takes twice as long for a gradient → the factors of all workers."""
+SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Bowl:
+    """Where one run settled, and what each worker's gradients weighed."""
+
+    mean: float
+    """Mean of the server's parameter over time, while every worker had steps left, the first third left out."""
+    shares: tuple[float, ...]
+    """Each worker's share of all gradients applied in that time, by rank."""
+    weights: dict[int, set[float]]
+    """Rank → the weights, in learning rates, at which its gradients were applied in the whole run."""
+
+    @property
+    def pull(self) -> float:
+        """The mean of the optima, weighted by the number of gradients from each worker: where equal weights settle."""
+        return float(np.dot(self.shares, OPTIMA))
+
+
+class _Traced(Watched):
+    """A simulation that keeps the server's parameter after every update, as a figure."""
+
+    def note(self, event: Event) -> None:
+        """Keep an event, and the parameter."""
+        super().note(event)
+        if isinstance(event, Update):
+            super().note(Figure(event.t, event.node, "parameter", float(self.runners[event.node].node.params[0])))
+
+
+def bowl(
+    strategy: str,
+    law: str = LAWS[0],
+    straggler: Straggler = "none",
+    steps: int = 200,
+    optimizer: str = "sgd(lr=0.03)",
+) -> Bowl:
+    """Run a strategy that has one server on the bowls, in virtual time and without noise in the gradients."""
+    x = np.repeat(OPTIMA, SAMPLES)[:, None]
+    data = Data(x, np.zeros(len(x)), x, np.zeros(len(x)))
+    job = Job(
+        lambda: Quadratic(np.ones(1), np.full(1, np.mean(OPTIMA)), "float64"),
+        lambda: data,
+        optimizer,
+        metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
+        higher_is_better=False,
+        batch=SAMPLES,
+    )
+    compute = f"speeds({law}, {STRAGGLERS[straggler]})"
+    run = run_strategy(strategy, len(OPTIMA), steps, job=job, compute=compute, network="ideal", simulation=_Traced)
+    stop = min(event.t for event in run.of(Step) if event.step == steps)
+    updates = run.of(Update)
+    counts = Counter(update.source for update in updates if stop / 3 < update.t <= stop)
+    weights: dict[int, set[float]] = {rank: set() for rank in range(len(OPTIMA))}
+    for update in updates:
+        assert update.source is not None
+        assert update.weight is not None
+        weights[update.source].add(update.weight)
+    shares = tuple(counts[rank] / counts.total() for rank in range(len(OPTIMA)))
+    return Bowl(_mean_over_time(run.of(Figure), stop / 3, stop), shares, weights)
+
+
+def _mean_over_time(figures: Sequence[Figure], start: float, stop: float) -> float:
+    """The time average, from `start` to `stop`, of a figure that is noted whenever it has changed."""
+    times = np.clip([figure.t for figure in figures] + [stop], start, stop)
+    return float(np.diff(times) @ np.array([figure.value for figure in figures])) / (stop - start)
 
 
 def main() -> None:

@@ -19,8 +19,11 @@ from flockstep.strategies.consistency.first_of import BackupWorkers
 from flockstep.strategies.consistency.k_async import KAsync
 from flockstep.strategies.consistency.value_bound import ValueBound
 from flockstep.strategies.rules.plain import Plain
-from flockstep.testing.bowls import LAWS, OPTIMA, STRAGGLERS, bowl
 from flockstep.testing.strategies import Bench, run_strategy, small_job
+from support.benchmarks import benchmark
+
+BOWLS = benchmark("bowls")
+bowl = BOWLS.bowl
 
 BOUNDED = {
     "bsp": "bsp",
@@ -54,7 +57,7 @@ settled = cache(bowl)
 
 
 def cases(rules):
-    return [(rule, law, straggler) for rule in rules for law in LAWS for straggler in STRAGGLERS]
+    return [(rule, law, straggler) for rule in rules for law in BOWLS.LAWS for straggler in BOWLS.STRAGGLERS]
 
 
 def test_every_rule_is_tried():
@@ -64,7 +67,7 @@ def test_every_rule_is_tried():
 @pytest.mark.parametrize(("rule", "law", "straggler"), cases(BOUNDED.values()))
 def test_where_clocks_stay_together_stragglers_count_as_much_as_others(rule, law, straggler):
     """The mean of the optima, 0.25, whoever is slow: 0.34 to 0.50 where a gradient that comes alone counts fully."""
-    assert settled(f"ps({rule})", law, straggler).mean == pytest.approx(np.mean(OPTIMA), abs=0.02)
+    assert settled(f"ps({rule})", law, straggler).mean == pytest.approx(np.mean(BOWLS.OPTIMA), abs=0.02)
 
 
 @pytest.mark.parametrize("rule", ["ssp", "essp", "cached_ssp"])
@@ -114,7 +117,7 @@ def test_where_clocks_part_the_number_of_gradients_alone_decides(rule, law, stra
 
 @pytest.mark.parametrize("rule", ["softsync(2)", "k_batch_async(3)", "asynchronous"])
 def test_stragglers_give_half_as_many_gradients_where_nobody_waits(rule):
-    shares = settled(f"ps({rule})", LAWS[0], "last").shares
+    shares = settled(f"ps({rule})", BOWLS.LAWS[0], "last").shares
     assert shares == pytest.approx((2 / 7, 2 / 7, 2 / 7, 1 / 7), abs=0.01)
 
 

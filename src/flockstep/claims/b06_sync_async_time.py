@@ -11,7 +11,6 @@ from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import median, ranged
 from flockstep.frameworks.base import Data, Job
-from flockstep.records.events import Snapshot
 from flockstep.testing.strategies import run_strategy
 
 WORKERS, BATCH, LR, NOISE, TARGET = 8, 4, 0.06, 0.15, 0.90
@@ -35,17 +34,9 @@ def noisy_job(seed: int) -> Job:
 
 def seconds_to_target(rule: str, compute: str, seed: int) -> float:
     """Virtual seconds until the test error is 10 %; infinite where it was never."""
-    run = run_strategy(
-        f"ps({rule})",
-        WORKERS,
-        METHODS[rule],
-        job=noisy_job(seed),
-        compute=compute,
-        network="ideal",
-        seed=seed,
-        evaluate_every=2,
-    )
-    return next((event.t for event in run.of(Snapshot) if event.metric >= TARGET), math.inf)
+    how, steps, job = f"ps({rule})", METHODS[rule], noisy_job(seed)
+    run = run_strategy(how, WORKERS, steps, job=job, compute=compute, network="ideal", seed=seed, evaluate_every=2)
+    return run.seconds_to(TARGET)
 
 
 @dataclass(frozen=True)

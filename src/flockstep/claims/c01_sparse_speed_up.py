@@ -10,7 +10,7 @@ from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.digits_perceptron import Perceptron, digits_job
 from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Data, Job
-from flockstep.records.events import Event, Node, Snapshot
+from flockstep.records.events import Event, Node
 from flockstep.testing.strategies import Run, Watched, run_strategy
 
 WORKERS, PARAMS = 8, 79_510
@@ -35,8 +35,8 @@ class Quiet(Watched):
     """A simulation that keeps no messages, which are large here."""
 
     def note(self, event: Event) -> None:
-        """Keep totals and evaluations."""
-        if isinstance(event, Node | Snapshot):
+        """Keep totals."""
+        if isinstance(event, Node):
             self.log.append(event)
 
     send = Simulation.send
@@ -150,4 +150,4 @@ def timed(strategy: str, bandwidth: float) -> float:
 
 def accuracy(strategy: str, steps: int, seed: int) -> float:
     """In the end, in per cent."""
-    return 100 * _run(strategy, steps, "ideal", seed).of(Snapshot)[-1].metric
+    return 100 * _run(strategy, steps, "ideal", seed).evaluation.metric

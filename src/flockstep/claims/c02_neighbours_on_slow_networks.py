@@ -11,7 +11,6 @@ from flockstep.claims.base import Claim, Row, Say, Verdict, near
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.messages import BYE, MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.records.events import Snapshot
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import Run, bowl_job, run_strategy
 
@@ -148,8 +147,8 @@ class NeighboursOnSlowNetworks(Claim):
         for seed in range(SEEDS):
             say(f"digits, seed {seed}")
             neighbours, central = (trained(strategy, seed) for strategy in ("dpsgd", "bsp"))
-            gaps.append(100 * (final(neighbours) - final(central)))
-            speedups.append(seconds_to(central, TARGET) / seconds_to(neighbours, TARGET))
+            gaps.append(100 * (neighbours.evaluation.metric - central.evaluation.metric))
+            speedups.append(central.seconds_to(TARGET) / neighbours.seconds_to(TARGET))
         gap, least = float(np.median(gaps)), min(speedups)
         spread = f"{min(gaps):.2g} to {max(gaps):.2g}"
         return [
@@ -187,25 +186,7 @@ def trained(strategy: str, seed: int) -> Run:
     """A run on the digits at the slow end of the grid."""
     steps = EPOCHS * 1437 // (WORKERS * 16)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=16)
-    network = link(*SLOW, size=4 * 8970)
-    every = max(1, steps // 25)
+    compute, network, every = f"constant({COMPUTE})", link(*SLOW, size=4 * 8970), max(1, steps // 25)
     return run_strategy(
-        strategy,
-        WORKERS,
-        steps,
-        job=job,
-        compute=f"constant({COMPUTE})",
-        network=network,
-        seed=seed,
-        evaluate_every=every,
+        strategy, WORKERS, steps, job=job, compute=compute, network=network, seed=seed, evaluate_every=every
     )
-
-
-def final(run: Run) -> float:
-    """The accuracy of the result."""
-    return run.of(Snapshot)[-1].metric
-
-
-def seconds_to(run: Run, target: float) -> float:
-    """Virtual seconds until the accuracy was first reached; infinite if it never was."""
-    return next((event.t for event in run.of(Snapshot) if event.metric >= target), float("inf"))

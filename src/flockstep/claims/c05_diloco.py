@@ -73,14 +73,7 @@ class Diloco(Claim):
 
 
 def _trained(strategy: str, seed: int) -> tuple[float, float]:
-    run = run_strategy(
-        strategy,
-        WORKERS,
-        STEPS,
-        job=characters_job(OPTIMIZER, BATCH),
-        compute="constant(1)",
-        network="ideal",
-        seed=seed,
-    )
+    job = characters_job(OPTIMIZER, BATCH)
+    run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
     last = run.of(Snapshot)[-1]
     return last.loss, last.bytes

@@ -11,7 +11,6 @@ from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.random_projection import RandomProjection
 from flockstep.errors import Diverged
 from flockstep.feedback.nothing import NoFeedback
-from flockstep.records.events import Snapshot
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.power_sgd import PowerSgd
@@ -89,16 +88,7 @@ def _final(strategy: Strategy, rate: float, seed: int) -> float:
     """The accuracy in the end; 0 where it diverged."""
     job = digits_job(f"sgd(lr={rate}, momentum=0.9)", BATCH)
     try:
-        run = run_strategy(
-            strategy,
-            WORKERS,
-            STEPS,
-            job=job,
-            compute="constant(1)",
-            network="ideal",
-            seed=seed,
-            evaluate_every=STEPS,
-        )
+        run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
     except Diverged:
         return 0.0
-    return run.of(Snapshot)[-1].metric
+    return run.evaluation.metric

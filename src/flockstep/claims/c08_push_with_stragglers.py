@@ -11,7 +11,7 @@ import numpy as np
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.errors import ConfigurationError
-from flockstep.records.events import Snapshot, Step
+from flockstep.records.events import Step
 from flockstep.simulation.compute import ComputeModel
 from flockstep.testing.strategies import bowl_job, run_strategy
 
@@ -118,4 +118,4 @@ def accuracy(strategy: str, seed: int) -> float:
     steps = EPOCHS * 1437 // (WORKERS * BATCH)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=BATCH)
     run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)
-    return run.of(Snapshot)[-1].metric
+    return run.evaluation.metric

@@ -101,11 +101,11 @@ def trace_of(updates: list[Update]) -> Trace:
 
 
 def timed(
-    strategy: str, workers: int, steps: int, compute: str, seed: int = 0, simulation: type[Updates] = Updates
+    strategy: str, workers: int, steps: int, compute: str, simulation: type[Updates] = Updates
 ) -> tuple[Trace, Updates]:
     """Run a strategy with free messages; its trace, and the simulation as it ended."""
     run = run_strategy(
-        strategy, workers, steps, job=still_job(), compute=compute, network="ideal", seed=seed, simulation=simulation
+        strategy, workers, steps, job=still_job(), compute=compute, network="ideal", simulation=simulation
     )
     assert isinstance(run.simulation, Updates)
     return trace_of(run.of(Update)), run.simulation

@@ -34,9 +34,9 @@ class End:
     """Sent by all workers."""
 
 
-def parted_job(apart: bool, seed: int, optimizer: str = f"sgd(lr={LR})", batch: int = BATCH) -> Job:
+def parted_job(apart: bool, seed: int) -> Job:
     """The digits in an order that `run_strategy` cuts into equal parts: sorted by label, or mixed by the seed."""
-    job = digits_job(optimizer, batch)
+    job = digits_job(f"sgd(lr={LR})", BATCH)
 
     def data() -> Data:
         its = job.data()

@@ -143,10 +143,10 @@ def train(
     as_json: o.Json = False,
 ) -> None:
     """Train for real, on processes of this machine."""
-    from flockstep.cli.runs import train_one
+    from flockstep.cli.runs import run_one
 
     config = o.configured("train", locals())
-    train_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
+    run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
 @app.command()
@@ -177,12 +177,12 @@ def simulate(
     as_json: o.Json = False,
 ) -> None:
     """Train in virtual time: real gradients, modelled seconds."""
-    from flockstep.cli.runs import simulate_one
+    from flockstep.cli.runs import run_one
 
     config = o.configured("simulate", locals())
     if cluster is not None:
         config = o.on_cluster(config, cluster, context)
-    simulate_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
+    run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
 @app.command()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +37,7 @@ def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, a
     from flockstep.bench import pictures
     from flockstep.bench.transport import COPY, measure
 
-    with _progress() as say:
+    with show.status() as say:
         figures = measure(_numbers("sizes", sizes), _at_least_one("rounds", rounds), say)
     _answer("One-way push, the receiver adding", figures, out, as_json, lambda: pictures.of_rates(figures), COPY)
 
@@ -65,7 +64,7 @@ def collectives(
             raise UnknownName.among("way", name, known)
     names = list(dict.fromkeys([*(way or SHOWN), *(candidates() if save else [])]))
     counts = _numbers("workers", workers)
-    with _progress() as say:
+    with show.status() as say:
         figures = measure(names, counts, _numbers("sizes", sizes), _at_least_one("rounds", rounds), say)
     if save is not None:
         write_table(save, table_of(figures))
@@ -87,7 +86,7 @@ def codecs(
 
     for text in codec or []:
         Codec.parse(text)
-    with _progress() as say:
+    with show.status() as say:
         figures = measure(codec, _at_least_one("elements", elements, ELEMENTS), _at_least_one("rounds", rounds), say)
     headings = ("codec", "bits an element", "encode", "encode + residual", "decode + add", "ms to encode")
     rows = []
@@ -99,13 +98,8 @@ def codecs(
     if out is not None:
         title, caption = "Rates of codecs, a copy being 1", pictures.OF_COPIES
         pictures.page(title, caption, pictures.of_codecs(figures), headings, rows).write(out)
-    if as_json:
-        show.json([msgspec.to_builtins(figure) for figure in figures])
-        return
-    _table(headings, rows)
-    show.page().print(
-        f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
-    )
+    legend = f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
+    _print(figures, as_json, headings, rows, legend)
 
 
 @app.command()
@@ -119,7 +113,7 @@ def simulator(
     from flockstep.bench import pictures
     from flockstep.bench.simulator import STRATEGIES, measure
 
-    with _progress() as say:
+    with show.status() as say:
         figures = measure(STRATEGIES, _numbers("replicas", replicas), _at_least_one("rounds", rounds), say)
     headings = ("strategy", "replicas", "worker-steps/s", "of the loop's", "events/s")
     rows = []
@@ -129,10 +123,7 @@ def simulator(
     if out is not None:
         title, caption = "Simulation beside a plain loop", pictures.STEPS
         pictures.page(title, caption, pictures.of_simulator(figures), headings, rows).write(out)
-    if as_json:
-        show.json([msgspec.to_builtins(figure) for figure in figures])
-        return
-    _table(headings, rows)
+    _print(figures, as_json, headings, rows)
 
 
 @app.command()
@@ -154,7 +145,7 @@ def prediction(
     from flockstep.bench import prediction as bench
 
     names = [text.strip() for text in bandwidths.split(",")]
-    with _progress() as say:
+    with show.status() as say:
         rounds = _at_least_one("rounds", rounds, 1)
         if draw:
             groups = bench.drawn(draw, seed).items()
@@ -174,7 +165,7 @@ def prediction(
     if as_json:
         show.json(found.document())
         return
-    _table(headings, rows)
+    _print((), False, headings, rows)
     for line in found.sentences():
         show.page().print(line, highlight=False, markup=False)
 
@@ -189,11 +180,7 @@ def _answer(
     rows = rows_of(figures, beside)
     if out is not None:
         pictures.page(title, f"{pictures.RATES} {LEGEND}", draw(), headings, rows).write(out)
-    if as_json:
-        show.json([msgspec.to_builtins(figure) for figure in figures])
-        return
-    _table(headings, rows, title)
-    show.page().print(LEGEND)
+    _print(figures, as_json, headings, rows, LEGEND, title)
 
 
 def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
@@ -213,21 +200,24 @@ def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
     return rows
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+def _print(
+    figures: Sequence[Any],
+    as_json: bool,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    legend: str = "",
+    title: str | None = None,
+) -> None:
+    """The figures as one JSON document, or as a table with a legend below."""
+    if as_json:
+        show.json([msgspec.to_builtins(figure) for figure in figures])
+        return
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(escape, row))
     show.page().print(made)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Says what goes on, where somebody watches."""
-    if not show.console.is_terminal:
-        yield lambda what: None
-        return
-    with show.console.status("starting") as status:
-        yield status.update
+    if legend:
+        show.page().print(legend)
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -95,7 +94,7 @@ def _measured(
     from flockstep.planning.calibrate import calibrate as measure
     from flockstep.planning.rates import CODECS
 
-    def run(say: Callable[[str], None]) -> Calibration:
+    with show.status() as say:
         return measure(
             job,
             workers,
@@ -107,18 +106,9 @@ def _measured(
             say=say,
         )
 
-    if not show.console.is_terminal:
-        return run(lambda what: None)
-    with show.console.status("starting") as status:
-        return run(status.update)
-
 
 def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Refuse options that were given although they mean nothing here."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            means = "is for measuring, not for --from" if name in _MEASURING else "is for --from"
-            value = context.params[name]
-            shown = value[0] if isinstance(value, list) else value
-            raise ConfigurationError(f"--{'import' if name == 'imports' else name} {shown} {means}; leave it out")
+    for name, value in o.given(context, names):
+        means = "is for measuring, not for --from" if name in _MEASURING else "is for --from"
+        raise ConfigurationError(f"--{'import' if name == 'imports' else name} {value} {means}; leave it out")

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from flockstep.cli import show
+from flockstep.cli import runs, show
 from flockstep.cli.options import slug
-from flockstep.cli.runs import as_data, missed
 from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
 from flockstep.planning.check import for_report
@@ -92,10 +91,10 @@ def compare_all(matrix: Matrix, out: Path, as_json: bool) -> int:
 
 
 def _compare(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, as_json: bool) -> int:
-    runs = [run for group in groups for run in group]
+    planned = [run for group in groups for run in group]
     try:
-        for number, run in enumerate(runs, start=1):
-            _run(run, f"{number} of {len(runs)}: {run.title}{_marks(run, matrix)}")
+        for number, run in enumerate(planned, start=1):
+            _run(run, f"{number} of {len(planned)}: {run.title}{_marks(run, matrix)}")
     except (Interrupted, KeyboardInterrupt):
         _conclude(groups, matrix, out, as_json)
         raise Interrupted(
@@ -133,16 +132,7 @@ def _run(run: _Planned, title: str) -> None:
         show.console.print(f"{title}: kept from before", markup=False)
         return
     try:
-        if config.kind == "simulate":
-            with show.bar(title) as progress:
-                from flockstep.launchers.simulate import simulate
-
-                summary = simulate(config, folder, progress, again)
-        else:
-            with show.standings(title) as standings:
-                from flockstep.launchers.train import train
-
-                summary = train(config, folder, standings, again)
+        summary = runs.run(config, folder, title, again)
         show.console.print(f"{title}: {_in_short(summary)}", markup=False, highlight=False, soft_wrap=True)
     except Interrupted:
         raise
@@ -190,14 +180,14 @@ def _conclude(groups: Sequence[Sequence[_Planned]], matrix: Matrix, out: Path, a
     notes = caveats(made, chosen) if matrix.repeated else []
     failures = [f"{one.strategy}: {one.error}" for one in summaries if one.status in ("diverged", "failed")]
     for sentence in [
-        *([] if matrix.repeated else filter(None, map(missed, summaries))),
+        *([] if matrix.repeated else filter(None, map(runs.missed, summaries))),
         *one_by_one([read[f].config for f in ranked]),
         *failures,
         *notes,
     ]:
         show.console.print(f"flockstep: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        rows = [as_data(read[folder].summary, folder) for folder in folders]
+        rows = [runs.as_data(read[folder].summary, folder) for folder in folders]
         medians = [group.document(group in chosen) for group in made] if matrix.repeated else []
         print(msgspec.json.encode({"report": str(path), "runs": rows, "medians": medians}).decode())
     else:

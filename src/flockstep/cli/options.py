@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -131,18 +131,24 @@ def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunCo
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:
     """Refuse options that were given although they mean nothing for that kind of run."""
-    for name in _NOT_OF[kind]:
+    for name, value in given(context, _NOT_OF[kind]):
+        raise ConfigurationError(
+            f"--{name.removesuffix('s').replace('_', '-')} {value} "
+            + (
+                "matters in virtual time only; add --simulate"
+                if kind == "train"
+                else "is for real processes only; leave it or --simulate out"
+            )
+        )
+
+
+def given(context: typer.Context, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Those of the options that stand on the command line, each with its (first) value."""
+    for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             value = context.params[name]
-            raise ConfigurationError(
-                f"--{name.removesuffix('s').replace('_', '-')} {value[0] if isinstance(value, list) else value} "
-                + (
-                    "matters in virtual time only; add --simulate"
-                    if kind == "train"
-                    else "is for real processes only; leave it or --simulate out"
-                )
-            )
+            yield name, value[0] if isinstance(value, list) else value
 
 
 def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:

@@ -18,22 +18,22 @@ from flockstep.report import words
 from flockstep.report.table import one_by_one, table
 
 
-def train_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
-    """Train and say how it went."""
-    with show.standings(f"{config.job}, {config.strategy}") as display:
+def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
+    """Train or simulate, with its progress under that title."""
+    if config.kind == "simulate":
+        with show.bar(title) as progress:
+            from flockstep.launchers.simulate import simulate
+
+            return simulate(config, folder, progress, overwrite)
+    with show.standings(title) as standings:
         from flockstep.launchers.train import train
 
-        summary = train(config, folder, display, overwrite)
-    conclude(summary, folder, as_json, must_reach)
+        return train(config, folder, standings, overwrite)
 
 
-def simulate_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
-    """Simulate and say how it went."""
-    with show.bar(f"{config.job}, {config.strategy}") as display:
-        from flockstep.launchers.simulate import simulate
-
-        summary = simulate(config, folder, display, overwrite)
-    conclude(summary, folder, as_json, must_reach)
+def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
+    """Train or simulate, and say how it went."""
+    conclude(run(config, folder, f"{config.job}, {config.strategy}", overwrite), folder, as_json, must_reach)
 
 
 def launch_one(

@@ -49,6 +49,16 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, Standing]], None]]
 
 
 @contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Says what goes on; nothing where nobody watches."""
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("starting") as shown:
+        yield shown.update
+
+
+@contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
     """A bar for the worker-steps of a simulation; nothing where nobody watches."""
     if not console.is_terminal:

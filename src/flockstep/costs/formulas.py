@@ -156,20 +156,19 @@ def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
     )
 
 
-def attention(name: str, heads: int, queries: int, keys: int, head: int, values: int | None = None) -> Layer:
-    """Softmax(q kᵀ) v without weights (Vaswani et al. 2017); `head` is the width of a head, `values` of its v."""
-    wide = head if values is None else values
+def attention(name: str, heads: int, queries: int, keys: int, head: int) -> Layer:
+    """Softmax(q kᵀ) v without weights (Vaswani et al. 2017); `head` is the width of a head."""
     scores = heads * queries * keys
     over_keys = log2_ceil(keys)
     # backward: ∇v and ∇scores from the outputs, the softmax, then ∇q and ∇k side by side
-    back = max(log2_ceil(queries), log2_ceil(wide) + over_keys + 2 + max(over_keys, log2_ceil(queries)))
+    back = max(log2_ceil(queries), log2_ceil(head) + over_keys + 2 + max(over_keys, log2_ceil(queries)))
     return Layer(
         name,
         "attention",
-        forward=Pass(scores * (head + wide), (SOFTMAX + 1) * scores, log2_ceil(head) + 4 + 3 * over_keys),
-        by_input=Pass(2 * scores * (head + wide), (SOFTMAX_BACK + 1) * scores, back),
-        reads=heads * (queries * head + keys * (head + wide)),
-        writes=heads * queries * wide,
+        forward=Pass(scores * 2 * head, (SOFTMAX + 1) * scores, log2_ceil(head) + 4 + 3 * over_keys),
+        by_input=Pass(2 * scores * 2 * head, (SOFTMAX_BACK + 1) * scores, back),
+        reads=heads * (queries * head + 2 * keys * head),
+        writes=heads * queries * head,
     )
 
 

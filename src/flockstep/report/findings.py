@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flockstep.records.events import Snapshot
 from flockstep.records.summary import Summary
 from flockstep.report import words
-from flockstep.report.style import Series
+from flockstep.report.style import ACTIVITIES, Series
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,11 @@ def _costs(fast: _Hit, slow: _Hit) -> str:
 
 def _step(hit: _Hit) -> str:
     summary = hit.summary
-    kinds: list[tuple[str, Callable[[Summary], float]]] = [
-        ("computing", lambda s: sum(w.compute for w in s.per_worker)),
-        ("communicating", lambda s: sum(w.comm for w in s.per_worker)),
-        ("waiting", lambda s: sum(w.wait for w in s.per_worker)),
-    ]
-    total = sum(of(summary) for _, of in kinds)
+    spent = {name: sum(getattr(w, kind) for w in summary.per_worker) for kind, (name, _) in ACTIVITIES.items()}
+    total = sum(spent.values())
     if not total or not summary.steps:
         return f"{hit.label} has no times on the record"
-    parts = _and([f"{words.share(of(summary) / total)} {name}" for name, of in kinds])
+    parts = _and([f"{words.share(seconds / total)} {name}" for name, seconds in spent.items()])
     sent = summary.sent_per_worker * summary.workers / summary.steps
     return f"{hit.label} {words.seconds(total / summary.steps)}, {parts}, with {words.size(sent)} sent"
 

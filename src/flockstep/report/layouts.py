@@ -13,7 +13,7 @@ from flockstep.collectives.layouts import LAYOUTS, Times
 from flockstep.errors import ConfigurationError
 from flockstep.report import words
 from flockstep.report.page import Drawing, Listing, Page
-from flockstep.report.style import COLOURS, GRID, Figure, axis, key, layout, ref, safe
+from flockstep.report.style import COLOURS, GRID, Figure, above, axis, key, layout, ref, safe
 
 WORKERS = tuple(1 << power for power in range(11))
 SPEEDS = tuple(1e8 / 8 * 10 ** (step / 2) for step in range(7))
@@ -140,7 +140,9 @@ def picture(delays: Delays) -> Figure:
                 title, domain=domain, anchor=ref("x", place), type="log", dtick=1, exponentformat="SI", ticksuffix=" s"
             )
             there = delays.link if row == 0 else f"{delays.workers} workers"
-            titles.append(_title(f"{model.name} ({words.size(model.nbytes)}), {there}", left, domain[1]))
+            titles.append(
+                above(f"<b>{safe(f'{model.name} ({words.size(model.nbytes)}), {there}')}</b>", left, domain[1])
+            )
     legend = {"orientation": "h", "x": 0, "y": 1 + 44 / height, "yanchor": "bottom"}
     margin = {"l": 64, "r": 24, "t": TOP_PX, "b": 56}
     whole = layout(height + TOP_PX + 56, legend=legend, hovermode="closest", annotations=titles, **made)
@@ -189,16 +191,3 @@ def _across(row: int, place: int, domain: list[float]) -> dict[str, Any]:
         tickangle=0,
         **more,
     )
-
-
-def _title(text: str, left: float, top: float) -> dict[str, Any]:
-    return {
-        "text": f"<b>{safe(text)}</b>",
-        "x": left,
-        "y": top,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "showarrow": False,
-    }

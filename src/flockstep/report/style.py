@@ -180,18 +180,14 @@ class Panels:
 
 def heading(text: str, left: float, top: float, colour: str) -> dict[str, Any]:
     """An annotation above a plot, flush left, with a run's colour before it; `text` is safe already."""
-    return {
-        "text": f'<span style="color:{colour}">■</span> {text}',
-        "x": left,
-        "y": top,
-        "xref": "paper",
-        "yref": "paper",
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "align": "left",
-        "showarrow": False,
-        "font": {"size": 12, "color": INK},
-    }
+    marked = f'<span style="color:{colour}">■</span> {text}'
+    return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
+
+
+def above(text: str, left: float, top: float) -> dict[str, Any]:
+    """An annotation above a plot, flush left; `text` is safe already."""
+    paper = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    return {"text": text, "x": left, "y": top, **paper, "showarrow": False}
 
 
 def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:

@@ -118,9 +118,9 @@ def observe(
     return Observed(run.simulation)
 
 
-def replicas_equal(strategy: Strategy | str, workers: int = WORKERS) -> str:
+def replicas_equal(strategy: Strategy | str) -> str:
     """When all workers hold the same parameters, where the times of their gradients are random."""
-    run = observe(strategy, workers, compute="exponential(1)")
+    run = observe(strategy, compute="exponential(1)")
     read = run.simulation.read
     together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]
     if together and together == list(range(together[0], min(map(len, read)), together[0])):
@@ -129,8 +129,8 @@ def replicas_equal(strategy: Strategy | str, workers: int = WORKERS) -> str:
     if np.allclose(replicas, replicas[0], rtol=1e-5, atol=1e-6):
         return DRAINED
     apart = replicas[0] + np.random.default_rng(0).normal(size=replicas.shape).astype(replicas.dtype)
-    still = observe(strategy, workers, compute="exponential(1)", rate=0.0, replicas=apart).replicas
-    if equal_bits(*still, Bench(workers).start()):  # nobody's own parameters matter
+    still = observe(strategy, compute="exponential(1)", rate=0.0, replicas=apart).replicas
+    if equal_bits(*still, Bench(WORKERS).start()):  # nobody's own parameters matter
         return COPIES if run.simulation.plan.cluster.servers else NEVER
     return DRAWN if _spread(still) < 0.9 * _spread(apart) else NEVER
 
@@ -197,30 +197,25 @@ def kind_of(message: Message, to: Address) -> str:
     return f"reply to {name}" if message.reply_to else name
 
 
-def lost_message(strategy: Strategy | str, workers: int = WORKERS, kind: str | None = None) -> str | dict[str, str]:
-    """What happens when one message with a payload never arrives: of that kind, or for each kind if they differ."""
-    whole = observe(strategy, workers)
-    places = kinds(whole)
-    if kind is not None:
-        return _after_loss(strategy, whole, workers, places[kind])
-    words = {kind: _after_loss(strategy, whole, workers, place) for kind, place in places.items()}
+def lost_message(strategy: Strategy | str) -> str | dict[str, str]:
+    """What happens when one message with a payload never arrives, for each kind if they differ."""
+    whole = observe(strategy)
+    words = {kind: _after_loss(strategy, whole, place) for kind, place in kinds(whole).items()}
     return words if len(set(words.values())) > 1 else next(iter(words.values()), NO_MESSAGES)
 
 
-def _after_loss(
-    strategy: Strategy | str, whole: Observed, workers: int, place: tuple[Address, Address, int]
-) -> str:  # fmt: skip
+def _after_loss(strategy: Strategy | str, whole: Observed, place: tuple[Address, Address, int]) -> str:
     source, to, nth = place
-    run = observe(strategy, workers, [f"drops({source}, {to}, {nth})"])
+    run = observe(strategy, faults=[f"drops({source}, {to}, {nth})"])
     log = [entry for entry in run.simulation.log if isinstance(entry, Sent)]
     on_link = [e for e in log if (e.message.source, e.to) == (source, to) and e.message.array is not None]
     assert len(on_link) >= nth, "the message was never sent"
-    short = [rank for rank in range(workers) if len(run.ends(rank)) < len(whole.ends(rank))]
+    short = [rank for rank in range(WORKERS) if len(run.ends(rank)) < len(whole.ends(rank))]
     if isinstance(run.failure, PeerLost | ProtocolError):
         assert node_name(source) in str(run.failure), run.failure
         return ENDS if short else LATE_END
     if run.failure is not None:
-        return STALLS if len(short) == workers else (LATE_STALL, ONE_STALLS, GROUP_STALLS)[min(len(short), 2)]
+        return STALLS if len(short) == WORKERS else (LATE_STALL, ONE_STALLS, GROUP_STALLS)[min(len(short), 2)]
     missing = whole.deliveries()
     missing.subtract(run.deliveries())
     if run.same_as(whole, exact=True):
@@ -229,16 +224,16 @@ def _after_loss(
     return CONTENT_LOST if lost < 1 else UPDATE_LOST if lost == 1 else UPDATES_LOST
 
 
-def slow_worker(strategy: Strategy | str, workers: int = WORKERS, factor: float = FACTOR) -> str:
-    """What the others feel of a worker that takes `factor` times as long; "up to b" where b slow ones are hidden."""
-    whole = observe(strategy, workers)
+def slow_worker(strategy: Strategy | str) -> str:
+    """What the others feel of a worker that is slow; "up to b" where b slow ones are hidden."""
+    whole = observe(strategy)
     hidden = 0
-    while hidden + 1 < workers and max(_delay(strategy, whole, workers, hidden + 1, factor)[0]) <= SLACK:
+    while hidden + 1 < WORKERS and max(_delay(strategy, whole, hidden + 1)[0]) <= SLACK:
         hidden += 1
     if hidden:
-        return FREE if hidden == workers - 1 else f"hidden up to {hidden} of {workers}"
-    paces, free = _delay(strategy, whole, workers, 1, factor)
-    if max(paces) < factor / SLACK:
+        return FREE if hidden == WORKERS - 1 else f"hidden up to {hidden} of {WORKERS}"
+    paces, free = _delay(strategy, whole, 1)
+    if max(paces) < FACTOR / SLACK:
         return PARTLY
     if min(paces) <= SLACK:
         return GROUP
@@ -247,14 +242,12 @@ def slow_worker(strategy: Strategy | str, workers: int = WORKERS, factor: float 
     return EVERYONE if free[0] <= 2 else f"free for {free[0]} steps, then everyone s×"
 
 
-def _delay(
-    strategy: Strategy | str, whole: Observed, workers: int, count: int, factor: float
-) -> tuple[list[float], list[int]]:  # fmt: skip
+def _delay(strategy: Strategy | str, whole: Observed, count: int) -> tuple[list[float], list[int]]:
     """By how much the second half of each other's steps takes longer, and how many steps it took undisturbed."""
-    slow = range(VICTIM, VICTIM + count)
-    run = observe(strategy, workers, [f"slows({rank % workers}, {factor})" for rank in slow])
+    slow = [rank % WORKERS for rank in range(VICTIM, VICTIM + count)]
+    run = observe(strategy, faults=[f"slows({rank}, {FACTOR})" for rank in slow])
     assert run.failure is None, run.failure
-    others = [rank for rank in range(workers) if rank not in {s % workers for s in slow}]
+    others = [rank for rank in range(WORKERS) if rank not in slow]
     pace: list[float] = []
     free: list[int] = []
     for rank in others:
@@ -262,5 +255,5 @@ def _delay(
         last = min(len(before), len(after)) - 1
         half = last // 2
         pace.append((after[last] - after[half]) / (before[last] - before[half]))
-        free.append(next((k for k in range(last + 1) if after[k] > before[k] + (factor - 1) / 2), last + 1))
+        free.append(next((k for k in range(last + 1) if after[k] > before[k] + (FACTOR - 1) / 2), last + 1))
     return pace, free

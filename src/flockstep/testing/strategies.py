@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Cluster, Node
 from flockstep.optimizers.base import Optimizer
-from flockstep.records.events import Event, Step, Update
+from flockstep.records.events import Event, Snapshot, Step, Update
 from flockstep.records.events import Node as Totals
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
@@ -288,6 +289,10 @@ class Run:
         evaluation = self.simulation.tracker.evaluation
         assert evaluation is not None, "the run was never evaluated"
         return evaluation
+
+    def seconds_to(self, target: float) -> float:
+        """Virtual seconds until an evaluation's metric was at least that; infinite where it never was."""
+        return next((event.t for event in self.of(Snapshot) if event.metric >= target), math.inf)
 
     @property
     def nodes(self) -> dict[Address, Node]:

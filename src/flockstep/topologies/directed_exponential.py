@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flockstep.topologies.base import Topology, require_workers
-from flockstep.topologies.one_peer_exponential import hops
 
 
 @dataclass(frozen=True)
@@ -33,3 +32,8 @@ class DirectedExponentialGraph(Topology):
         own = np.eye(n)
         total: npt.NDArray[np.float64] = own + sum(np.roll(own, hop, axis=0) for hop in hops(n))
         return total / (1 + len(hops(n)))
+
+
+def hops(n: int) -> list[int]:
+    """The powers of two below n."""
+    return [2**k for k in range((n - 1).bit_length())]

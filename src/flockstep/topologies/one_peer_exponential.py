@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.topologies.base import Topology, require_workers
+from flockstep.topologies.base import require_workers
+from flockstep.topologies.directed_exponential import DirectedExponentialGraph, hops
 
 
 @dataclass(frozen=True)
-class OnePeerExponentialGraph(Topology):
+class OnePeerExponentialGraph(DirectedExponentialGraph):
     """At step t, worker i sends half to i + 2^(t mod L) mod n, L = ⌊log₂(n-1)⌋ + 1: directed (Assran et al. 2019).
 
     Distances 1, 2, 4 and so on below n, as in the paper's section 4 and its code. Every W is doubly stochastic; where
     n is a power of two the product of a period is the exact average.
     """
-
-    def graph(self, n: int) -> nx.DiGraph:
-        """Edges i → i + 2ᵏ mod n of all steps."""
-        require_workers(n)
-        graph = nx.empty_graph(n, create_using=nx.DiGraph)
-        for hop in hops(n):
-            graph.add_edges_from((i, (i + hop) % n) for i in range(n))
-        return graph
 
     def schedule(self, n: int) -> tuple[npt.NDArray[np.float64], ...]:
         """(I + shift by 2ᵏ) / 2 for each k."""
@@ -37,8 +29,3 @@ class OnePeerExponentialGraph(Topology):
         """The mean over a period."""
         mean: npt.NDArray[np.float64] = np.mean(self.schedule(n), axis=0)
         return mean
-
-
-def hops(n: int) -> list[int]:
-    """The powers of two below n."""
-    return [2**k for k in range((n - 1).bit_length())]
