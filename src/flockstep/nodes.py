@@ -61,12 +61,26 @@ class Cluster:
         return [*range(self.workers), *map(server, range(self.servers))]
 
 
+@dataclass(frozen=True)
+class View:
+    """Which workers take part: `ranks` in ascending order. Every change makes a view of the next epoch."""
+
+    epoch: int
+    ranks: tuple[int, ...]
+
+    def without(self, rank: int) -> View:
+        """The view once that worker is lost; this one where it takes no part."""
+        return View(self.epoch + 1, tuple(r for r in self.ranks if r != rank)) if rank in self.ranks else self
+
+
 class Node:
     """One participant. `params` is the live flat array: the whole model, or a server's slice of it."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
+        self.view = View(0, tuple(range(cluster.workers)))
+        """Who takes part now; a supervisor says so where there is one."""
         self.params = params
         self.random = random
         self.state: Any = None
@@ -241,6 +255,7 @@ class Node:
     def lose(self, address: Address) -> None:
         """Called by the driver: that node is dead; programs see it leave."""
         self.lost.add(address)
+        self.view = self.view.without(address)
         if address not in self.departed:
             self.deliver(Message(address, BYE, note={"lost": 1}))
 
@@ -410,14 +425,14 @@ class Worker(Peer):
         self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
         """Finds the layers that can be factored; set by the driver of a declared job."""
         self.stepper = stepper
-        self._peers: list[int] | None = None
+        self._peers: tuple[View, list[int]] | None = None
 
     @property
     def peers(self) -> list[int]:
         """The other workers that are not lost, in ascending order."""
-        if self._peers is None or len(self._peers) + len(self.lost) + 1 != self.cluster.workers:
-            self._peers = [rank for rank in range(self.workers) if rank != self.address and rank not in self.lost]
-        return self._peers
+        if self._peers is None or self._peers[0] is not self.view:
+            self._peers = self.view, [rank for rank in self.view.ranks if rank != self.address]
+        return self._peers[1]
 
     @property
     def training(self) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flockstep.communicator.communicator import Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.rank import Rank
-from flockstep.messages import Message
+from flockstep.drivers.member import SAID, Loss
+from flockstep.messages import Beside, Message
+from flockstep.nodes import View
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.links import Control, Line, Wire
@@ -26,7 +29,7 @@ class Sockets:
 
     def __init__(self, rank: int, most: int):
         me = Identity("run", rank, "schema", most, notes=NOTES)
-        self.line = Line(me, Tcp().listen(Path(), ""), 5.0)
+        self.line = Line(replace(me, notes=SAID), Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
@@ -66,7 +69,7 @@ class Group:
         """What it returns, rank by rank."""
         return [future.result(PATIENCE) for future in self.start(program, *ranks)]
 
-    def say(self, to: int, tag: str, **note: Any) -> None:
+    def say(self, to: int, tag: str, note: Beside) -> None:
         """What a supervisor would say to a communicator."""
         if to not in self.links:
             me = Identity("run", LAUNCHER, "schema", 1 << 20)
@@ -77,7 +80,9 @@ class Group:
         """All others hear that a rank is dead."""
         for other in range(len(self.ranks)):
             if other != rank:
-                self.say(other, "lost", address=rank, reason=reason)
+                self.say(
+                    other, "lost", Loss(rank, reason, View(1, tuple(r for r in range(len(self.ranks)) if r != rank)))
+                )
 
     def close(self) -> None:
         """Close what is left."""

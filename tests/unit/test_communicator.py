@@ -385,7 +385,7 @@ def test_what_cannot_be_delivered_before_the_end_is_said(monkeypatch: pytest.Mon
 def test_a_supervisor_s_stop_ends_every_wait() -> None:
     with communicators(2) as group:
         waiting = group.start(lambda mover: mover.receive("x"), 0)
-        group.say(0, "stop", reason="the run was ended")
+        group.say(0, "stop", {"reason": "the run was ended"})
         assert "the run was ended" in str(waiting[0].exception(PATIENCE))
         with pytest.raises(flockstep_errors().Interrupted):
             group.ranks[0].send(1, "x", np.ones(1))

@@ -12,7 +12,7 @@ import pytest
 from flockstep.drivers.real import Seat
 from flockstep.errors import PeerLost
 from flockstep.messages import Message, frozen, server
-from flockstep.nodes import Cluster, Worker
+from flockstep.nodes import Cluster, View, Worker
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER, Traffic
 
@@ -24,6 +24,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
     bus = SimpleNamespace(lend=frozen, traffic=Traffic(), broken=lambda seconds: set(broken if seconds == 2 else ()))
     member: Any = SimpleNamespace(
         ticket=ticket,
+        view=View(0, (0, 1)),
         memory=None,
         bus=bus,
         receive=lambda _: coming.popleft(),

@@ -14,11 +14,10 @@ import pytest
 
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.launchers.script import conclude
-from flockstep.launchers.supervisor import Outcome, Supervisor
+from flockstep.launchers.supervisor import Outcome
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarise
 from flockstep.records.events import Event, Lost, Step
 from flockstep.records.summary import Status
-from flockstep.transports.kinds import Ipc
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="bsp", workers=4, seed=1)
 EVENTS: list[Event] = [Step(0.5, 0, 1, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)]
@@ -127,28 +126,3 @@ def test_what_a_lost_rank_had_written_belongs_to_the_record(tmp_path: Path) -> N
         outcome = Outcome(2, lost={0: Lost(1.0, 0, "killed")}, nodes={0})
         with pytest.raises(RunError, match=r"worker-0\.jsonl was removed while its run was going on"):
             conclude(folder, CONFIG, outcome)
-
-
-class Dead:
-    """A process that has ended."""
-
-    pid = 0
-
-    def exit_code(self) -> int | None:
-        return -9
-
-    def kill(self) -> None:
-        pass
-
-
-def test_a_lost_rank_without_a_step_or_a_file_had_nothing_to_lose(tmp_path: Path) -> None:
-    """Ranks of a communicator write at their end; the supervisor has heard of the step of 1 and sees the file of 2."""
-    supervisor = Supervisor(3, Ipc(), 5.0, tmp_path / "run", lambda ticket: Dead(), lambda *given: Dead())
-    EventWriter(RunFolder(tmp_path / "run").node_events_file(2)).close()
-    supervisor._went = 0.0
-    supervisor.standings[1].step = 1
-    for rank in range(3):
-        supervisor.children[rank] = Dead()
-        supervisor.outcome.nodes.add(rank)
-        supervisor._lose(rank, "killed")
-    assert supervisor.outcome.nodes == {1, 2}

@@ -6,6 +6,7 @@ rank 0 → supervisor "initial": the parameters that everyone starts from
 supervisor → node   "welcome": those parameters, and where the peers listen
 node ⇄ node         greetings of their buses, until every two are connected
 node → supervisor   "ready"; supervisor → node "go": the clock starts
+node → supervisor   "alive" after a time without a message, which fails once the link is broken
 node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
                     "snapshot", and its parameters in as many messages "part" as they need
 supervisor → node   "taken" for each part
@@ -18,6 +19,7 @@ A process that fails before it is linked says so with a Failure on the control s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import shutil
@@ -35,8 +37,8 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
-from flockstep.messages import NO_NOTES, Address, Fields, Message, Notes, node_name
-from flockstep.nodes import Cluster
+from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, node_name
+from flockstep.nodes import Cluster, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog
@@ -62,7 +64,6 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     protocol: int
     run: str
     address: int
-    pid: int
     line: str
     """Where the node's end of its link to the supervisor listens."""
     bus: str
@@ -71,6 +72,27 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
     optimizer: dict[str, str | int | float | bool]
     schema: Schema
     largest: int
+
+
+class Welcome(Note, frozen=True):
+    """The run is about to begin: who takes part, where every node's bus listens, and memory that all share, if any."""
+
+    view: View
+    servers: int
+    peers: dict[int, str]
+    memory: str = ""
+
+
+class Loss(Note, frozen=True):
+    """A node is lost, and why; `view` is who takes part without it."""
+
+    address: int
+    reason: str
+    view: View
+
+
+SAID: Notes = {"welcome": Welcome, "lost": Loss}
+"""What a supervisor's messages carry that say more than names with numbers and texts."""
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
@@ -98,7 +120,8 @@ class Ticket:
     """The run's folder."""
     workers: int
     supervisor: int
-    """Process id of the supervisor: without it, nobody would end this process."""
+    """Process id of the supervisor where it is on this host: this process ends as soon as that one has, however it did.
+    0: it is elsewhere, and only the link to it tells."""
     process: int = 0
     """Process id of the only process that may use this; 0: whoever was handed it."""
     claimed: bool = False
@@ -127,11 +150,15 @@ class Member:
         name = node_name(ticket.address).replace(" ", "-")
         with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
             Path("/proc/self/comm").write_text(name)
-        self.line = links.Line(me, transport.listen(folder, f"{name}-line"), ticket.heartbeat)
+        self.line = links.Line(
+            dataclasses.replace(me, notes=SAID), transport.listen(folder, f"{name}-line"), ticket.heartbeat
+        )
         self.bus = transport.bus(me, folder, name)
         self.closed = False
         self.memory: SharedMemory | None = None
         """The segment that all nodes of this run share, if they do."""
+        self.view: View
+        """Who takes part at the start."""
         self._linked = False
         self._untaken = 0
         self._early: deque[Message] = deque()
@@ -151,10 +178,11 @@ class Member:
             self.tell("initial", initial)
         welcome = self._expect("welcome")
         assert welcome.array is not None
-        cluster = Cluster(int(welcome.note["workers"]), int(welcome.note["servers"]))
-        if "memory" in welcome.note:
-            self._share(str(welcome.note["memory"]), cluster)
-        self._meet(msgspec.json.decode(str(welcome.note["peers"]), type=dict[int, str]))
+        self.view = welcome.note.view
+        cluster = Cluster(len(self.view.ranks), welcome.note.servers)
+        if welcome.note.memory:
+            self._share(welcome.note.memory, cluster)
+        self._meet(welcome.note.peers)
         self.tell("ready")
         self._expect("go")
         return cluster, welcome.array
@@ -204,6 +232,8 @@ class Member:
                     self.line.wait(PATIENCE)
                     if (message := self._heard()) is not None:
                         self._early.append(message)
+                    elif self._untaken >= WINDOW:
+                        self.tell("alive")
                 self._untaken += 1
                 self.tell("part", data[start : start + PART])
 
@@ -224,8 +254,11 @@ class Member:
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
             message = self._heard() or self.bus.poll(left, descriptors)
+            message = message or (self._heard() if also is not None or left == 0 else None)
             if message is not None or also is not None or left == 0:
-                return message or self._heard()
+                if message is None and self._linked and (seconds or 0.0) >= PATIENCE:
+                    self.tell("alive")
+                return message
 
     def _heard(self) -> Message | None:
         """What the supervisor said next, besides having taken parts of a snapshot."""
@@ -266,7 +299,6 @@ class Member:
             PROTOCOL,
             self.ticket.run,
             self.ticket.address,
-            os.getpid(),
             self.line.address,
             self.bus.address,
             strategy,
@@ -300,7 +332,7 @@ class Member:
         if message.source == LAUNCHER and message.tag == "stop":
             raise stopped(message)
         if message.source == LAUNCHER and message.tag == "lost":
-            raise PeerLost(str(message.note["reason"]))
+            raise PeerLost(message.note.reason)
         if message.source == LAUNCHER and message.tag == "left":
             raise PeerLost(f"{node_name(int(message.note['address']))} left the run without calling flockstep.join")
         return message
@@ -346,13 +378,15 @@ def stopped(message: Message) -> Exception:
 
 
 def die_with(pid: int, *directories: str) -> None:
-    """End this process as soon as the process `pid` of this host is gone, however that one ended.
+    """End this process as soon as the process `pid` of this host is gone, however that one ended; 0: there is none.
 
     The folders of the supervisor's sockets go with it: a supervisor that was killed has left them behind.
     A signal on the parent's death would not do: forked workers are children of a fork server that outlives a supervisor
     which was killed.
     """
-    Thread(target=_watch, args=(pid, directories), name="flockstep-supervisor-watch", daemon=True).start()
+    if pid:
+        watch = Thread(target=_watch, args=(pid, directories), name="flockstep-supervisor-watch", daemon=True)
+        watch.start()
 
 
 def _watch(pid: int, directories: Sequence[str]) -> None:

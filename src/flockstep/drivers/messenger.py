@@ -94,8 +94,8 @@ class Messenger(ABC):
         elif message.tag == "stop":
             raise stopped(message)
         elif message.tag == "lost":
-            address = int(message.note["address"])
-            self.mourn(address, str(message.note["reason"]))
+            address, self.node.view = message.note.address, message.note.view
+            self.mourn(address, message.note.reason)
             self._bus.disconnect(address)
             self.runner.lose(address)
 

@@ -36,6 +36,7 @@ class Seat(Messenger):
         """`every`: steps of a worker between two evaluations; 0: there are none."""
         self.reports = Reports(member)
         super().__init__(member.bus, member.receive, node, self.reports.write)
+        node.view = member.view
         self.snapshots = Snapshots(member)
         self._member = member
         self._survives = bool(strategy.traits.survives)

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 
 from flockstep.communicator.joining import COMMUNICATOR, NOTHING
+from flockstep.drivers.member import Loss
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.link import Link
 from flockstep.messages import Address, Fields, node_name
-from flockstep.records.events import Lost
 from flockstep.transports.links import Control
 
 
@@ -22,7 +22,7 @@ class Communicators:
     """Who has a communicator, and who has met all others."""
 
     workers: int
-    lost: Mapping[Address, Lost]
+    lost: Mapping[Address, Loss]
     done: set[Address]
     met: set[Address] = field(default_factory=set)
 
@@ -57,7 +57,7 @@ class Communicators:
         )
         link.beside = Link(control, own)
         for lost in self.lost.values():
-            link.beside.tell("lost", {"address": lost.node, "reason": lost.reason})
+            link.beside.tell("lost", lost)
         for address in self.done:
             link.beside.tell("left", {"address": address, "step": 0})
 

@@ -1,9 +1,9 @@
-"""Which processes of a run are gone, and how they went."""
+"""Which nodes of a run are lost, and how they went."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flockstep.launchers.children import Child, how_it_ended
 from flockstep.launchers.link import Link
@@ -15,7 +15,11 @@ SETTLING = 0.5
 
 
 class Health:
-    """Notices processes that exited or stopped answering, once everything that they said has arrived."""
+    """Notices nodes that are lost, once everything that they said has arrived.
+
+    A node's lease is the heartbeat of its link: the link breaks when nothing answers for as long, or the other end is
+    closed. Where this host has started the process, its exit code is another sign, and says how it went.
+    """
 
     def __init__(
         self,
@@ -23,29 +27,44 @@ class Health:
         links: Mapping[Address, Link],
         heartbeat: float,
         memory: WantOfMemory | None = None,
+        now: Callable[[], float] = time.monotonic,
     ):
         self._children = children
         self._links = links
         self._heartbeat = heartbeat
         self._memory = memory or WantOfMemory()
+        self._now = now
         self._broken: set[Address] = set()
         self._since: dict[Address, float] = {}
 
+    def ended(self, address: Address) -> bool:
+        """Whether a node has ended, as far as anybody can tell."""
+        child, link = self._children.get(address), self._links.get(address)
+        if child is not None:
+            return child.exit_code() is not None
+        return link is None or self._is_broken(address, link)
+
     def gone(self, address: Address) -> str | None:
-        """How that process went; None while it is there, or may have said something that has not arrived."""
-        code, link = self._children[address].exit_code(), self._links.get(address)
-        if link is not None and link.disconnected():
-            self._broken.add(address)
-        if code is None and address not in self._broken:
+        """How that node was lost; None while it is there, or may have said something that has not arrived."""
+        child, link = self._children.get(address), self._links.get(address)
+        code = None if child is None else child.exit_code()
+        broken = link is not None and self._is_broken(address, link)
+        if code is None and not broken:
             return None
-        since = self._since.setdefault(address, time.monotonic())
-        if (code is None or address not in self._broken) and time.monotonic() - since < SETTLING:
+        since = self._since.setdefault(address, self._now())
+        if (code is None or not broken) and self._now() - since < SETTLING:
             return None
         if code is None:
-            return f"{node_name(address)} has not answered for {self._heartbeat:g} s"
+            ended = "" if child is not None else "has ended, or "
+            return f"{node_name(address)} {ended}has not answered for {self._heartbeat:g} s"
         how = f"{node_name(address)} {how_it_ended(code)}{self._memory.explain(code)}"
         return (
             f"{how} without joining the run (a script joins it by calling flockstep.distribute or flockstep.join)"
             if code == 0 and link is None
             else how
         )
+
+    def _is_broken(self, address: Address, link: Link) -> bool:
+        if link.disconnected():
+            self._broken.add(address)
+        return address in self._broken

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Hello
-from flockstep.messages import Address, Fields, Message
+from flockstep.messages import Address, Beside, Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control
 from flockstep.transports.wire import Identity
@@ -26,7 +26,7 @@ class Link:
         me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.wire = control.link(hello.address, hello.line, me)
 
-    def tell(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
+    def tell(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
         """Queue a message for the node, and what concerns all for its communicator; never waits for it.
 
         The array must not change afterwards: all links send it from where it lies.

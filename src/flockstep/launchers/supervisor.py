@@ -18,7 +18,7 @@ import numpy as np
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.filed import Newest
-from flockstep.drivers.member import WINDOW, Failure, Hello, Ticket, in_short
+from flockstep.drivers.member import WINDOW, Failure, Hello, Loss, Ticket, Welcome, in_short
 from flockstep.drivers.reports import MOST, events_in
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
@@ -31,8 +31,9 @@ from flockstep.launchers.health import Health
 from flockstep.launchers.link import Link
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.standing import Standing
-from flockstep.launchers.waits import Waits
-from flockstep.messages import Address, Fields, Message, node_name, server
+from flockstep.launchers.waits import Waits, on_stderr
+from flockstep.messages import Address, Beside, Fields, Message, node_name, server
+from flockstep.nodes import View
 from flockstep.records import owner
 from flockstep.records.events import Event, Lost, Step
 from flockstep.records.folder import EventWriter, RunFolder
@@ -76,14 +77,16 @@ class Supervisor:
         transport: Transport,
         heartbeat: float,
         record: Path,
-        start_worker: Callable[[Ticket], Child],
-        start_server: Callable[[Ticket, int, Hello], Child],
+        start_worker: Callable[[Ticket], Child | None],
+        start_server: Callable[[Ticket, int, Hello], Child | None],
         show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
         patience: float | None = GRACE,
         step_timeout: float | None = None,
         evaluation: Evaluation | None = None,
     ):
-        """`evaluation` is told what nodes hand in.
+        """`start_worker` and `start_server` return the process if they know it: None where somebody else starts it.
+
+        `evaluation` is told what nodes hand in.
 
         `patience` is how many seconds processes may live on after a run that went well. None is for users' scripts:
         as long as they like, and they have to exit with code 0.
@@ -112,7 +115,9 @@ class Supervisor:
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
         self._waits = Waits(workers, step_timeout)
-        self._communicators = Communicators(workers, self.outcome.lost, self._done)
+        self._view = View(0, tuple(range(workers)))
+        self._losses: dict[Address, Loss] = {}
+        self._communicators = Communicators(workers, self._losses, self._done)
         self._draws = Draws(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
@@ -150,7 +155,11 @@ class Supervisor:
         self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat)
         self._open.callback(self._control.close)
         for rank in range(self._workers):
-            self.children[rank] = self._start_worker(self._ticket(rank))
+            self._keep_child(rank, self._start_worker(self._ticket(rank)))
+
+    def _keep_child(self, address: Address, child: Child | None) -> None:
+        if child is not None:
+            self.children[address] = child
 
     def _ticket(self, address: Address) -> Ticket:
         return Ticket(
@@ -185,7 +194,7 @@ class Supervisor:
                 raise PeerLost(self.outcome.lost[address].reason)
 
     def _finished(self) -> bool:
-        expected = set(self.children) - self._gone
+        expected = set(self.standings) - self._gone
         if not any(address >= 0 for address in expected):
             raise RunError("every worker was lost: " + "; ".join(one.reason for one in self.outcome.lost.values()))
         return bool(self._ready) and expected <= self._done
@@ -215,14 +224,14 @@ class Supervisor:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
         except (ValueError, RecursionError):
             return  # A stranger on the control socket; it is not let in.
-        if words.run != self._run or words.address not in self.children:
+        if words.run != self._run or words.address not in self.standings:
             return
         if isinstance(words, Failure):
             self._fail(words.address, words.kind, words.reason, words.trace)
         self._hello(words)
 
     def _hello(self, hello: Hello) -> None:
-        if hello.address in self._links:
+        if hello.address in self._links or hello.address in self._gone:  # who was lost stays so
             return
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
@@ -251,11 +260,11 @@ class Supervisor:
         if strategy is None or len([a for a in self._links if a >= 0]) < self._workers:
             return
         for index in range(strategy.servers_for(self._workers)):
-            if server(index) not in self.children:
+            if server(index) not in self.standings:
                 require_handles(1, more=0)
                 self.standings[server(index)] = Standing()
                 hello = self._links[0].hello
-                self.children[server(index)] = self._start_server(self._ticket(server(index)), index, hello)
+                self._keep_child(server(index), self._start_server(self._ticket(server(index)), index, hello))
 
     def _welcome(self) -> None:
         """Once everyone is linked and the initial parameters are known, let everyone in."""
@@ -265,12 +274,10 @@ class Supervisor:
             return
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
-        note: dict[str, int | float | str] = {"workers": self._workers, "servers": servers}
-        note["peers"] = msgspec.json.encode(peers).decode()
-        if (segment := self._transport.share(self._workers, model)) is not None:
-            self._memory, note["memory"] = segment, segment.address
+        self._memory = self._transport.share(self._workers, model)
+        welcome = Welcome(self._view, servers, peers, "" if self._memory is None else self._memory.address)
         for link in self._links.values():
-            link.tell("welcome", note, self._initial)
+            link.tell("welcome", welcome, self._initial)
         self._initial = None
 
     def _handle(self, message: Message) -> None:
@@ -290,6 +297,8 @@ class Supervisor:
                         self._begin(link)
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
+            case "alive":
+                pass  # the node has found its link whole by sending this
             case "events":
                 self._write(address, events_in(message.payload))
             case "waiting":
@@ -361,14 +370,14 @@ class Supervisor:
             self._done.add(address)
             self.standings[address].state = "done"
             self.standings[address].step = step
-        self._tell_others("left", address, {"step": step})
+        self._tell_others("left", address, {"address": address, "step": step})
 
     def _fail(self, address: Address, kind: str, reason: str, trace: str) -> NoReturn:
         self.standings[address].state = "failed"
         raise of_kind(kind, reason, f"In {node_name(address)}:\n{trace}" if trace else "")
 
     def _look_after_children(self) -> None:
-        for address in list(self.children):
+        for address in list(self.standings):
             how = None if address in self._gone else self._health.gone(address)
             link = self._links.get(address)
             if how is not None and link is not None:
@@ -379,7 +388,10 @@ class Supervisor:
 
     def _lose(self, address: Address, reason: str) -> None:
         self._gone.add(address)
-        self.children[address].kill()  # a stopped one may wake up again; what it would say then belongs to no run
+        if (child := self.children.get(address)) is not None:
+            child.kill()
+        if (link := self._links.pop(address, None)) is not None:
+            link.close()  # the node may only have been stopped: what it says when it wakes up belongs to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
         if (arriving := self._arriving.pop(address, None)) is not None:
@@ -387,20 +399,25 @@ class Supervisor:
         self.standings[address].state = "lost"
         self._evaluation.lose(address)
         if self._went is None:
-            refuse_unguarded(self.children[address])
+            if child is not None:
+                refuse_unguarded(child)
             raise PeerLost(f"{reason} before the run started")
-        self._tell_others("lost", address, {"reason": reason})
+        self._view = self._view.without(address)
+        loss = self._losses[address] = Loss(address, reason, self._view)
+        traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
+        if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
+            on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers go on")
+        self._tell_others("lost", address, loss)
 
-    def _tell_others(self, tag: str, address: Address, note: dict[str, int | float | str]) -> None:
+    def _tell_others(self, tag: str, address: Address, note: Beside) -> None:
         for other, link in self._links.items():
-            if other != address and other not in self._gone:
-                link.tell(tag, {"address": address, **note})
+            if other != address:
+                link.tell(tag, note)
 
     def _dismiss(self, result: FlatArray | None) -> None:
         buffers = self.outcome.newest.buffers()
-        for address, link in self._links.items():
-            if address not in self._gone:
-                link.dismiss(result, buffers)
+        for link in self._links.values():
+            link.dismiss(result, buffers)
 
     def _end_all(self) -> None:
         """Ask everyone to end, after a failure; wait until they have, or kill them; keep what they still hand in."""
@@ -409,9 +426,11 @@ class Supervisor:
             self._stop_all(error)
         patience = self._patience if error is None else GRACE
         deadline = None if patience is None else time.monotonic() + patience
-        while any(child.exit_code() is None for child in self.children.values()):
+        while not all(map(self._health.ended, self.standings)):
             if deadline is not None and time.monotonic() > deadline:
                 kill_all(list(self.children.values()))
+                if all(child.exit_code() is not None for child in self.children.values()):
+                    break  # the others are no processes of this host: their links are closed
                 deadline += 1.0
             self._collect(LAST_POLL)
         self._collect(0.0)
@@ -422,18 +441,16 @@ class Supervisor:
         """Ask those that can hear it to end, and keep what they have handed in."""
         refused = int(isinstance(error, ConfigurationError))
         for address, child in self.children.items():
-            link = self._links.get(address)
-            if link is None:
+            if address not in self._links:
                 child.kill()
-            elif address not in self._gone:
-                link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
+        for link in self._links.values():
+            link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
 
     def _collect(self, seconds: float) -> None:
         """Keep what nodes hand in while the run ends, for about that time."""
-        links = [link for address, link in self._links.items() if address not in self._gone]
-        if self.children and self._control.wait((link.wire for link in links), seconds):
+        if (self.children or self._links) and self._control.wait((link.wire for link in self._links.values()), seconds):
             list(self._control.heard())  # nobody joins any more
-            for link in links:
+            for link in self._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:
                         if message.tag in ("events", "snapshot", "part", "done"):

@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
-from flockstep.messages import Address, Fields, Message, node_name
+from flockstep.messages import Address, Beside, Fields, Message, node_name
 from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
 from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
 
@@ -83,7 +83,7 @@ class Wire:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
-    def send(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
+    def send(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
         """Queue a message; never waits. The array must not change afterwards: all links send it from where it lies."""
         message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
         frames: list[bytes | memoryview] = [encode(message, self._me)]
@@ -119,10 +119,11 @@ class Wire:
         return broke
 
     def close(self) -> None:
-        """Close; what was not delivered yet never will be."""
-        self.socket.disable_monitor()
-        self._monitor.close()
-        self.socket.close(0)
+        """Close; what was not delivered yet never will be. Again is harmless."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close()
+            self.socket.close(0)
 
 
 class Line:

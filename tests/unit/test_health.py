@@ -1,0 +1,71 @@
+"""Which nodes are lost, by a clock of the test's own: a link is enough to tell, an exit code tells more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flockstep.launchers.health import SETTLING, Health
+
+
+class Process:
+    """A process that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+
+class Link:
+    """A link that breaks when the test says so."""
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def disconnected(self) -> bool:
+        told, self.broken = self.broken, False
+        return told
+
+
+class Watched:
+    """One node, with or without a process of this host."""
+
+    def __init__(self, local: bool):
+        self.time, self.process, self.link = 0.0, Process(), Link()
+        children: dict[int, Any] = {0: self.process} if local else {}
+        links: dict[int, Any] = {0: self.link}
+        self.health = Health(children, links, 5.0, now=lambda: self.time)
+
+    def gone(self, later: float = 0.0) -> str | None:
+        self.time += later
+        return self.health.gone(0)
+
+
+@pytest.mark.parametrize(
+    ("local", "said"),
+    [(True, "worker 0 has not answered for 5 s"), (False, "worker 0 has ended, or has not answered for 5 s")],
+)
+def test_a_broken_link_is_enough(local: bool, said: str) -> None:
+    node = Watched(local)
+    assert node.gone(1000.0) is None
+    node.link.broken = True
+    assert node.gone() is None, "its last words may still arrive"
+    assert node.gone(1.01 * SETTLING) == said
+    assert node.health.ended(0) is not local, "a process that is stopped has not ended"
+
+
+def test_an_exit_code_and_a_broken_link_together_tell_at_once() -> None:
+    node = Watched(local=True)
+    node.process.code, node.link.broken = -9, True
+    assert node.gone() == "worker 0 was killed by SIGKILL"
+    assert node.health.ended(0)
+
+
+def test_an_exit_code_alone_tells_after_the_last_words() -> None:
+    node = Watched(local=True)
+    node.process.code = 3
+    assert node.gone() is None
+    assert node.gone(1.01 * SETTLING) == "worker 0 exited with code 3"
