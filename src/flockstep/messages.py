@@ -95,6 +95,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
     tag: str | None = None
     source: Address | None = None
     reply_to: int | None = None
+    place: Array | None = field(default=None, compare=False, repr=False)
+    """Where the message's array is to lie in the end, and may be received at once."""
 
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself

@@ -320,14 +320,16 @@ class Node:
         return number
 
     @types.coroutine
-    def receive_array(self, tag: str, source: Address) -> Generator[Effect, Any, Array]:
+    def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Generator[Effect, Any, Array]:
         """The array of the next message with that tag from that node, none of whose messages may be missing.
+
+        With `into`, that array is overwritten with it, and returned.
 
         Raises:
             PeerLost: the node has left or was lost.
             ProtocolError: one of its messages got lost, or this one has no array.
         """
-        wanted = Wanted(tag + self._channel, source)  # not by `_await`: all collectives come by here
+        wanted = Wanted(tag + self._channel, source, place=into)  # not by `_await`: all collectives come by here
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
@@ -338,8 +340,11 @@ class Node:
             self._keep(message)
         if mailbox.missing:
             self.require_all(source)
-        array = message.array
-        return message.payload if array is None else array
+        array = message.payload if message.array is None else message.array
+        if into is None or array is into:
+            return array
+        into[:] = array
+        return into
 
     def require_all(self, source: Address) -> None:
         """Raise `ProtocolError` if a message of that node got lost: what came after it is of no use to a sum."""

@@ -51,7 +51,7 @@ class Post(Messenger):
         while not runner.done:
             if not isinstance(runner.waiting, Wanted):
                 raise FlockstepError(f"a program of a measurement may wait for messages only, got {runner.waiting}")
-            if (message := self.bus.poll(None)) is not None:
+            if (message := self.bus.poll(None, (), runner.waiting)) is not None:
                 self.take(message)
 
     def close(self) -> None:

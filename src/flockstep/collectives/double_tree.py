@@ -65,7 +65,7 @@ class DoubleTree(Collective):
         for place, chunks in reversed(work):
             for chunk in chunks:
                 if place.parent is not None:
-                    chunk[:] = await me.receive_array("down", place.parent)
+                    await me.receive_array("down", place.parent, chunk)
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:

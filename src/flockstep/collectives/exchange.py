@@ -32,7 +32,7 @@ async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
     """Replace `array` by the root's, down a binomial tree; the largest subtree is served first."""
     if me.rank != root:
-        array[:] = await me.receive_array("broadcast", parent(me.rank, me.workers, root))
+        await me.receive_array("broadcast", parent(me.rank, me.workers, root), array)
     me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
 
 

@@ -21,7 +21,7 @@ async def unfold(me: Group, array: FlatArray) -> None:
     """Give the result to those that had folded."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:
-        array[:] = await me.receive_array("unfold", me.rank - power)
+        await me.receive_array("unfold", me.rank - power, array)
     elif me.rank + power < me.workers:
         me.send(me.rank + power, "unfold", array)
 

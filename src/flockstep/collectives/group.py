@@ -34,8 +34,8 @@ class Group(Protocol):
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:
         """The next message with that tag from that member."""
 
-    def receive_array(self, tag: str, source: Address) -> Awaitable[Array]:
-        """The array of that message; raises as `require_all`."""
+    def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Awaitable[Array]:
+        """The array of that message, in `into` where that is given; raises as `require_all`."""
 
     def require_all(self, source: Address) -> None:
         """Raise `ProtocolError` if a message of that member got lost."""
@@ -73,9 +73,9 @@ class Subgroup:
         """As `me`, from a member."""
         return self._me.receive(tag, self._members[source])
 
-    def receive_array(self, tag: str, source: Address) -> Awaitable[Array]:
+    def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Awaitable[Array]:
         """As `me`, from a member."""
-        return self._me.receive_array(tag, self._members[source])
+        return self._me.receive_array(tag, self._members[source], into)
 
     def require_all(self, source: Address) -> None:
         """As `me`, of a member."""

@@ -38,7 +38,7 @@ class HierarchicalCollective(Collective):
         r, full = self._grid(me.workers)
         if me.rank >= full:
             me.send(me.rank - r, "fold", array)
-            array[:] = await me.receive_array("unfold", me.rank - r)
+            await me.receive_array("unfold", me.rank - r, array)
             return
         folded = me.rank + r >= full and me.rank + r < me.workers
         if folded:

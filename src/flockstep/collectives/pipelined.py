@@ -35,7 +35,7 @@ class Pipelined(Collective):
                 me.send(me.rank + 1, "up", chunk)
         for chunk in chunks:
             if me.rank < last:
-                chunk[:] = await me.receive_array("down", me.rank + 1)
+                await me.receive_array("down", me.rank + 1, chunk)
             if me.rank > 0:
                 me.send(me.rank - 1, "down", chunk)
 

@@ -27,7 +27,7 @@ class Rabenseifner(Collective):
         await self.reduce_scatter(me, array)
         for partner, kept, given in reversed(list(_halvings(me.workers, len(array), me.rank))):
             me.send(partner, "double", array[kept])
-            array[given] = await me.receive_array("double", partner)
+            await me.receive_array("double", partner, array[given])
         await unfold(me, array)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:

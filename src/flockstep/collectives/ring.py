@@ -33,7 +33,7 @@ class Ring(Collective):
         await self.reduce_scatter(me, array)
         for hop in range(n - 1):
             me.send((rank + 1) % n, "gather", chunks[(rank - hop + 1) % n])
-            chunks[(rank - hop) % n][:] = await me.receive_array("gather", (rank - 1) % n)
+            await me.receive_array("gather", (rank - 1) % n, chunks[(rank - hop) % n])
 
     async def average(self, me: Group, array: FlatArray) -> None:
         """Replace `array` by the mean over all workers."""
@@ -81,11 +81,10 @@ async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:
         if at >= 2:  # what a step sends has arrived in the step of that piece before, two earlier at the latest
             piece, hop = steps[at - 2]
             part = parts[(rank - hop - 1) % n][piece]
-            arrived = await me.receive_array("reduce" if hop < last else "gather", (rank - 1) % n)
             if hop < last:
-                part += arrived
+                part += await me.receive_array("reduce", (rank - 1) % n)
             else:
-                part[:] = arrived
+                await me.receive_array("gather", (rank - 1) % n, part)
         if at < len(steps):
             piece, hop = steps[at]
             me.send((rank + 1) % n, "reduce" if hop < last else "gather", parts[(rank - hop) % n][piece])

@@ -37,7 +37,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, RunError
-from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, node_name
+from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, Wanted, node_name
 from flockstep.nodes import Cluster, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
@@ -245,15 +245,18 @@ class Member:
         with contextlib.suppress(Interrupted):
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
-    def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """The next message, from anyone; None if there is none within that time, or `also` can be read."""
+    def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
+        """The next message, from anyone; None if there is none within that time, or `also` can be read.
+
+        The array of a message from a peer that is `wanted` may be received in its place.
+        """
         if self._early:
             return self._early.popleft()
         until = None if seconds is None else time.monotonic() + seconds
         descriptors = (self.line.descriptor,) if also is None else (self.line.descriptor, also)
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            message = self._heard() or self.bus.poll(left, descriptors)
+            message = self._heard() or self.bus.poll(left, descriptors, wanted)
             message = message or (self._heard() if also is not None or left == 0 else None)
             if message is not None or also is not None or left == 0:
                 if message is None and self._linked and (seconds or 0.0) >= PATIENCE:

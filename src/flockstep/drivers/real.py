@@ -76,7 +76,7 @@ class Seat(Messenger):
             self._require_others()
             self._tell_waiting()
             idle = not node.poll()
-            if (message := self._receive(WAIT_PERIOD if idle else GLANCE)) is not None:
+            if (message := self._receive(WAIT_PERIOD if idle else GLANCE, None, wanted)) is not None:
                 self.take(message)
             elif idle:
                 self.reports.flush()

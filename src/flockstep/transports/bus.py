@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.messages import Address, Array, Message
+from flockstep.messages import Address, Array, Message, Wanted
 
 LAUNCHER: Address = 1 << 30
 """The address of the process that supervises the run."""
@@ -87,8 +87,10 @@ class Bus(ABC):
         """
 
     @abstractmethod
-    def poll(self, seconds: float | None, also: Collection[int] = ()) -> Message | None:
+    def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
         """The next message; None if none came within `seconds` (None: no limit), or a descriptor of `also` can be read.
+
+        If it is `wanted`, its array may be received in that message's `place`, and then is that array.
 
         Raises:
             ProtocolError: a peer sent something that is not as agreed.

@@ -20,6 +20,8 @@ from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, 
 
 CONTROL_BYTES = 1 << 20
 """The largest message that the control socket takes."""
+WELCOME_BYTES = 1 << 20
+"""The largest header of what a supervisor says, which may name where every node listens: some 150 bytes for each."""
 ZERO_COPY = 1 << 18
 """Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
 _READABLE = int(zmq.POLLIN)
@@ -144,6 +146,7 @@ class Line:
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._told = 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max(me.model_bytes + MAX_CODING, WELCOME_BYTES))
         try:
             self.address = bind(self._socket, address)
         except ConfigurationError:
@@ -186,7 +189,7 @@ class Line:
                 self.rejected += 1  # a stranger: ZeroMQ let it connect, nobody in this run sent it
                 continue
             payload = frames[2].buffer if len(frames) > 2 else None
-            return decode(frames[1].bytes, payload, LAUNCHER, self._me)
+            return decode(frames[1].bytes, payload, LAUNCHER, self._me, WELCOME_BYTES)
         return None
 
     def wait(self, seconds: float) -> None:

@@ -3,9 +3,10 @@
 Each pair of nodes has one connection, on which every message is a prefix (length of the header, length of the
 payload), the header and the payload. The first message each way is a greeting; until it has arrived and is right,
 nothing else is read. A payload is written to the socket from where it lies as long as the socket takes it, and copied
-only when it has to wait; it is received into memory that is used again.
+only when it has to wait; it is received where the program wants to have it, or into memory that is used again.
 
-While the program computes, a thread receives and sends what the sockets have room for.
+While the program computes, a thread receives and sends what the sockets have room for. A signal's handler may raise
+anywhere: where it does so while bytes are moved, the connection is closed, since how far they have got is not known.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from threading import Lock, Thread
 import numpy as np
 
 from flockstep.errors import CompositionError, PeerLost, ProtocolError
-from flockstep.messages import Address, Array, Message, node_name
+from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.bus import Backlog, Bus, Traffic, cannot_listen
 from flockstep.transports.copies import Copies
 from flockstep.transports.shared_heap import NODES, SMALLEST, Borrowed, SharedHeap, heap_room_for
-from flockstep.transports.wire import GREETING, MAX_CODING, MAX_HEADER, Identity, decode, decode_greeting, encode
+from flockstep.transports.wire import (
+    GREETING,
+    MAX_CODING,
+    MAX_HEADER,
+    Identity,
+    announces,
+    decode,
+    decode_greeting,
+    encode,
+)
 
 QUEUED = 10_000
 """Messages that may wait for one peer before the sender has to wait for it."""
@@ -43,10 +53,12 @@ STAGING = 1 << 17
 USUAL_HEADER = 256
 """Bytes that are read first where a large payload is due."""
 STRANGERS = 128
-"""Connections that may stand without a greeting."""
+"""Connections that may stand without a greeting; with one more, the first of them is closed."""
 PATIENCE = 20.0
 """Seconds in which a connection must stand: the first packets over a new network link may be lost, and are sent again
 late."""
+JOINED = 1 << 13
+"""Bytes below which a payload is copied behind its header: that costs less than keeping track of two parts."""
 BRIEF = 0.001
 """Seconds without progress after which what is left of a message is copied and waits."""
 FAST = 1e9
@@ -55,6 +67,9 @@ GREETING_BYTES = 1 << 10
 """The largest header of a connection that has not greeted yet."""
 TICK = 0.01
 """Seconds between two looks at the sockets while the program computes."""
+UNANSWERED = 7
+"""Packets in a row that nobody acknowledges, after which a connection by TCP is broken: 25 seconds or more, since the
+system doubles the time between them. TCP_USER_TIMEOUT would also end a connection to a peer that is slow to read."""
 _PREFIX = struct.Struct("<IQ")
 _PAYLOAD = 1 << 31
 """In the length of the header: a payload follows, which may be empty."""
@@ -91,22 +106,6 @@ class _Connection:
         return self.open and not self.deaf
 
 
-class _Busy:
-    """Held while the program is inside the bus: the thread that attends to it keeps out."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.inside = False
-
-    def __enter__(self) -> None:
-        self.inside = True
-        self.lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
-        self.inside = False
-
-
 class StreamBus(Bus):
     """A node's connections to its peers, one for each."""
 
@@ -134,8 +133,19 @@ class StreamBus(Bus):
         self._expected: set[Address] | None = None
         self._inbox: deque[Message | ProtocolError] = deque()
         self._unread = 0
-        self._busy = _Busy()
+        self._lock = Lock()
+        """Held by whoever moves bytes: the program, or the thread that attends to the sockets."""
+        self._asked = False
+        """Whether the program wants in."""
         self._closed = self._woken = False
+        self._wanted: Wanted | None = None
+        """The message that the program waits for, if it has a place for its array."""
+        self._placing: _Connection | None = None
+        """The connection on which it arrives there."""
+        self._placed: Message | None = None
+        """It, once it is in the inbox."""
+        self._looked = 0.0
+        """When it was last looked for packets that nobody acknowledges."""
         if self._heap is not None:
             self.address += f" {self._heap.told}"
 
@@ -145,7 +155,7 @@ class StreamBus(Bus):
             for peer, told in peers.items():
                 with contextlib.suppress(CompositionError):  # on another host: what is sent there goes by socket
                     self._me.borrowed[peer] = Borrowed(told.partition(" ")[2], self._me.address)
-        with self._busy:
+        with self._lock:
             self._expected = set(peers)
             for connection in list(self._connections.values()):
                 self._admit(connection)
@@ -158,7 +168,7 @@ class StreamBus(Bus):
         """Give up a peer that was lost."""
         self._copies.lost.add(peer)
         if peer in self._peers:
-            with self._busy:
+            with self._lock:
                 self._drop(self._peers[peer])
 
     def reachable(self, peer: Address) -> bool:
@@ -185,29 +195,31 @@ class StreamBus(Bus):
         if connection is None or not connection.usable():
             raise self._unreachable(to)
         if len(connection.out) >= 2 * QUEUED or connection.waiting >= AHEAD:
-            raise Backlog(f"{node_name(to)} takes no messages: {len(connection.out) // 2} wait for it")
+            raise Backlog(f"{node_name(to)} takes no messages: {connection.waiting} bytes wait for it")
         array, place, start = message.array, None, 0
         if array is not None and self._heap is not None and array.nbytes >= SMALLEST and to in self._lent:
             array = message.array = self._copies.frozen(array)
             if (place := self._heap.place(array)) is not None:
                 start, array = self._heap.sent(place, to), None
         header = encode(message, self._me, -1 if place is None else place, start)
-        with self._busy:
+        self._asked = True
+        with self._lock:
+            self._asked = False
             self._write(connection, header, array)
         if not connection.usable():
             raise self._unreachable(to)
         self.traffic.sent(message, len(header))
 
-    def poll(self, seconds: float | None, also: Collection[int] = ()) -> Message | None:
+    def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
         """The next message from a peer."""
-        until = None if seconds is None else time.monotonic() + seconds
-        with self._busy:
+        self._asked = True
+        with self._lock:
+            self._asked = False
             if also != self._also:
                 self._watch(also)
-            while not self._inbox:
-                self._woken = False
-                self._move(None if until is None else max(0.0, until - time.monotonic()))
-                if not self._inbox and (self._woken or (until is not None and time.monotonic() >= until)):
+            if not self._inbox:
+                self._wait(seconds, wanted)
+                if not self._inbox:
                     return None
             message = self._inbox.popleft()
             if not isinstance(message, Message):
@@ -216,10 +228,36 @@ class StreamBus(Bus):
         self.traffic.received(message)
         return message
 
+    def _wait(self, seconds: float | None, wanted: Wanted | None) -> None:
+        """Wait for the next message, and receive it where it is wanted: nothing is written there afterwards."""
+        now = time.monotonic()
+        until = None if seconds is None else now + seconds
+        self._end_unanswered(now)
+        self._woken = False
+        if wanted is not None and isinstance(wanted.place, np.ndarray) and wanted.place.flags.c_contiguous:
+            self._wanted = wanted
+        try:
+            self._move(seconds)
+            while not (self._inbox or self._woken or (until is not None and time.monotonic() >= until)):
+                self._move(None if until is None else max(0.0, until - time.monotonic()))
+        finally:
+            if self._wanted is not None:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Take what arrives, and does not go to the program now, away from where it is wanted."""
+        placed, placing, self._wanted, self._placed, self._placing = self._placed, self._placing, None, None, None
+        if placed is not None and self._inbox[0] is not placed:
+            placed.array = self._copies.frozen(placed.payload)
+        if placing is not None and placing.body is not None:
+            body = self._copies.room(placing.body.nbytes).data
+            body[: placing.filled] = placing.body[: placing.filled]
+            placing.body = body
+
     def close(self, linger: float) -> None:
         """Close all connections."""
         until = time.monotonic() + linger
-        with self._busy:
+        with self._lock:
             self._closed = True
             while any(one.out for one in self._connections.values()) and time.monotonic() < until:
                 self._move(BRIEF)
@@ -232,17 +270,29 @@ class StreamBus(Bus):
 
     def attend(self) -> bool:
         """Receive and send what the sockets have room for, while the program is elsewhere; whether to come again."""
-        busy = self._busy
-        if not busy.inside and busy.lock.acquire(blocking=False):
+        if not self._asked and self._lock.acquire(blocking=False):
             try:
+                self._end_unanswered(time.monotonic())
                 while self._may_attend() and self._move(0):
                     pass
             finally:
-                busy.lock.release()
+                self._lock.release()
+        self._asked = False
         return not self._closed
 
     def _may_attend(self) -> bool:
-        return not (self._closed or self._busy.inside or self._unread > UNREAD)
+        return not (self._closed or self._asked or self._unread > UNREAD)
+
+    def _end_unanswered(self, now: float) -> None:
+        """Close connections, once a second, whose packets are lost: keepalive sends none while others are under way."""
+        if now < self._looked + 1:
+            return
+        self._looked = now
+        for connection in list(self._connections.values()):
+            if connection.socket.family == socket.AF_INET:
+                *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+                if max(resent, probes) >= UNANSWERED:
+                    self._drop(connection)
 
     def _unreachable(self, peer: Address) -> PeerLost:
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
@@ -274,12 +324,10 @@ class StreamBus(Bus):
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again
-            sock = self._listener.accept()[0]
-            if sum(one.greeting is None for one in self._connections.values()) < STRANGERS:
-                self._add(sock)
-            else:
-                self.rejected += 1
-                sock.close()
+            self._add(self._listener.accept()[0])
+            strangers = [one for one in self._connections.values() if one.greeting is None and one.wanted is None]
+            if len(strangers) > STRANGERS:  # a peer greets at once
+                self._reject(strangers[0])
 
     def _add(self, sock: socket.socket, wanted: Address | None = None) -> _Connection:
         sock.setblocking(False)
@@ -324,6 +372,7 @@ class StreamBus(Bus):
         if connection.open:
             connection.open = False
             connection.out.clear()
+            connection.body = None
             del self._connections[connection.socket.fileno()]
             self._epoll.unregister(connection.socket)
             connection.socket.close()
@@ -337,30 +386,31 @@ class StreamBus(Bus):
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
         """Write a message; what the socket does not take soon is copied, unless nobody can change it, and waits."""
-        if array is None:
-            connection.out.append(memoryview(_PREFIX.pack(len(header), 0) + header))
-            connection.waiting += connection.out[-1].nbytes
-            self._flush(connection)
+        if array is None or array.nbytes < JOINED:
+            follows, data = (0, b"") if array is None else (_PAYLOAD, array.tobytes())
+            self._flush(connection, memoryview(_PREFIX.pack(len(header) | follows, len(data)) + header + data))
             return
         payload = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        connection.out.append(memoryview(_PREFIX.pack(len(header) | _PAYLOAD, payload.nbytes) + header))
-        connection.waiting += connection.out[-1].nbytes + payload.nbytes
-        if payload.nbytes:
-            connection.out.append(payload)
-        self._flush(connection)
-        if connection.out and payload.nbytes >= SMALLEST:
-            until = time.monotonic() + BRIEF + payload.nbytes / FAST
-            while connection.out and self._move(BRIEF) and time.monotonic() < until:
-                pass
-        if connection.out and payload.nbytes and not self._copies.lasting(array):
-            left = connection.out.pop()
-            kept = self._copies.room(left.nbytes)
-            kept[:] = left
-            connection.out.append(kept.data)
+        self._flush(connection, memoryview(_PREFIX.pack(len(header) | _PAYLOAD, payload.nbytes) + header), payload)
+        if not connection.out:
+            return
+        try:
+            if payload.nbytes >= SMALLEST:
+                until = time.monotonic() + BRIEF + payload.nbytes / FAST
+                while connection.out and self._move(BRIEF) and time.monotonic() < until:
+                    pass
+        finally:
+            if connection.out and not self._copies.lasting(array):
+                left = connection.out.pop()
+                kept = self._copies.room(left.nbytes)
+                kept[:] = left
+                connection.out.append(kept.data)
 
-    def _flush(self, connection: _Connection) -> None:
-        """Write what waits, as far as the socket takes it."""
+    def _flush(self, connection: _Connection, *more: memoryview) -> None:
+        """Write what waits, and `more` after it, as far as the socket takes it."""
         out = connection.out
+        out.extend(more)
+        connection.waiting += sum(part.nbytes for part in more)
         try:
             while out:
                 sent = connection.socket.sendmsg([out[0], out[1]] if len(out) > 1 else [out[0]])
@@ -376,7 +426,10 @@ class StreamBus(Bus):
             connection.waiting = 0
             connection.deaf = True
             self._note_end(connection)
-        if connection.armed != bool(out):
+        except BaseException:
+            self._drop(connection)
+            raise
+        if connection.armed != bool(out) and connection.open:
             connection.armed = bool(out)
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if out else 0))
 
@@ -403,6 +456,9 @@ class StreamBus(Bus):
             pass
         except OSError:  # the peer has gone
             self._drop(connection)
+        except BaseException:
+            self._drop(connection)
+            raise
 
     def _parse(self, connection: _Connection) -> None:
         """Deliver the messages that have been read, and make room for the payload that has begun."""
@@ -421,8 +477,8 @@ class StreamBus(Bus):
                 self._deliver(connection, header, None)
                 continue
             connection.ahead = USUAL_HEADER if nbytes > STAGING else STAGING
-            body = self._copies.room(nbytes).data
             here = min(nbytes, end - begin)
+            body = self._room(connection, header, nbytes)
             body[:here], begin = staging[begin : begin + here], begin + here
             if here == nbytes:
                 self._deliver(connection, header, body)
@@ -431,6 +487,22 @@ class StreamBus(Bus):
         if begin < end:
             staging[: end - begin] = staging[begin:end]
         connection.end = end - begin
+
+    def _room(self, connection: _Connection, header: bytes, nbytes: int) -> memoryview:
+        """Where to receive a payload: where the program wants it, if it is what the program waits for."""
+        wanted, greeting = self._wanted, connection.greeting
+        if (
+            wanted is not None
+            and wanted.place is not None
+            and greeting is not None
+            and greeting.source == wanted.source
+            and nbytes == wanted.place.nbytes
+            and not any(isinstance(one, Message) and one.source == wanted.source for one in self._inbox)
+            and announces(header, wanted.tag, wanted.place)
+        ):
+            self._placing = connection
+            return wanted.place.view(np.uint8).data
+        return self._copies.room(nbytes).data
 
     def _sizes_allowed(self, connection: _Connection, length: int, nbytes: int) -> bool:
         if connection.greeting is None:
@@ -455,6 +527,8 @@ class StreamBus(Bus):
                 self._reject(connection)  # it speaks before it was let in
             else:
                 message = decode(header, body, greeting.source, self._me)
+                if self._placing is connection and self._wanted is not None:
+                    message.array, self._placed, self._placing = self._wanted.place, message, None
                 self._unread += message.payload_bytes
                 self._inbox.append(message)
         except ProtocolError as error:

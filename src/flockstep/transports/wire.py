@@ -16,7 +16,7 @@ import numpy as np
 
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
-from flockstep.messages import Address, Message, Note, Notes, node_name, note_kind
+from flockstep.messages import Address, Array, Message, Note, Notes, node_name, note_kind
 from flockstep.transports.shared_heap import Borrowed
 
 PROTOCOL = 3
@@ -126,15 +126,15 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
     )
 
 
-def decode(header: bytes, payload: memoryview | None, sender: Address, me: Identity) -> Message:
-    """The message that `header` and `payload` say; its array is a read-only view of `payload`.
+def decode(header: bytes, payload: memoryview | None, sender: Address, me: Identity, most: int = MAX_HEADER) -> Message:
+    """The message that `header`, of at most `most` bytes, and `payload` say; its array is a view of `payload`.
 
     Raises:
         ProtocolError: anything in it is not as agreed; names the sender, the value and the rule.
     """
     who = node_name(sender)
-    if len(header) > MAX_HEADER:
-        raise ProtocolError(f"{who} sent a header of {len(header)} bytes; at most {MAX_HEADER} are allowed")
+    if len(header) > most:
+        raise ProtocolError(f"{who} sent a header of {len(header)} bytes; at most {most} are allowed")
     head = _read(header, who)
     _check(head, sender, me)
     array = None
@@ -146,6 +146,15 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
     if head.number:
         me.heard[sender] = head.number
     return Message(head.source, head.tag, array, note, head.step, head.number, head.reply_to)
+
+
+def announces(header: bytes, tag: str | None, array: Array) -> bool:
+    """Whether a message with that header, which may be anything, carries the elements that `array` has room for."""
+    try:
+        head = _decoder.decode(header)
+    except (ValueError, RecursionError):
+        return False
+    return head.tag == tag and head.dtype == array.dtype.name and head.size == array.size and not head.reply_to
 
 
 def decode_greeting(header: bytes, me: Identity) -> Message:
