@@ -53,25 +53,25 @@ def went_well(done: Ended) -> None:
 
 
 EVERYTHING = """
-with flockstep.join() as mover:
-    n, rank = mover.workers, mover.rank
+with flockstep.join() as comm:
+    n, rank = comm.workers, comm.rank
     right, left = (rank + 1) % n, (rank - 1) % n
-    mover.serve("square", lambda source, array: array**2 + source)
-    window = mover.window("w", np.zeros((2, 3), np.float32))
+    comm.serve("square", lambda source, array: array**2 + source)
+    window = comm.window("w", np.zeros((2, 3), np.float32))
     for codec in (None, "half"):
         x = np.arange(6.0).reshape(2, 3) + rank
         total = sum(np.arange(6.0).reshape(2, 3) + r for r in range(n))
-        mover.send(right, "x", x, codec)
-        assert (mover.receive("x", left, 30) == x - rank + left).all()
-        assert (mover.request(right, "square", x, codec, 30) == x**2 + rank).all()
-        assert (mover.all_reduce(x, codec=codec) == total).all()
-        assert (mover.all_reduce(x, average=True) == total / n).all()
-        assert (mover.broadcast(x, source=1, codec=codec) == x - rank + 1).all()
-        assert [a[0, 0] for a in mover.all_gather(x, codec)] == list(range(n))
-        assert np.concatenate(mover.all_gather(mover.reduce_scatter(x, codec=codec))).tolist() == total.ravel().tolist()
-        reduced = mover.reduce(x, codec=codec)
+        comm.send(right, "x", x, codec)
+        assert (comm.receive("x", left, 30) == x - rank + left).all()
+        assert (comm.request(right, "square", x, codec, 30) == x**2 + rank).all()
+        assert (comm.all_reduce(x, codec=codec) == total).all()
+        assert (comm.all_reduce(x, average=True) == total / n).all()
+        assert (comm.broadcast(x, source=1, codec=codec) == x - rank + 1).all()
+        assert [a[0, 0] for a in comm.all_gather(x, codec)] == list(range(n))
+        assert np.concatenate(comm.all_gather(comm.reduce_scatter(x, codec=codec))).tolist() == total.ravel().tolist()
+        reduced = comm.reduce(x, codec=codec)
         assert (reduced == total).all() if rank == 0 else reduced is None
-        mover.neighbour_average(x, codec=codec)
+        comm.neighbour_average(x, codec=codec)
         window.put(right, x, codec=codec)
         window.fence()
         assert (window.array == x - rank + left).all()
@@ -80,7 +80,7 @@ with flockstep.join() as mover:
             window.accumulate(to, x, scale=2.0, codec=codec)
         window.fence()
         assert (window.get(right, codec=codec, timeout=30) == total * 2 + x).all()
-        mover.barrier()
+        comm.barrier()
     print("all is well on", rank)
 """
 
@@ -106,7 +106,7 @@ def test_between_hosts_in_namespaces_and_no_bridge_is_left(tmp_path: Path) -> No
     old, made = Path(f"/sys/class/net/fs{pid}"), ["ip", "link", "add", f"fs{pid}", "type", "bridge"]
     if subprocess.run(made, check=False).returncode:
         pytest.skip("this machine allows no bridges")
-    body = "with flockstep.join() as mover:\n    print('sum', mover.all_reduce(np.ones(2)).tolist())"
+    body = "with flockstep.join() as comm:\n    print('sum', comm.all_reduce(np.ones(2)).tolist())"
     done = ended(tmp_path, body, "-n", "2", "--transport", "namespaces")
     went_well(done)
     assert done.out.count("sum [2.0, 2.0]") == 2
@@ -114,23 +114,23 @@ def test_between_hosts_in_namespaces_and_no_bridge_is_left(tmp_path: Path) -> No
 
 
 KILLED = """
-mover = flockstep.join()
-if mover.rank == 2:  # what it had said last would die with it, so it says nothing
+comm = flockstep.join()
+if comm.rank == 2:  # what it had said last would die with it, so it says nothing
     for rank in (0, 1):
-        mover.receive("here", rank)
+        comm.receive("here", rank)
     os.kill(os.getpid(), signal.SIGKILL)
-mover.send(2, "here", np.ones(1))
+comm.send(2, "here", np.ones(1))
 try:
-    mover.receive("never", source=2)
+    comm.receive("never", source=2)
 except PeerLost as error:
     print(error, flush=True)
 try:
-    mover.all_reduce(np.ones(3))
+    comm.all_reduce(np.ones(3))
 except PeerLost as error:
     print("collective:", "worker 2 was killed by SIGKILL" in str(error), flush=True)
-mover.send(1 - mover.rank, "on", np.ones(1))
-mover.receive("on", 1 - mover.rank)
-mover.close()
+comm.send(1 - comm.rank, "on", np.ones(1))
+comm.receive("on", 1 - comm.rank)
+comm.close()
 """
 
 
@@ -146,12 +146,12 @@ def test_a_killed_rank_is_named_and_the_others_may_go_on(tmp_path: Path) -> None
 
 def test_without_a_handler_the_death_ends_the_run_with_its_name(tmp_path: Path) -> None:
     body = """
-mover = flockstep.join()
-if mover.rank == 1:
-    mover.receive("here", 0)
+comm = flockstep.join()
+if comm.rank == 1:
+    comm.receive("here", 0)
     os.kill(os.getpid(), 9)
-mover.send(1, "here", np.ones(1))
-mover.receive("x", 1)
+comm.send(1, "here", np.ones(1))
+comm.receive("x", 1)
 """
     done = ended(tmp_path, body, "-n", "2")
     assert done.code == 1
@@ -159,9 +159,7 @@ mover.receive("x", 1)
 
 
 def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None:
-    body = (
-        "with flockstep.join() as mover:\n    if mover.rank == 1: raise OSError('no disk')\n    mover.receive('x', 1)"
-    )
+    body = "with flockstep.join() as comm:\n    if comm.rank == 1: raise OSError('no disk')\n    comm.receive('x', 1)"
     done = ended(tmp_path, body, "-n", "2")
     assert done.code == 1
     assert "flockstep: worker 1 raised OSError: no disk" in done.err
@@ -192,14 +190,14 @@ from flockstep.strategies.base import Strategy
 params = np.full(20, 1, np.float32)
 arguments = Strategy.parse(STRATEGY), LocalOptimizer(SGD(lr=0.1), params), SGD(lr=0.1)
 loop = Loop(params, np.zeros(20, np.float32), Schema.of({"w": (20,)}), *arguments)
-mover = flockstep.join()
-rank = mover.rank
-inbox = mover.window("inbox", np.zeros(3))
+comm = flockstep.join()
+rank = comm.rank
+inbox = comm.window("inbox", np.zeros(3))
 for step in range(20):
     loop.gradients[:] = params - rank
     loop.step()
-    inbox.accumulate((rank + 1) % mover.workers, np.ones(3))
-    assert mover.all_reduce(np.array(step), name="steps") == step * mover.workers
+    inbox.accumulate((rank + 1) % comm.workers, np.ones(3))
+    assert comm.all_reduce(np.array(step), name="steps") == step * comm.workers
 inbox.fence()
 assert inbox.array.tolist() == [20, 20, 20]
 loop.finish()
@@ -230,15 +228,15 @@ def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) ->
 
 
 AMONG_STRANGERS = """
-with flockstep.join() as mover:
-    mover.barrier()
-    if mover.rank == 0:
+with flockstep.join() as comm:
+    comm.barrier()
+    if comm.rank == 0:
         (HERE / "there").touch()
-    if mover.rank == 0:
+    if comm.rank == 0:
         until("go on")
     for step in range(200):
-        assert mover.all_reduce(np.full(1000, step), name="go").tolist() == [3 * step] * 1000
-    print("undisturbed", mover.rank)
+        assert comm.all_reduce(np.full(1000, step), name="go").tolist() == [3 * step] * 1000
+    print("undisturbed", comm.rank)
 """
 LISTEN = "0A"  # in /proc/net/tcp
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 256, b"\xff" + bytes(8) + b"\x01\x7f\x03\x00NULL" + bytes(64)]

@@ -164,8 +164,8 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 code = "import flockstep; print(flockstep.rank(), flockstep.workers())"
 child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
 said = [place, [int(one) for one in child], [int(os.environ[name]) for name in names]]
-mover = flockstep.join()
-(Path(__file__).parent / f"said-{mover.rank}").write_text(json.dumps(said))
+comm = flockstep.join()
+(Path(__file__).parent / f"said-{comm.rank}").write_text(json.dumps(said))
 """
     assert launched(body, tmp_path, 3).code == 0
     said = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(3)]

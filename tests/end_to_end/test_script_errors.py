@@ -40,7 +40,7 @@ def test_a_wrong_strategy_is_one_sentence(tmp_path):
     "body",
     [
         MODEL + "o = flockstep.distribute(model, optimizer, 'local_sgd'); o.finish(); o.step()",
-        "import flockstep\nwith flockstep.join() as mover:\n    mover.barrier()\nmover.barrier()",
+        "import flockstep\nwith flockstep.join() as comm:\n    comm.barrier()\ncomm.barrier()",
     ],
     ids=["distribute", "join"],
 )

@@ -159,7 +159,7 @@ def test_a_rank_that_never_joins_ends_the_run_in_time(tmp_path: Path) -> None:
     script.write_text(
         "import os, signal, sys\n"
         "if os.environ['RANK'] == '1':\n    signal.pause()\n"
-        "import flockstep\nwith flockstep.join() as mover:\n    mover.barrier()\n"
+        "import flockstep\nwith flockstep.join() as comm:\n    comm.barrier()\n"
     )
     ended = RealRun(["launch", "-n", "2", "--step-timeout", "6", str(script)], tmp_path / "run").end()
     assert ended.code == 1

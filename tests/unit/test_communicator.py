@@ -123,7 +123,7 @@ def test_a_handler_answers_on_a_thread_of_its_own_and_its_errors_travel_back(thr
 
 
 def test_requests_that_nothing_serves_wait_for_an_answer(three: Group) -> None:
-    asked = three.start(lambda mover: mover.request(1, "later", np.arange(3), timeout=PATIENCE), 0, 2)
+    asked = three.start(lambda comm: comm.request(1, "later", np.arange(3), timeout=PATIENCE), 0, 2)
     sources = []
     for _ in range(2):
         request = three.ranks[1].next_request("later", timeout=PATIENCE)
@@ -131,15 +131,15 @@ def test_requests_that_nothing_serves_wait_for_an_answer(three: Group) -> None:
         three.ranks[1].reply(request, request.array + request.source)
     assert sorted(sources) == [0, 2]
     assert [future.result(PATIENCE).tolist() for future in asked] == [[0, 1, 2], [2, 3, 4]]
-    early = three.start(lambda mover: mover.request(1, "early", np.ones(1), timeout=PATIENCE), 0)
+    early = three.start(lambda comm: comm.request(1, "early", np.ones(1), timeout=PATIENCE), 0)
     three.ranks[1].serve("early", lambda source, array: array + 1)
     assert early[0].result(PATIENCE).tolist() == [2]
 
 
 def test_four_threads_send_at_once(three: Group) -> None:
-    def send(mover: Communicator, thread: int) -> None:
+    def send(comm: Communicator, thread: int) -> None:
         for number in range(100):
-            mover.send(1, f"thread {thread}", np.full(thread + 1, number))
+            comm.send(1, f"thread {thread}", np.full(thread + 1, number))
 
     threads = [threading.Thread(target=send, args=(three.ranks[0], number)) for number in range(4)]
     for one in threads:
@@ -152,7 +152,7 @@ def test_four_threads_send_at_once(three: Group) -> None:
 def test_much_more_than_may_be_under_way_arrives(three: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flockstep.communicator.engine.AHEAD", 1 << 20)
     array = np.arange(100_000, dtype=np.float64)
-    sent = three.start(lambda mover: [mover.send(1, "much", array + k) for k in range(30)], 0)
+    sent = three.start(lambda comm: [comm.send(1, "much", array + k) for k in range(30)], 0)
     for k in range(30):
         assert three.ranks[1].receive("much", 0, PATIENCE)[0] == k
     sent[0].result(PATIENCE)
@@ -170,18 +170,18 @@ def test_a_wait_ends_after_its_timeout_and_takes_nothing_away(three: Group) -> N
 
 
 def test_misuse_is_named(three: Group) -> None:
-    mover = three.ranks[0]
+    comm = three.ranks[0]
     wrong: list[tuple[Any, str]] = [
-        (lambda: mover.send(3, "x", np.ones(1)), r"a rank must be one of 0..2, got 3"),
-        (lambda: mover.receive("x", -1), r"a rank must be one of 0..2, got -1"),
-        (lambda: mover.send(1, "x", np.array([None])), "an array must be one of .*, got object; convert it"),
-        (lambda: mover.send(1, "x", np.zeros(MOST)), "at most 1048576 bytes, got 8388608; send it in parts"),
-        (lambda: mover.send(1, "x", np.ones(1), codec="haff"), "did you mean 'half'"),
-        (lambda: mover.send(1, "x", np.arange(3), codec="half"), "codec half takes float16, .*, got int64; leave"),
-        (lambda: mover.send(1, "n" * 300, np.ones(1)), "a name has at most 200 characters, got 300"),
-        (lambda: mover.all_reduce(np.arange(3), average=True), "a mean needs floating-point numbers, got int64"),
-        (lambda: mover.all_reduce(np.ones(3), collective="rnig"), "did you mean 'ring'"),
-        (lambda: mover.window("w", np.ones((4, 4))[::2, ::2]), "contiguous and writable; pass a copy"),
+        (lambda: comm.send(3, "x", np.ones(1)), r"a rank must be one of 0..2, got 3"),
+        (lambda: comm.receive("x", -1), r"a rank must be one of 0..2, got -1"),
+        (lambda: comm.send(1, "x", np.array([None])), "an array must be one of .*, got object; convert it"),
+        (lambda: comm.send(1, "x", np.zeros(MOST)), "at most 1048576 bytes, got 8388608; send it in parts"),
+        (lambda: comm.send(1, "x", np.ones(1), codec="haff"), "did you mean 'half'"),
+        (lambda: comm.send(1, "x", np.arange(3), codec="half"), "codec half takes float16, .*, got int64; leave"),
+        (lambda: comm.send(1, "n" * 300, np.ones(1)), "a name has at most 200 characters, got 300"),
+        (lambda: comm.all_reduce(np.arange(3), average=True), "a mean needs floating-point numbers, got int64"),
+        (lambda: comm.all_reduce(np.ones(3), collective="rnig"), "did you mean 'ring'"),
+        (lambda: comm.window("w", np.ones((4, 4))[::2, ::2]), "contiguous and writable; pass a copy"),
     ]
     for call, text in wrong:
         with pytest.raises(ConfigurationError, match=text):
@@ -266,8 +266,8 @@ def test_what_a_window_is_asked_is_checked(changes: dict[str, Any]) -> None:
 def test_a_lost_rank_is_named_to_all_who_need_it() -> None:
     with communicators(3) as group:
         group.ranks[2].send(0, "before", np.ones(1))
-        waiting = group.start(lambda mover: mover.receive("grad", 2), 0, 1)
-        summing = group.start(lambda mover: mover.all_reduce(np.ones(3), name="sum"), 0, 1)
+        waiting = group.start(lambda comm: comm.receive("grad", 2), 0, 1)
+        summing = group.start(lambda comm: comm.all_reduce(np.ones(3), name="sum"), 0, 1)
         group.lose(2, "worker 2 was killed by SIGKILL")
         for rank, future in enumerate(waiting):
             error = future.exception(PATIENCE)
@@ -286,7 +286,7 @@ def test_a_lost_rank_is_named_to_all_who_need_it() -> None:
 def test_who_has_left_is_missed_but_serves_until_all_have() -> None:
     with communicators(2) as group:
         group.ranks[1].serve("name", lambda source, array: np.array(7))
-        closing = group.start(lambda mover: mover.close(), 1)
+        closing = group.start(lambda comm: comm.close(), 1)
         with pytest.raises(PeerLost, match="worker 1 has left; worker 0 waited for 'x'"):
             group.ranks[0].receive("x", 1, PATIENCE)
         with pytest.raises(PeerLost, match="everyone else has left while worker 0 waited for 'x'"):
@@ -299,11 +299,11 @@ def test_who_has_left_is_missed_but_serves_until_all_have() -> None:
         assert not closing[0].done()
         group.ranks[0].close()
         closing[0].result(PATIENCE)
-        for mover in group.ranks:
+        for comm in group.ranks:
             with pytest.raises(ConfigurationError, match="this communicator is closed"):
-                mover.send(0, "x", np.ones(1))
+                comm.send(0, "x", np.ones(1))
             with pytest.raises(ConfigurationError, match="this communicator is closed"):
-                mover.barrier()
+                comm.barrier()
 
 
 def test_a_peer_that_is_not_connected_for_a_moment_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_what_waits_for_a_rank_that_dies_is_dropped(monkeypatch: pytest.MonkeyPa
             return send(to, message)
 
         monkeypatch.setattr(endpoint, "send", unreachable)
-        asked = group.start(lambda mover: mover.request(1, "x"), 0)
+        asked = group.start(lambda comm: comm.request(1, "x"), 0)
         group.lose(1, "worker 1 was killed by SIGKILL")
         assert "worker 1 was killed by SIGKILL" in str(asked[0].exception(PATIENCE))
         group.ranks[0].send(2, "y", np.ones(1))
@@ -384,7 +384,7 @@ def test_what_cannot_be_delivered_before_the_end_is_said(monkeypatch: pytest.Mon
 
 def test_a_supervisor_s_stop_ends_every_wait() -> None:
     with communicators(2) as group:
-        waiting = group.start(lambda mover: mover.receive("x"), 0)
+        waiting = group.start(lambda comm: comm.receive("x"), 0)
         group.say(0, "stop", {"reason": "the run was ended"})
         assert "the run was ended" in str(waiting[0].exception(PATIENCE))
         with pytest.raises(flockstep_errors().Interrupted):
@@ -398,25 +398,25 @@ def flockstep_errors() -> Any:
 
 
 def test_alone_everything_works() -> None:
-    with flockstep.join() as mover:
-        assert (mover.rank, mover.workers) == (0, 1)
+    with flockstep.join() as comm:
+        assert (comm.rank, comm.workers) == (0, 1)
         array = sample((2, 3), np.float32)
-        mover.send(0, "x", array)
-        assert same(mover.receive("x"), array)
-        mover.serve("twice", lambda source, given: given * 2)
-        assert same(mover.request(0, "twice", array), array * 2)
-        window = mover.window("w", np.zeros(6))
+        comm.send(0, "x", array)
+        assert same(comm.receive("x"), array)
+        comm.serve("twice", lambda source, given: given * 2)
+        assert same(comm.request(0, "twice", array), array * 2)
+        window = comm.window("w", np.zeros(6))
         window.accumulate(0, array, scale=2.0)
         window.fence()
         assert np.allclose(window.get(0), 2 * array.reshape(-1))
-        for total in (mover.all_reduce(array), mover.reduce(array), mover.neighbour_average(array)):
+        for total in (comm.all_reduce(array), comm.reduce(array), comm.neighbour_average(array)):
             assert same(total, array)
-        assert same(mover.broadcast(array), array)
-        assert same(mover.all_gather(array)[0], array)
-        assert same(mover.reduce_scatter(array), array.reshape(-1))
-        assert same(mover.all_reduce(array, codec="half", average=True), array.astype("f2").astype("f4"))
-        mover.barrier()
+        assert same(comm.broadcast(array), array)
+        assert same(comm.all_gather(array)[0], array)
+        assert same(comm.reduce_scatter(array), array.reshape(-1))
+        assert same(comm.all_reduce(array, codec="half", average=True), array.astype("f2").astype("f4"))
+        comm.barrier()
     with pytest.raises(ConfigurationError, match="this communicator is closed"):
-        mover.barrier()
+        comm.barrier()
     with pytest.raises(ConfigurationError, match="max_bytes must be >= 1, got 0"):
         flockstep.join(0)

@@ -40,21 +40,21 @@ def ring_sum(n, size):
 def test_a_sum_in_place_has_the_bits_of_a_ring(group, shape):
     n, size = len(group.ranks), int(np.prod(shape))
 
-    def program(mover):
-        array = mover.shared(shape)
-        array.reshape(-1)[:] = rows(n, size)[mover.rank]
-        assert mover.all_reduce(array, out=array) is array
+    def program(comm):
+        array = comm.shared(shape)
+        array.reshape(-1)[:] = rows(n, size)[comm.rank]
+        assert comm.all_reduce(array, out=array) is array
         return array.tobytes(), array.shape
 
     assert group.run(program) == [(ring_sum(n, size).tobytes(), shape)] * n
 
 
 def test_a_mean_and_arrays_one_after_the_other(group):
-    def program(mover):
-        one, two = mover.shared(3), mover.shared((2, 2), "float64")
-        one[:], two[:] = mover.rank, 10
-        mover.all_reduce(two, out=two, average=True)
-        mover.all_reduce(one, out=one)
+    def program(comm):
+        one, two = comm.shared(3), comm.shared((2, 2), "float64")
+        one[:], two[:] = comm.rank, 10
+        comm.all_reduce(two, out=two, average=True)
+        comm.all_reduce(one, out=one)
         return one.tolist(), two.tolist()
 
     n = len(group.ranks)
@@ -62,10 +62,10 @@ def test_a_mean_and_arrays_one_after_the_other(group):
 
 
 def test_a_sum_that_is_not_in_place_leaves_the_array(group):
-    def program(mover):
-        array = mover.shared(4)
+    def program(comm):
+        array = comm.shared(4)
         array[:] = 1
-        return mover.all_reduce(array).tolist(), array.tolist()
+        return comm.all_reduce(array).tolist(), array.tolist()
 
     n = len(group.ranks)
     assert group.run(program) == [([n] * 4, [1] * 4)] * n
@@ -74,15 +74,15 @@ def test_a_sum_that_is_not_in_place_leaves_the_array(group):
 def test_windows_reach_the_others_memory_at_once(group):
     n = len(group.ranks)
 
-    def program(mover):
-        window = mover.window("w", mover.shared((2, 3)))
-        right = (mover.rank + 1) % n
-        window.put(right, np.full(2, mover.rank), offset=1)
+    def program(comm):
+        window = comm.window("w", comm.shared((2, 3)))
+        right = (comm.rank + 1) % n
+        window.put(right, np.full(2, comm.rank), offset=1)
         window.accumulate(right, np.ones(2), offset=4, scale=2.5)
-        assert window.get(right, 1, 2).tolist() == [mover.rank] * 2
+        assert window.get(right, 1, 2).tolist() == [comm.rank] * 2
         window.fence()
-        whole = window.get(mover.rank)
-        half = window.get(mover.rank, codec="half")
+        whole = window.get(comm.rank)
+        half = window.get(comm.rank, codec="half")
         window.close()
         return whole.tolist(), half.tolist()
 
@@ -94,8 +94,8 @@ def test_windows_reach_the_others_memory_at_once(group):
 def test_what_all_add_at_the_same_time_is_all_in_the_sum(group):
     n = len(group.ranks)
 
-    def program(mover):
-        window = mover.window("w", mover.shared(1000))
+    def program(comm):
+        window = comm.window("w", comm.shared(1000))
 
         def add():
             for _ in range(100):
@@ -116,32 +116,32 @@ def test_without_a_lock_additions_would_be_lost(group, monkeypatch):
     """The control of the test above: a read, a pause in which others run, a write."""
     n = len(group.ranks)
 
-    def program(mover):
-        array = mover.shared(1)
-        window = mover.window("w", array)
+    def program(comm):
+        array = comm.shared(1)
+        window = comm.window("w", array)
         target = window._shared.group.at(0, array)
         for _ in range(50):
             seen = float(target[0])
-            mover.barrier()
+            comm.barrier()
             target[0] = seen + 1
-            mover.barrier()
+            comm.barrier()
         return float(target[0])
 
     assert group.run(program) == [50.0] * n
 
 
 def test_a_codec_does_to_a_shared_window_what_it_does_on_the_way(group):
-    def program(mover):
-        window = mover.window("w", mover.shared(3))
-        window.accumulate(mover.rank, np.float32([0.1, 1, 2]), codec="half")
+    def program(comm):
+        window = comm.window("w", comm.shared(3))
+        window.accumulate(comm.rank, np.float32([0.1, 1, 2]), codec="half")
         return window.array.tolist()
 
     assert group.run(program)[0] == np.float32([np.float16(0.1), 1, 2]).tolist()
 
 
 def test_local_keeps_others_out(group):
-    def program(mover):
-        window = mover.window("w", mover.shared(2))
+    def program(comm):
+        window = comm.window("w", comm.shared(2))
         with window.local() as array:
             array += 1
             with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
@@ -153,11 +153,11 @@ def test_local_keeps_others_out(group):
 
 
 def test_wrong_shapes_and_types_are_refused(group):
-    def program(mover):
+    def program(comm):
         for shape, dtype in ((3, "int32"), (-1, "float32"), (1 << 40, "float32")):
             with pytest.raises(ConfigurationError):
-                mover.shared(shape, dtype)
-        window = mover.window("w", mover.shared(3))
+                comm.shared(shape, dtype)
+        window = comm.window("w", comm.shared(3))
         with pytest.raises(ConfigurationError, match="stay inside"):
             window.put(0, np.zeros(4))
         with pytest.raises(ConfigurationError, match="a rank must be one of"):
@@ -167,34 +167,34 @@ def test_wrong_shapes_and_types_are_refused(group):
 
 
 def test_ranks_that_want_different_shapes_hear_of_it(group):
-    futures = group.start(lambda mover: mover.shared(3 + mover.rank))
+    futures = group.start(lambda comm: comm.shared(3 + comm.rank))
     assert all(isinstance(future.exception(30), ConfigurationError) for future in futures)
 
 
 def test_sums_of_different_arrays_at_the_same_time_are_noticed():
     with communicators(2) as pair:
 
-        def program(mover):
-            one = mover.shared(2000)
-            mover._shared[id(one)].flat = one[: 2000 - mover.rank]
-            mover.all_reduce(one, out=one)
+        def program(comm):
+            one = comm.shared(2000)
+            comm._shared[id(one)].flat = one[: 2000 - comm.rank]
+            comm.all_reduce(one, out=one)
 
         assert {type(future.exception(30)) for future in pair.start(program)} == {ProtocolError}
 
 
 def test_a_dead_rank_ends_the_wait():
     with communicators(2) as pair:
-        arrays = pair.run(lambda mover: mover.shared(5))
-        waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
+        arrays = pair.run(lambda comm: comm.shared(5))
+        waiting = pair.start(lambda comm: comm.all_reduce(arrays[0], out=arrays[0]), 0)
         pair.lose(1, "worker 1 was killed")
         assert isinstance(waiting[0].exception(30), PeerLost)
 
 
 def test_a_rank_that_is_closing_ends_the_wait():
     with communicators(2) as pair:
-        arrays = pair.run(lambda mover: mover.shared(5))
-        closing = pair.start(lambda mover: mover.close(), 1)
-        waiting = pair.start(lambda mover: mover.all_reduce(arrays[0], out=arrays[0]), 0)
+        arrays = pair.run(lambda comm: comm.shared(5))
+        closing = pair.start(lambda comm: comm.close(), 1)
+        waiting = pair.start(lambda comm: comm.all_reduce(arrays[0], out=arrays[0]), 0)
         error = waiting[0].exception(PATIENCE)
         assert isinstance(error, PeerLost)
         assert "worker 1 has left; worker 0 waited for it in an all-reduce" in str(error)
@@ -202,11 +202,11 @@ def test_a_rank_that_is_closing_ends_the_wait():
 
 
 def test_who_leaves_right_after_its_last_sum_took_part_in_it(group):
-    def program(mover):
-        array = mover.shared(2000)
+    def program(comm):
+        array = comm.shared(2000)
         array[:] = 1
-        mover.all_reduce(array, out=array)
-        mover.close()
+        comm.all_reduce(array, out=array)
+        comm.close()
         return float(array[0])
 
     n = len(group.ranks)
@@ -215,7 +215,7 @@ def test_who_leaves_right_after_its_last_sum_took_part_in_it(group):
 
 def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
     with communicators(2) as pair:
-        arrays = pair.run(lambda mover: mover.shared(5))
+        arrays = pair.run(lambda comm: comm.shared(5))
         with pytest.raises(TimedOut, match=r"worker 0 waited 0\.05 s for the others in an all-reduce"):
             pair.ranks[0].all_reduce(arrays[0], out=arrays[0], timeout=0.05)
         with pytest.raises(TimedOut, match=r"given up before.*make a new one on all ranks"):
@@ -225,17 +225,17 @@ def test_a_sum_ends_after_its_timeout_and_leaves_the_array_useless():
 def test_sums_and_means_of_the_same_array_are_told_apart():
     with communicators(2) as pair:
 
-        def program(mover):
-            array = mover.shared(2000)
-            mover.all_reduce(array, out=array, average=mover.rank == 0)
+        def program(comm):
+            array = comm.shared(2000)
+            comm.all_reduce(array, out=array, average=comm.rank == 0)
 
         assert {type(future.exception(30)) for future in pair.start(program)} == {ProtocolError}
 
 
 def test_two_windows_on_one_array_keep_each_other_out():
-    with join() as mover:
-        array = mover.shared(4)
-        one, two = mover.window("one", array), mover.window("two", array)
+    with join() as comm:
+        array = comm.shared(4)
+        one, two = comm.window("one", array), comm.window("two", array)
         inside, done = Event(), Event()
 
         def add():
@@ -254,12 +254,12 @@ def test_two_windows_on_one_array_keep_each_other_out():
 
 
 def test_inside_local_nothing_waits_for_itself():
-    with join() as mover:
-        window = mover.window("w", mover.shared(2))
+    with join() as comm:
+        window = comm.window("w", comm.shared(2))
 
         def program():
             with window.local():
-                for call in (lambda: window.get(0), lambda: mover.close(), lambda: window.put(0, np.zeros(1))):
+                for call in (lambda: window.get(0), lambda: comm.close(), lambda: window.put(0, np.zeros(1))):
                     with pytest.raises(ConfigurationError, match=r"local\(\) is held here"):
                         call()
             done.set()
@@ -271,7 +271,7 @@ def test_inside_local_nothing_waits_for_itself():
 
 def test_a_dead_rank_s_window_is_not_reached():
     with communicators(2) as pair:
-        windows = pair.run(lambda mover: mover.window("w", mover.shared(5)))
+        windows = pair.run(lambda comm: comm.window("w", comm.shared(5)))
         pair.lose(1, "worker 1 was killed")
         with pytest.raises(PeerLost, match="worker 1 was killed"):
             pair.ranks[0].receive("x", 1, PATIENCE)
@@ -284,12 +284,12 @@ def test_a_dead_rank_s_window_is_not_reached():
 def test_a_shared_array_is_no_larger_than_what_travels():
     with communicators(2, 4096) as pair:
 
-        def program(mover):
+        def program(comm):
             for shape in (1025, (1 << 32, 1 << 32)):
                 with pytest.raises(ConfigurationError, match="at most 4096 bytes"):
-                    mover.shared(shape)
-            array = mover.shared(1024)
-            mover.all_reduce(array, out=array)
+                    comm.shared(shape)
+            array = comm.shared(1024)
+            comm.all_reduce(array, out=array)
 
         pair.run(program)
 
@@ -304,29 +304,29 @@ def test_where_one_rank_cannot_attach_all_hear_of_it(group, monkeypatch):
 
     monkeypatch.setattr("flockstep.communicator.communicator.attached", attached)
 
-    def program(mover):
+    def program(comm):
         with pytest.raises(CompositionError):
-            mover.shared(10, timeout=PATIENCE)
-        return mover.all_reduce(np.ones(2)).tolist()
+            comm.shared(10, timeout=PATIENCE)
+        return comm.all_reduce(np.ones(2)).tolist()
 
     n = len(group.ranks)
     assert group.run(program) == [[n, n]] * n
 
 
 def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
-    def program(mover):
-        array, before = mover.shared(10_001), totals(mover)
-        mover.all_reduce(array, out=array)
-        middle = totals(mover)
-        mover.all_reduce(array)
-        after = totals(mover)
+    def program(comm):
+        array, before = comm.shared(10_001), totals(comm)
+        comm.all_reduce(array, out=array)
+        middle = totals(comm)
+        comm.all_reduce(array)
+        after = totals(comm)
         return tuple(np.subtract(middle, before)), tuple(np.subtract(after, middle))
 
-    def totals(mover):
-        mover.barrier()
-        account = mover._engine.runner.account
+    def totals(comm):
+        comm.barrier()
+        account = comm._engine.runner.account
         found = account.traffic.sent_bytes, account.traffic.received_bytes
-        mover.barrier()
+        comm.barrier()
         return found
 
     for shared, ring in group.run(program):
@@ -335,10 +335,10 @@ def test_sums_in_memory_are_on_the_books_as_those_of_a_ring(group):
 
 
 def test_alone_everything_works_too():
-    with join() as mover:
-        array = mover.shared((2, 2))
+    with join() as comm:
+        array = comm.shared((2, 2))
         array[:] = 3
-        assert mover.all_reduce(array, out=array, average=True).tolist() == [[3.0, 3.0]] * 2
-        window = mover.window("w", array)
+        assert comm.all_reduce(array, out=array, average=True).tolist() == [[3.0, 3.0]] * 2
+        window = comm.window("w", array)
         window.accumulate(0, np.ones(4))
         assert window.get(0).tolist() == [[4.0, 4.0]] * 2

@@ -45,50 +45,50 @@ def equal(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int32])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_all_reduce_gives_everyone_the_sum(three: Group, shape: Any, dtype: Any, collective: str) -> None:
-    sums = three.run(lambda mover: mover.all_reduce(part(mover.rank, shape, dtype), collective))
+    sums = three.run(lambda comm: comm.all_reduce(part(comm.rank, shape, dtype), collective))
     assert all(equal(one, total(shape, dtype)) for one in sums)
 
 
 def test_all_reduce_leaves_its_array_alone_unless_it_is_to_hold_the_sum(three: Group) -> None:
-    def program(mover: Communicator) -> None:
-        array, other = part(mover.rank), np.zeros((5, 4)).T
-        assert mover.all_reduce(array, out=other) is other
-        assert equal(array, part(mover.rank))
+    def program(comm: Communicator) -> None:
+        array, other = part(comm.rank), np.zeros((5, 4)).T
+        assert comm.all_reduce(array, out=other) is other
+        assert equal(array, part(comm.rank))
         assert equal(other, total())
-        assert mover.all_reduce(array, out=array, average=True) is array
+        assert comm.all_reduce(array, out=array, average=True) is array
         assert np.allclose(array, total() / N)
-        half = part(mover.rank)
-        assert mover.all_reduce(half, codec="half", out=half) is half
+        half = part(comm.rank)
+        assert comm.all_reduce(half, codec="half", out=half) is half
         assert equal(half, total())
 
     three.run(program)
 
 
 def test_the_other_collectives_give_what_they_say(three: Group) -> None:
-    def program(mover: Communicator) -> None:
-        array, rank = part(mover.rank), mover.rank
+    def program(comm: Communicator) -> None:
+        array, rank = part(comm.rank), comm.rank
         for codec in (None, "half"):
             share = slices(20, N)[rank]
-            assert equal(mover.reduce_scatter(array, codec=codec), total().reshape(-1)[share])
-            reduced = mover.reduce(array, to=1, codec=codec)
+            assert equal(comm.reduce_scatter(array, codec=codec), total().reshape(-1)[share])
+            reduced = comm.reduce(array, to=1, codec=codec)
             assert equal(reduced, total()) if rank == 1 else reduced is None
-            assert equal(mover.broadcast(array if rank == 2 else None, source=2, codec=codec), part(2))
-            gathered = mover.all_gather(part(rank, (rank + 1, 2)), codec=codec)
+            assert equal(comm.broadcast(array if rank == 2 else None, source=2, codec=codec), part(2))
+            gathered = comm.all_gather(part(rank, (rank + 1, 2)), codec=codec)
             assert all(equal(one, part(r, (r + 1, 2))) for r, one in enumerate(gathered))
             for topology in ("ring", "star", "one_peer_exponential"):
                 for weights in Topology.parse(topology).schedule(N):
-                    got = mover.neighbour_average(array, topology, codec=codec, name=f"{topology} {codec}")
+                    got = comm.neighbour_average(array, topology, codec=codec, name=f"{topology} {codec}")
                     assert np.allclose(got, np.tensordot(weights, [part(r) for r in range(N)], 1)[rank])
-        mover.barrier()
+        comm.barrier()
 
     three.run(program)
 
 
 def test_residual_feedback_sends_later_what_a_codec_left_out(three: Group) -> None:
-    def program(mover: Communicator) -> Any:
+    def program(comm: Communicator) -> Any:
         array = np.full(5, 1 + 2.0**-13)
-        sums = [mover.all_reduce(array, codec="half", feedback="residual", name="kept") for _ in range(16)]
-        plain = [mover.all_reduce(array, codec="half", name="dropped") for _ in range(16)]
+        sums = [comm.all_reduce(array, codec="half", feedback="residual", name="kept") for _ in range(16)]
+        plain = [comm.all_reduce(array, codec="half", name="dropped") for _ in range(16)]
         return np.sum(sums, axis=0), np.sum(plain, axis=0)
 
     true = 16 * N * (1 + 2.0**-13)
@@ -97,14 +97,14 @@ def test_residual_feedback_sends_later_what_a_codec_left_out(three: Group) -> No
 
 
 def test_two_named_collectives_go_on_at_once_in_any_order(three: Group) -> None:
-    def program(mover: Communicator) -> None:
+    def program(comm: Communicator) -> None:
         def many(name: str, scale: int, out: list[Any]) -> None:
-            out.extend(mover.all_reduce(part(mover.rank) * scale, name=name) for _ in range(20))
+            out.extend(comm.all_reduce(part(comm.rank) * scale, name=name) for _ in range(20))
 
         results: dict[str, list[Any]] = {"a": [], "b": []}
         jobs = [("a", 1), ("b", 3)]
         threads = [
-            threading.Thread(target=many, args=(*job, results[job[0]])) for job in jobs[:: 1 - 2 * mover.rank % 2]
+            threading.Thread(target=many, args=(*job, results[job[0]])) for job in jobs[:: 1 - 2 * comm.rank % 2]
         ]
         for one in threads:
             one.start()
@@ -120,23 +120,23 @@ def test_two_named_collectives_go_on_at_once_in_any_order(three: Group) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        lambda mover: mover.all_reduce(np.ones(4), name="mixed", timeout=PATIENCE),
-        lambda mover: mover.all_reduce(np.ones(3, np.float32), name="mixed", timeout=PATIENCE),
-        lambda mover: mover.all_reduce(np.ones(3), "recursive_doubling", name="mixed", timeout=PATIENCE),
-        lambda mover: mover.all_reduce(np.ones(3), codec="half", name="mixed", timeout=PATIENCE),
-        lambda mover: mover.broadcast(np.ones(3), 1, name="mixed", timeout=PATIENCE),
-        lambda mover: mover.barrier("mixed", timeout=PATIENCE),
+        lambda comm: comm.all_reduce(np.ones(4), name="mixed", timeout=PATIENCE),
+        lambda comm: comm.all_reduce(np.ones(3, np.float32), name="mixed", timeout=PATIENCE),
+        lambda comm: comm.all_reduce(np.ones(3), "recursive_doubling", name="mixed", timeout=PATIENCE),
+        lambda comm: comm.all_reduce(np.ones(3), codec="half", name="mixed", timeout=PATIENCE),
+        lambda comm: comm.broadcast(np.ones(3), 1, name="mixed", timeout=PATIENCE),
+        lambda comm: comm.barrier("mixed", timeout=PATIENCE),
     ],
 )
 def test_ranks_that_call_different_things_hear_of_it(three: Group, other: Any) -> None:
-    def program(mover: Communicator) -> Any:
-        return other(mover) if mover.rank == 1 else mover.all_reduce(np.ones(3), name="mixed", timeout=PATIENCE)
+    def program(comm: Communicator) -> Any:
+        return other(comm) if comm.rank == 1 else comm.all_reduce(np.ones(3), name="mixed", timeout=PATIENCE)
 
     errors = [future.exception(PATIENCE) for future in three.start(program)]
     assert any(isinstance(error, ConfigurationError) for error in errors)
     assert "call the same collectives in the same order on every worker, or give each a name" in str(errors)
     assert all(error is None or "calls" in str(error) for error in errors)
-    assert all(equal(one, total()) for one in three.run(lambda mover: mover.all_reduce(part(mover.rank), name="mixed")))
+    assert all(equal(one, total()) for one in three.run(lambda comm: comm.all_reduce(part(comm.rank), name="mixed")))
 
 
 def test_who_comes_late_is_told_that_the_others_gave_up(three: Group) -> None:
@@ -149,15 +149,15 @@ def test_who_comes_late_is_told_that_the_others_gave_up(three: Group) -> None:
 
 
 def test_what_all_ranks_accumulate_at_once_is_all_in_the_sum(three: Group) -> None:
-    def program(mover: Communicator) -> Any:
-        window = mover.window("sum", np.zeros((4, 5), np.float32))
-        threads = [threading.Thread(target=add, args=(window, mover.rank)) for _ in range(2)]
+    def program(comm: Communicator) -> Any:
+        window = comm.window("sum", np.zeros((4, 5), np.float32))
+        threads = [threading.Thread(target=add, args=(window, comm.rank)) for _ in range(2)]
         for one in threads:
             one.start()
         for one in threads:
             one.join(PATIENCE)
         window.fence()
-        result = window.array.copy(), window.get((mover.rank + 1) % N)
+        result = window.array.copy(), window.get((comm.rank + 1) % N)
         window.close()
         return result
 
@@ -176,9 +176,9 @@ def test_what_all_ranks_accumulate_at_once_is_all_in_the_sum(three: Group) -> No
 
 @pytest.mark.parametrize("codec", [None, "half"])
 def test_after_a_fence_what_anyone_put_is_everywhere(three: Group, codec: str | None) -> None:
-    def program(mover: Communicator) -> None:
-        window = mover.window("turns", np.zeros((N, 2000), np.float32))
-        rank = mover.rank
+    def program(comm: Communicator) -> None:
+        window = comm.window("turns", np.zeros((N, 2000), np.float32))
+        rank = comm.rank
         for turn in range(10):
             for to in range(N):
                 window.put(to, np.full(2000, 100.0 * turn + rank), offset=2000 * rank, codec=codec)
@@ -196,13 +196,13 @@ def test_after_a_fence_what_anyone_put_is_everywhere(three: Group, codec: str | 
 def test_a_window_makes_progress_while_its_owner_computes(three: Group) -> None:
     reached = threading.Event()
 
-    def program(mover: Communicator) -> None:
-        window = mover.window("busy", np.zeros(3))
-        if mover.rank == 0:
-            while not reached.is_set():  # never calls the mover
+    def program(comm: Communicator) -> None:
+        window = comm.window("busy", np.zeros(3))
+        if comm.rank == 0:
+            while not reached.is_set():  # never calls the comm
                 np.sqrt(np.arange(1000.0)).sum()
             assert window.array.tolist() == [5, 5, 5]
-        if mover.rank == 1:
+        if comm.rank == 1:
             window.put(0, np.full(3, 5))
             assert window.get(0, timeout=PATIENCE).tolist() == [5, 5, 5]
             reached.set()
@@ -214,22 +214,22 @@ def test_a_window_makes_progress_while_its_owner_computes(three: Group) -> None:
 def test_nothing_happens_to_a_window_while_its_owner_holds_it(three: Group) -> None:
     held, asked = threading.Event(), threading.Event()
 
-    def program(mover: Communicator) -> None:
-        window = mover.window("held", np.zeros(3))
-        if mover.rank == 0:
+    def program(comm: Communicator) -> None:
+        window = comm.window("held", np.zeros(3))
+        if comm.rank == 0:
             with window.local() as array:
                 held.set()
                 assert asked.wait(PATIENCE)
                 assert array.tolist() == [0, 0, 0]
                 array += 1
                 with pytest.raises(ConfigurationError, match=r"local.* is held here"):
-                    mover.barrier()
-        if mover.rank == 1:
+                    comm.barrier()
+        if comm.rank == 1:
             assert held.wait(PATIENCE)
             window.accumulate(0, np.ones(3))
             asked.set()
         window.fence()
-        if mover.rank == 0:
+        if comm.rank == 0:
             assert window.array.tolist() == [2, 2, 2]
         window.close()
 
@@ -237,17 +237,17 @@ def test_nothing_happens_to_a_window_while_its_owner_holds_it(three: Group) -> N
 
 
 def test_windows_that_differ_are_refused_and_their_name_is_free_again(three: Group) -> None:
-    def differing(mover: Communicator) -> Any:
-        return mover.window("odd", np.zeros(3 + (mover.rank == 2)), timeout=PATIENCE)
+    def differing(comm: Communicator) -> Any:
+        return comm.window("odd", np.zeros(3 + (comm.rank == 2)), timeout=PATIENCE)
 
     errors = [future.exception(PATIENCE) for future in three.start(differing)]
     assert all(isinstance(error, ConfigurationError) for error in errors)
     assert "window 'odd' of float64 (4,)" in str(errors)
 
-    def program(mover: Communicator) -> None:
-        window = mover.window("odd", np.zeros(3))
+    def program(comm: Communicator) -> None:
+        window = comm.window("odd", np.zeros(3))
         with pytest.raises(ConfigurationError, match="there is a window 'odd' already"):
-            mover.window("odd", np.zeros(3))
+            comm.window("odd", np.zeros(3))
         for call in (
             lambda: window.put(0, np.ones(4)),
             lambda: window.accumulate(1, np.ones(2), offset=2),
@@ -272,10 +272,10 @@ def test_windows_that_differ_are_refused_and_their_name_is_free_again(three: Gro
     ],
 )
 def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, note: Access) -> None:
-    def program(mover: Communicator) -> None:
-        window = mover.window("strict", np.zeros(3))
-        if mover.rank == 1:
-            mover.post(0, window.tag, np.ones(3), note)
+    def program(comm: Communicator) -> None:
+        window = comm.window("strict", np.zeros(3))
+        if comm.rank == 1:
+            comm.post(0, window.tag, np.ones(3), note)
             with pytest.raises(ProtocolError, match=r"worker 0 could not do 'window (put|add)'"):
                 window.fence()
         else:
@@ -301,7 +301,7 @@ def test_an_answer_that_was_not_asked_for_is_refused(
 
 def test_a_dead_rank_ends_a_fence_and_its_window() -> None:
     with communicators(N) as group:
-        windows = group.run(lambda mover: mover.window("w", np.zeros(3)))
+        windows = group.run(lambda comm: comm.window("w", np.zeros(3)))
         fences = [group._pool.submit(windows[rank].fence) for rank in (0, 1)]
         group.lose(2, "worker 2 was killed by SIGKILL")
         for fence in fences:

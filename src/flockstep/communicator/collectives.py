@@ -15,11 +15,11 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.exchange import children, parent, signal_all
 from flockstep.collectives.ring import Ring
 from flockstep.communicator.calls import Calls
-from flockstep.communicator.encoded import Packet, checked, codec_of, unpacked
+from flockstep.communicator.encoded import Packet, at_hand, checked, codec_of, unpacked
 from flockstep.communicator.rank import Rank
 from flockstep.errors import ConfigurationError
 from flockstep.feedback.base import Feedback
-from flockstep.feedback.sender import check_composition, encode, fitted, random_of
+from flockstep.feedback.sender import check_composition, encode, random_of
 from flockstep.messages import Array, Message
 from flockstep.topologies.base import Topology
 
@@ -168,9 +168,7 @@ class Collectives(Calls):
         """The codec as it is for this array and call, and the bytes for the array and what was left out so far."""
         check_composition(codec, feedback)
         step, key = self._count(f"all_reduce {name}"), f"{name} {_described(array)} {codec} {feedback}"
-        if array.dtype.kind not in "fV" and array.dtype.name != "bfloat16":
-            raise ConfigurationError(f"codec {codec} takes floating-point numbers, got {array.dtype}; leave it out")
-        fit = fitted(codec, feedback, (array.shape,), step)
+        fit = at_hand(codec, array, step, feedback)
         random, flat = random_of(fit, self._random(), step), array.reshape(-1)
         data, memory = encode(fit, feedback.among(self.workers), flat, self._memories.get(key), random)
         self._memories[key] = memory

@@ -16,6 +16,7 @@ from flockstep.arrays.kernels import FLOATS, numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError, FlockstepError, ProtocolError
+from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import fitted, random_of
 from flockstep.messages import Array, Message, Note, frozen, node_name
@@ -44,10 +45,14 @@ class Encoded(Note, frozen=True, omit_defaults=True):
         return kind(**asdict(self), **others)
 
 
+What = Literal["put", "add", "get"]
+"""What a rank does to another's window."""
+
+
 class Access(Encoded, frozen=True, omit_defaults=True):
     """What is to be done to `size` elements of a window; `codec` is the one to answer with where they are read."""
 
-    what: Literal["put", "add", "get"] = "get"
+    what: What = "get"
     offset: Count = 0
     size: Count = 0
     scale: float = 1.0
@@ -123,13 +128,13 @@ def codec_of(codec: str | Codec | None) -> Codec | None:
     return None if codec is None else Codec.parse(codec)
 
 
-def at_hand(codec: Codec, array: Array, step: int) -> Codec:
+def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
     """The codec as it is for that array at that use; refuses an array that is not of floating-point numbers."""
     if array.dtype.name not in FLOATS:
         raise ConfigurationError(
             f"codec {codec} takes {', '.join(FLOATS)}, got {array.dtype}; leave the codec out for other arrays"
         )
-    return fitted(codec, _NONE, (array.shape,), step)
+    return fitted(codec, feedback, (array.shape,), step)
 
 
 def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np.random.Generator]) -> Packet:

@@ -195,9 +195,12 @@ class ProgressEngine(Messenger):
         self._do()  # calls that came too late hear of it
 
     def _do(self) -> None:
-        with contextlib.suppress(IndexError):  # after the end, several threads may look here
-            for _ in range(len(self.asked)):
-                self.asked.popleft()()
+        for _ in range(len(self.asked)):
+            try:
+                action = self.asked.popleft()
+            except IndexError:  # after the end, several threads may look here
+                return
+            action()
 
     def _look(self) -> None:
         """Send what waited; take a rank for lost whose connection broke though the supervisor knows of no death."""

@@ -132,15 +132,7 @@ class ScriptPlace:
 
 
 def join(max_bytes: int = MAX_BYTES) -> Communicator:
-    """The communicator of this process: rank r of n in a script that `flockstep launch -n n` started, else 0 of 1.
-
-    In a script that follows a strategy, call it after `flockstep.distribute`. All ranks have to call it, with the same
-    `max_bytes`, the size of the largest array that travels; it returns once they have.
-
-    Raises:
-        ConfigurationError: this process has a communicator already, or the workers do not agree.
-        PeerLost: another rank died, or left without calling it.
-    """
+    """The communicator of this process: `flockstep.join`, where it is described."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
     ticket, place, script = ticket_from_environment(), place_here(), None

@@ -13,7 +13,7 @@ import numpy as np
 
 from flockstep.codecs.base import Codec
 from flockstep.communicator.calls import Calls
-from flockstep.communicator.encoded import at_hand, codec_of
+from flockstep.communicator.encoded import What, at_hand, codec_of
 from flockstep.communicator.window import Window
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, TimedOut
 from flockstep.messages import Array
@@ -121,22 +121,17 @@ class SharedWindow(Window):
         self._lock = shared.lock  # the system keeps processes out of each other's arrays, not a process's own threads
         self._shared = shared
 
-    def put(self, rank: int, array: Any, offset: int = 0, codec: str | Codec | None = None) -> None:
-        """Write `array` into the window of `rank`, from element `offset` of the flat array on."""
-        given = self._given(rank, array, offset, codec)
-        with self._alone(rank):
-            self._shared.group.at(rank, self._flat)[offset : offset + given.size] = given
-
-    def accumulate(
-        self, rank: int, array: Any, offset: int = 0, scale: float = 1.0, codec: str | Codec | None = None
-    ) -> None:
-        """Add `scale` × `array` to the window of `rank`, from element `offset` on, in one piece."""
-        given = self._given(rank, array, offset, codec)
-        if scale != 1:
-            given = given * given.dtype.type(scale)
+    def _give(self, what: What, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
+        self._calls.require_open()
+        given = self._given(rank, array, offset)
+        if codec is not None:
+            given = self._through(codec, given)
         with self._alone(rank):
             part = self._shared.group.at(rank, self._flat)[offset : offset + given.size]
-            np.add(part, given, out=part)
+            if what == "put":
+                part[:] = given
+            else:
+                np.add(part, given if scale == 1 else given * given.dtype.type(scale), out=part)
 
     def get(
         self,
@@ -171,12 +166,6 @@ class SharedWindow(Window):
         self._calls.require_here(rank)
         with self._lock, self._shared.group.alone_on(rank):
             yield
-
-    def _given(self, rank: int, array: Any, offset: int, codec: str | Codec | None) -> Array:
-        self._calls.require_open()
-        given: Array = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
-        self._check(rank, offset, given.size)
-        return given if codec is None else self._through(codec, given)
 
     def _through(self, codec: str | Codec, array: Array) -> Array:
         """What a receiver would see of `array`."""

@@ -18,6 +18,7 @@ from flockstep.communicator.encoded import (
     Access,
     Answer,
     Failed,
+    What,
     add_unpacked,
     codec_of,
     packed,
@@ -174,14 +175,19 @@ class Window:
         part: Array = self._flat[offset : offset + size]
         return part
 
-    def _give(self, what: str, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
-        given = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
-        self._check(rank, offset, given.size)
+    def _give(self, what: What, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
+        given = self._given(rank, array, offset)
         if given.size == 0:
             return
         packet = self._calls.packet(given, codec, f"window {self.name}")
         note = packet.note.within(Access, what=what, offset=offset, size=given.size, scale=float(scale))
         self._calls.post(rank, self.tag, packet.data, note, closing=True)
+
+    def _given(self, rank: int, array: Any, offset: int) -> Array:
+        """What a caller gives, flat and in the window's dtype."""
+        given: Array = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
+        self._check(rank, offset, given.size)
+        return given
 
     def _check(self, rank: int, offset: int, size: int) -> None:
         self._calls.check_rank(rank)
