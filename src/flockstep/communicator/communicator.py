@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -20,7 +20,6 @@ from flockstep.communicator.rank import Rank
 from flockstep.communicator.requests import Handler, Request, Server
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
 from flockstep.communicator.window import Window
-from flockstep.drivers.account import Account
 from flockstep.drivers.member import in_short
 from flockstep.drivers.place import Place
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
@@ -58,17 +57,15 @@ class Communicator(Collectives):
         max_bytes: int,
         patience: float = 0.0,
         place: Place | None = None,
-        finish: Callable[[Account], None] | None = None,
     ):
         """For `join`.
 
         Args:
             patience: seconds for which a connection may be broken before its rank counts as dead.
             place: the process's part in a run; None: nobody launched it.
-            finish: called once it is closed, with what it has sent and received.
         """
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
-        self._sockets, self._place, self._finish = sockets, place, finish
+        self._sockets, self._place = sockets, place
         self._servers: dict[str, Server] = {}
         self._closing = False
         if place is not None:
@@ -237,8 +234,8 @@ class Communicator(Collectives):
         if late:
             lost = [f"; {nbytes} bytes for worker {rank} were not delivered" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
-        if self._finish is not None:
-            self._finish(self._engine.runner.account)
+        if self._place is not None:
+            self._place.finish(self._engine.runner.account)
 
     def __enter__(self) -> Self:
         return self
@@ -271,11 +268,8 @@ class Communicator(Collectives):
         self._engine.stop()
         for server in self._servers.values():
             server.stop()
-        waiting, traffic = self._engine.undelivered(), self._engine.runner.account.traffic
+        waiting = self._engine.undelivered()
         self._sockets.close(LOST_LINGER if self._engine.node.lost else LINGER)
-        if self._place is not None:
-            self._place.figure("mover_sent", traffic.sent_bytes)
-            self._place.figure("mover_messages", traffic.messages_sent)
         return waiting
 
     def _at_exit(self) -> None:

@@ -24,7 +24,6 @@ from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.reports import Reports
 from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.nodes import Cluster
 from flockstep.strategies.base import Strategy, Traits
 
 COMMUNICATOR = "communicator"
@@ -80,7 +79,7 @@ def _private(directory: Path) -> None:
         raise ConfigurationError(f"{directory} belongs to somebody else; remove it and start the run again")
 
 
-class ScriptPlace:
+class ScriptPlace(Place):
     """A script's part in a run where it follows no strategy: let in, watched, recorded, dismissed."""
 
     def __init__(self, ticket: Ticket):
@@ -90,12 +89,12 @@ class ScriptPlace:
             ConfigurationError: the supervisor refused, for example because another worker follows a strategy.
         """
         die_with(ticket.supervisor, ticket.directory)
-        self.member = Member(ticket, NOTHING)
+        super().__init__(Member(ticket, NOTHING), lambda name, value: None)
         self._failed = self._over = False
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         self._start = time.monotonic()
         try:
-            self.cluster: Cluster = self.member.join("", {}, np.zeros(1, np.float32))[0]
+            self.member.join("", {}, np.zeros(1, np.float32))
         except FlockstepError as error:
             self.fail(error)
             raise
@@ -135,7 +134,7 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     """The communicator of this process: `flockstep.join`, where it is described."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    ticket, place, script = ticket_from_environment(), place_here(), None
+    ticket, place = ticket_from_environment(), place_here()
     if ticket is None:
         place_of_script()
         require_own_process("join")
@@ -145,8 +144,7 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
 
         import_components(ticket.imports)
         claim_ticket()
-        script = ScriptPlace(ticket)
-        place = Place(script.member, lambda name, value: None)
+        place = ScriptPlace(ticket)
         take_place(place)
     elif place.member.closed:
         raise ConfigurationError(
@@ -157,8 +155,7 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     try:
         beside = sockets_beside(place.member, max_bytes)
     except FlockstepError as error:
-        if script is not None:
-            script.fail(error)
+        place.fail(error)
         raise
-    node, patience = Rank(ticket.address, ticket.workers, ticket.seed), 2 * ticket.heartbeat
-    return Communicator(node, beside, max_bytes, patience, place, None if script is None else script.finish)
+    node = Rank(ticket.address, ticket.workers, ticket.seed)
+    return Communicator(node, beside, max_bytes, 2 * ticket.heartbeat, place)

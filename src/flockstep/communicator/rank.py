@@ -46,7 +46,7 @@ class Rank(Peer):
         self.notes = NOTES
         self.reasons: dict[Address, str] = {}
         """How those who are dead died."""
-        self._handlers: dict[str, Callable[[Message], None]] = {}
+        self._handlers: dict[str, Callable[[Message], None]] = {CLOSING: self._left}
         self._calls: dict[str, Call] = {}
         self._open: dict[Future[Any], Task] = {}
         self._closing = False
@@ -102,24 +102,14 @@ class Rank(Peer):
 
     def deliver(self, message: Message) -> None:
         """A message has arrived, or one to oneself was sent."""
-        tag = "" if message.reply_to else message.tag
-        if tag in self._handlers:
+        handler = None if message.reply_to else self._handler(message.tag)
+        if handler is not None:
             self.mailbox.hear(message)
-            self._handlers[tag](message)
-        elif tag == CLOSING:
-            self.mailbox.hear(message)
-            self.leaving.add(message.source)
-            self._advance_tasks()
-        elif tag.startswith(CALLED_OFF):
-            self.mailbox.hear(message)
-            self._called_off(tag.removeprefix(CALLED_OFF), message.note)
-        elif tag.startswith(WINDOW) or (self._closing and tag.startswith(REQUEST)):
-            self.mailbox.hear(message)
-            self._refuse(message)
-        else:
-            if tag and (theirs := getattr(message.note, "call", "")):
-                self._compare("/" + tag.partition("/")[2], message.source, theirs)
-            super().deliver(message)
+            handler(message)
+            return
+        if not message.reply_to and (theirs := getattr(message.note, "call", "")):
+            self._compare("/" + message.tag.partition("/")[2], message.source, theirs)
+        super().deliver(message)
 
     def hopeless(self, wanted: Wanted) -> bool:
         """Whether a message that is not here cannot come any more; a rank that is closing still replies."""
@@ -179,9 +169,21 @@ class Rank(Peer):
             "collectives in the same order on every worker, or give each a name"
         )
 
-    def _called_off(self, channel: str, failed: Failed) -> None:
-        call = self._calls.setdefault(channel, Call())
-        call.off = KINDS.get(failed.kind, RunError)(failed.why)
+    def _handler(self, tag: str) -> Callable[[Message], None] | None:
+        """What takes messages with that tag, instead of a call that asks for them."""
+        if tag in self._handlers:
+            return self._handlers[tag]
+        if tag.startswith(CALLED_OFF):
+            return self._called_off
+        return self._refuse if tag.startswith(WINDOW) or (self._closing and tag.startswith(REQUEST)) else None
+
+    def _left(self, message: Message) -> None:
+        self.leaving.add(message.source)
+        self._advance_tasks()
+
+    def _called_off(self, message: Message) -> None:
+        call = self._calls.setdefault(message.tag.removeprefix(CALLED_OFF), Call())
+        call.off = KINDS.get(message.note.kind, RunError)(message.note.why)
         if call.task is not None:
             self._fail(call.task, call.off)
 

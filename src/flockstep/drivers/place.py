@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member
 
 
-@dataclass
 class Place:
     """This process's part in a run, which a communicator may be beside."""
 
-    member: Member
-    figure: Callable[[str, float], None]
-    """Puts a figure on the record."""
-    close_communicator: Callable[[], None] | None = None
+    def __init__(self, member: Member, figure: Callable[[str, float], None]):
+        """`figure` puts a figure on the record."""
+        self.member, self.figure = member, figure
+        self.close_communicator: Callable[[], None] | None = None
 
     def leave(self) -> None:
         """The part ends: so does the communicator."""
         if self.close_communicator is not None:
             self.close_communicator()
+
+    def finish(self, account: Account) -> None:
+        """The communicator has ended, with that account of what it moved."""
+        self.figure("mover_sent", account.traffic.sent_bytes)
+        self.figure("mover_messages", account.traffic.messages_sent)
+
+    def fail(self, error: Exception) -> None:
+        """No communicator has come about; the strategy may go on without."""
 
 
 _places: list[Place] = []
