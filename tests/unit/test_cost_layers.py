@@ -15,7 +15,7 @@ from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass, log2_ceil
 from flockstep.costs.reference import reference
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.report import layers as report
-from flockstep.report.layers_page import layers_page
+from flockstep.report.layers import layers_page
 
 
 @pytest.mark.parametrize(("count", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (4.5, 3), (1024, 10)])

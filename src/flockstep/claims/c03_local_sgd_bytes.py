@@ -66,9 +66,9 @@ class LocalSgdBytes(Claim):
         """H → steps, and bytes a worker, to the target, medians; up to the first H with which it is not reached."""
         found: dict[int, tuple[float, float]] = {}
         for period in PERIODS:
-            runs = [to_target(period, by_label, seed) for seed in range(self.seeds)]
-            found[period] = float(np.median([run[0] for run in runs])), float(np.median([run[1] for run in runs]))
-            if found[period][0] == np.inf:
+            steps, sent = np.median([to_target(period, by_label, seed) for seed in range(self.seeds)], axis=0)
+            found[period] = float(steps), float(sent)
+            if steps == np.inf:
                 break
         return found
 
@@ -76,15 +76,9 @@ class LocalSgdBytes(Claim):
 def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
     """Steps until the mean of the replicas is that good, and bytes a worker until it has been formed."""
     job = digits_job(OPTIMIZER, BATCH)
+    job, strategy = sorted_by_label(job) if by_label else job, f"local_sgd({period}, recursive_doubling)"
     run = run_strategy(
-        f"local_sgd({period}, recursive_doubling)",
-        WORKERS,
-        STEPS,
-        job=sorted_by_label(job) if by_label else job,
-        compute="constant(1)",
-        network="ideal",
-        seed=seed,
-        evaluate_every=EVERY,
+        strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=EVERY
     )
     good = [snapshot.step for snapshot in run.of(Snapshot) if snapshot.metric >= TARGET]
     if not good:

@@ -41,8 +41,7 @@ class BlockMomentum(Claim):
         steps, best = {}, {}
         for outer in ("average", "bmuf", "bmuf(nesterov=True)"):
             runs = [_trained(outer, seed) for seed in range(self.seeds)]
-            steps[outer] = float(np.median([run[0] for run in runs]))
-            best[outer] = float(np.median([run[1] for run in runs]))
+            steps[outer], best[outer] = map(float, np.median(runs, axis=0))
             say(f"{outer}: {steps[outer]:g} steps, best accuracy {best[outer]:.4f}")
         plain, top, rows = steps["average"], best["average"], []
         for outer in steps.keys() - {"average"}:
@@ -58,15 +57,9 @@ class BlockMomentum(Claim):
 
 def _trained(outer: str, seed: int) -> tuple[float, float]:
     """Steps to the target, infinite where it is not reached, and the best accuracy."""
+    strategy, job = f"local_sgd({PERIOD}, outer={outer})", digits_job(OPTIMIZER, BATCH)
     run = run_strategy(
-        f"local_sgd({PERIOD}, outer={outer})",
-        WORKERS,
-        STEPS,
-        job=digits_job(OPTIMIZER, BATCH),
-        compute="constant(1)",
-        network="ideal",
-        seed=seed,
-        evaluate_every=PERIOD,
+        strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=PERIOD
     )
     snapshots = run.of(Snapshot)
     reached = [snapshot.step for snapshot in snapshots if snapshot.metric >= TARGET]

@@ -15,7 +15,6 @@ from flockstep.costs.reference import MODELS, reference
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.report import layers
-from flockstep.report.layers_page import write_layers
 from flockstep.workloads.base import Workload
 
 MANY = 40
@@ -43,7 +42,7 @@ def show_layers(
     model = shape_named(what)
     found = layers.document(model, batch, workers)
     if out is not None:
-        write_layers(model, batch, workers, out)
+        layers.layers_page(model, batch, workers).write(out)
     if as_json:
         show.json(found)
         return

@@ -120,12 +120,8 @@ def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunCo
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.planning.task import on_cluster as modelled
 
-    for name in ("network", "compute"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise ConfigurationError(
-                f"--{name} {context.params[name]} is what --cluster {cluster} says already; give one of them"
-            )
+    for name, value in given(context, ("network", "compute")):
+        raise ConfigurationError(f"--{name} {value} is what --cluster {cluster} says already; give one of them")
     return modelled(config, load_cluster(cluster))
 
 

@@ -1,4 +1,4 @@
-"""A model layer by layer: the rows of a table, what they come to in words, and a picture."""
+"""A model layer by layer: the rows of a table, what they come to in words, a picture, and the page of all three."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from flockstep.costs.layers import Layer, ModelShape, require_scale
 from flockstep.report import words
+from flockstep.report.page import Drawing, Listing, Page
 from flockstep.report.style import COLOURS, Figure, axis, key, layout, ref, safe
 
 DATA, SPLIT = COLOURS[0], COLOURS[1]
@@ -277,3 +278,30 @@ def _points(name: str, layers: Sequence[str], values: Sequence[Any], colour: str
         "xaxis": ref("x", 2),
         "yaxis": ref("y", 2),
     }
+
+
+def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
+    """Sentences, the picture and the table, for `batch` samples per worker.
+
+    Raises:
+        ConfigurationError: batch or workers are below 1.
+    """
+    found = rows(model, batch, workers)
+    split = {place: "split" for place, row in enumerate(found) if row.cheaper == "split"}
+    return Page(
+        brand="flockstep layers",
+        title=f"{model.name}: {batch} samples on each of {workers} workers",
+        footer=f"{model.note}. Times and links are not part of this page. MB = 1,000,000 bytes.",
+        sentences=sentences(model, batch, workers),
+        drawings=(Drawing("picture", "Layer by layer", CAPTION, picture(model, batch, workers)),),
+        listings=(
+            Listing(
+                "Table",
+                EXPLAINED,
+                HEADINGS,
+                [*map(cells, found), total_cells(model, batch, workers)],
+                {**split, len(found): "total"},
+                (0, 1, len(HEADINGS) - 1),
+            ),
+        ),
+    )

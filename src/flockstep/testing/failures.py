@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +62,8 @@ NEVER = "never"
 class Faulted(Watched):
     """A simulation that keeps the error that ends it, and every worker's parameters at each of its gradients."""
 
-    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: object):
-        super().__init__(engine, plan, compute, network, *rest)  # type: ignore[arg-type]
+    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
+        super().__init__(engine, plan, compute, network, *rest)
         self.failure: RunError | None = None
         self.read: list[list[bytes]] = [[] for _ in range(plan.cluster.workers)]
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -242,17 +242,8 @@ class Sent(NamedTuple):
 class Watched(Simulation):
     """A simulation that keeps everything that happened, messages sent and events, in one order."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        compute: ComputeModel,
-        network: Network,
-        resume: Mapping[Address, Saved] | None = None,
-        faults: Sequence[Fault] = (),
-        restarts: Sequence[float] = (),
-    ):
-        super().__init__(engine, plan, compute, network, self.note, None, resume, faults, restarts)
+    def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
+        super().__init__(engine, plan, compute, network, self.note, None, *rest)
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
