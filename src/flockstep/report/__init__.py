@@ -2,6 +2,6 @@
 
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels, rank
-from flockstep.report.table import rows, table
+from flockstep.report.table import table
 
-__all__ = ["labels", "rank", "render", "rows", "table", "write_report"]
+__all__ = ["labels", "rank", "render", "table", "write_report"]

@@ -1,9 +1,8 @@
-"""The ranked table for the terminal, and the same as data."""
+"""The ranked table for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich import box
 from rich.markup import escape
@@ -15,37 +14,6 @@ from flockstep.report import words
 from flockstep.report.ranking import labels, rank
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
-
-
-def rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """One JSON-friendly row per run, the best first; a run that failed or diverged has no rank.
-
-    Raises:
-        ConfigurationError: the runs cannot be compared.
-    """
-    ranked = rank(summaries)
-    return [
-        {
-            "rank": place if summary.useful else None,
-            "label": label,
-            "strategy": summary.strategy,
-            "clock": summary.clock,
-            "time_to_target": summary.time_to_target,
-            "final_metric": summary.final_metric,
-            "seconds": summary.seconds,
-            "mb_sent_per_worker": summary.sent_per_worker / 1e6,
-            "mb_received_per_worker": summary.received_per_worker / 1e6,
-            "staleness_mean": summary.staleness_mean,
-            "staleness_max": summary.staleness_max,
-            "utilisation": summary.utilisation,
-            "divergence": summary.divergence,
-            "completeness": summary.completeness,
-            "replicas_agree": summary.replicas_agree,
-            "status": summary.status,
-            "error": summary.error,
-        }
-        for place, (label, summary) in enumerate(zip(labels(ranked), ranked, strict=True), 1)
-    ]
 
 
 def headings(summary: Summary) -> list[tuple[str, str]]:
