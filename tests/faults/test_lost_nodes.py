@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.transports.kinds import Ipc
+from flockstep.transports.links import Wire
 from support.processes import PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -110,7 +112,9 @@ def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_p
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(kind: signal.Signals, tmp_path: Path) -> None:
+def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
+    kind: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on another host: the supervisor knows no process, the workers know no supervisor's."""
     config = prepare(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2, steps=1_000_000))[2]
     workers, struck = list[Forked](), list[signal.Signals]()
@@ -123,12 +127,20 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(kind: signal.Si
             struck.append(kind)
             os.kill(workers[1].pid, kind)
 
+    send, models = Wire.send, list[object]()
+
+    def counted(wire: Wire, tag: str, note: Any = None, array: Any = None) -> None:
+        models.extend([] if array is None else [tag])
+        send(wire, tag, note, array)
+
+    monkeypatch.setattr(Wire, "send", counted)
     folder = tmp_path / "run"
     supervisor = Supervisor(2, Ipc(), 1.0, folder, start, lambda *given: None, strike)
     try:
         outcome = supervisor.run()
         assert re.match(r"worker 1 has ended, or has not answered for 1 s at step \d+", str(outcome.error))
         assert set(outcome.lost) == {1}
+        assert models == [], "the workers have the first model from one another"
         if kind == signal.SIGSTOP:
             os.kill(workers[1].pid, signal.SIGCONT)  # what was only stopped finds that it takes part no more
         for worker in workers:

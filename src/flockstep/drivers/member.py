@@ -2,9 +2,9 @@
 
 node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
 supervisor → node   "linked", from then on both talk over the node's link
-rank 0 → supervisor "initial": the parameters that everyone starts from
-supervisor → node   "welcome": those parameters, and where the peers listen
-node ⇄ node         greetings of their buses, until every two are connected
+supervisor → node   "welcome": who takes part, and where the peers listen
+node ⇄ node         greetings of their buses, until every two are connected; then rank 0's parameters, handed on along
+                    a tree
 node → supervisor   "ready"; supervisor → node "go": the clock starts
 node → supervisor   "alive" after a time without a message, which fails once the link is broken
 node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
@@ -41,10 +41,10 @@ from flockstep.messages import NO_NOTES, Address, Fields, Message, Note, Notes, 
 from flockstep.nodes import Cluster, View
 from flockstep.transports import links
 from flockstep.transports.base import Transport
-from flockstep.transports.bus import LAUNCHER, Backlog
+from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.wire import PROTOCOL, Identity
+from flockstep.transports.wire import HANDED_ON, PROTOCOL, Identity
 
 LONGEST = 4000
 """Characters of a reason or a traceback that travel in a message's header."""
@@ -174,18 +174,17 @@ class Member:
         self._hello(strategy, optimizer)
         self._expect("linked")
         self._linked = True
-        if self.ticket.address == 0 and initial is not None:
-            self.tell("initial", initial)
         welcome = self._expect("welcome")
-        assert welcome.array is not None
         self.view = welcome.note.view
         cluster = Cluster(len(self.view.ranks), welcome.note.servers)
         if welcome.note.memory:
             self._share(welcome.note.memory, cluster)
         self._meet(welcome.note.peers)
+        params = self._handed_on(initial, cluster.addresses)
+        self.bus.traffic = Traffic()  # from here on, of the run itself
         self.tell("ready")
         self._expect("go")
-        return cluster, welcome.array
+        return cluster, params
 
     def meet_all(self, tag: str) -> None:
         """Wait for the supervisor to say, under that tag, where all peers listen; then for everyone to be connected."""
@@ -194,6 +193,27 @@ class Member:
     def wait_for(self, tag: str) -> Message:
         """Wait for the supervisor to say that."""
         return self._expect(tag)
+
+    def _handed_on(self, model: FlatArray | None, nodes: Sequence[Address]) -> FlatArray:
+        """The model of the first of the nodes; each hands it on to two others, so that nobody sends it to all."""
+        me = self.ticket.address
+        place = nodes.index(me)
+        if place:
+            model = self._expect(HANDED_ON, nodes[(place - 1) // 2]).payload
+        assert model is not None
+        for child in nodes[2 * place + 1 : 2 * place + 3]:
+            while not self._sent(child, Message(me, HANDED_ON, model)):
+                if (message := self._heard() or self.bus.poll(PAUSE, (self.line.descriptor,))) is not None:
+                    self._early.append(self._checked(message))
+        return model
+
+    def _sent(self, to: Address, message: Message) -> bool:
+        """Whether there was room for the message; none is there for a node that is dead, as the supervisor will say."""
+        try:
+            self.bus.send(to, message)
+        except PeerLost:
+            return False
+        return True
 
     def _share(self, segment: str, cluster: Cluster) -> None:
         """Sums over all workers can be had in a segment from now on."""
@@ -321,11 +341,11 @@ class Member:
                 early.append(self._checked(message))
         self._early.extend(early)
 
-    def _expect(self, tag: str) -> Message:
+    def _expect(self, tag: str, source: Address = LAUNCHER) -> Message:
         early: list[Message] = []
         while True:
             message = self._checked(self.next())
-            if message.source == LAUNCHER and message.tag == tag:
+            if message.source == source and message.tag == tag:
                 self._early.extend(early)
                 return message
             if message.source != LAUNCHER:

@@ -38,7 +38,7 @@ class Link:
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
         """Tell the node to leave; where it wants the resulting model, with the final buffers of every worker."""
         for rank, array in buffers.items():
-            if result is not None and array is not None and self.address >= 0:
+            if array is not None and self.address >= 0:
                 self.tell("buffers", {"rank": rank}, array)
         self.tell("end", None, result)
 

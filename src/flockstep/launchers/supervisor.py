@@ -17,6 +17,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
+from flockstep.drivers.account import fingerprint
 from flockstep.drivers.filed import Newest
 from flockstep.drivers.member import WINDOW, Failure, Hello, Loss, Ticket, Welcome, in_short
 from flockstep.drivers.reports import MOST, events_in
@@ -35,7 +36,7 @@ from flockstep.launchers.waits import Waits, on_stderr
 from flockstep.messages import Address, Beside, Fields, Message, node_name, server
 from flockstep.nodes import View
 from flockstep.records import owner
-from flockstep.records.events import Event, Lost, Step
+from flockstep.records.events import Event, Lost, Node, Step
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.handed_in import LAST, Arriving, places
 from flockstep.strategies.base import Strategy
@@ -110,7 +111,7 @@ class Supervisor:
         self._arriving: dict[Address, Arriving] = {}
         self._health = Health(self.children, self._links, heartbeat)
         self._went: float | None = None
-        self._initial: FlatArray | None = None
+        self._hashes: dict[Address, str] = {}
         self._ready: set[Address] = set()
         self._done: set[Address] = set()
         self._gone: set[Address] = set()
@@ -267,25 +268,21 @@ class Supervisor:
                 self._keep_child(server(index), self._start_server(self._ticket(server(index)), index, hello))
 
     def _welcome(self) -> None:
-        """Once everyone is linked and the initial parameters are known, let everyone in."""
+        """Once everyone is linked, let everyone in."""
         strategy = self.outcome.strategy
         servers = 0 if strategy is None else strategy.servers_for(self._workers)
-        if strategy is None or self._initial is None or len(self._links) < self._workers + servers:
+        if strategy is None or len(self._links) < self._workers + servers:
             return
         model = self._links[0].hello.schema.nbytes
         peers = {address: link.hello.bus for address, link in self._links.items()}
         self._memory = self._transport.share(self._workers, model)
         welcome = Welcome(self._view, servers, peers, "" if self._memory is None else self._memory.address)
         for link in self._links.values():
-            link.tell("welcome", welcome, self._initial)
-        self._initial = None
+            link.tell("welcome", welcome)
 
     def _handle(self, message: Message) -> None:
         address, note = message.source, message.note
         match message.tag:
-            case "initial":
-                self._initial = message.array
-                self._welcome()
             case "ready":
                 self._ready.add(address)
                 if len(self._ready) == len(self._links):
@@ -332,6 +329,8 @@ class Supervisor:
             writer.write(event)
             if isinstance(event, Step):
                 self.standings[address].progress(event)
+            elif isinstance(event, Node):
+                self._hashes[address] = event.hash
         writer.flush()
         if address >= 0 and any(isinstance(event, Step) for event in events):
             self._waits.hear(address, {"step": self.standings[address].step})
@@ -415,9 +414,11 @@ class Supervisor:
                 link.tell(tag, note)
 
     def _dismiss(self, result: FlatArray | None) -> None:
-        buffers = self.outcome.newest.buffers()
-        for link in self._links.values():
-            link.dismiss(result, buffers)
+        """Let everyone go, with the resulting model where a node holds another, and with the workers' final buffers."""
+        buffers = {} if result is None else self.outcome.newest.buffers()
+        known = None if result is None else fingerprint(result)
+        for address, link in self._links.items():
+            link.dismiss(None if address < 0 or self._hashes.get(address) == known else result, buffers)
 
     def _end_all(self) -> None:
         """Ask everyone to end, after a failure; wait until they have, or kill them; keep what they still hand in."""

@@ -21,7 +21,9 @@ from flockstep.transports.shared_heap import Borrowed
 
 PROTOCOL = 3
 GREETING = "flockstep.hello"
-"""Tag of what two nodes say to each other once they are connected: the only message without a number."""
+"""Tag of what two nodes say to each other once they are connected; it has no number."""
+HANDED_ON = "flockstep.handed-on"
+"""Tag of the model that nodes hand on to one another before a run begins; it has no number either."""
 MAX_HEADER = 1 << 16
 """Bytes; a header is far below, whatever the strategy puts into its note."""
 MAX_CODING = 1 << 16
@@ -178,7 +180,7 @@ def _read(header: bytes, who: str) -> Header:
 
 
 def _check(head: Header, sender: Address, me: Identity) -> None:
-    expected = 0 if head.tag == GREETING else me.heard.get(sender, 0) + 1
+    expected = 0 if head.tag in (GREETING, HANDED_ON) else me.heard.get(sender, 0) + 1
     if (
         head.number == expected
         and head.source == sender

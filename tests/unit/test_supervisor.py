@@ -1,0 +1,30 @@
+"""What a supervisor sends its nodes at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flockstep.drivers.account import fingerprint
+from flockstep.launchers.supervisor import Supervisor
+from flockstep.transports.kinds import Ipc
+
+
+class Link:
+    """Notes with what a node is dismissed."""
+
+    def dismiss(self, result: object, buffers: object) -> None:
+        self.result, self.buffers = result, buffers
+
+
+def test_only_who_holds_another_model_is_sent_the_result(tmp_path: Path) -> None:
+    supervisor = Supervisor(2, Ipc(), 5.0, tmp_path, lambda ticket: None, lambda *given: None)
+    links: dict[int, Any] = {address: Link() for address in (0, 1, -1)}
+    result = np.arange(5.0)
+    supervisor._links = links
+    supervisor._hashes = {0: fingerprint(result), 1: fingerprint(result + 1), -1: fingerprint(result[:2])}
+    supervisor._dismiss(result)
+    assert [links[address].result is result for address in (0, 1, -1)] == [False, True, False]
+    assert links[0].result is None
