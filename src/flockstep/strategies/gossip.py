@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
-from flockstep.messages import Message, Note, Notes
+from flockstep.messages import BYE, Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -29,6 +29,12 @@ class Have(Note, frozen=True):
     """A model has arrived."""
 
     number: int
+
+
+class Peers(Note, frozen=True):
+    """The ranks that have been sent messages, or that messages come from."""
+
+    ranks: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -53,6 +59,8 @@ class GossipState:
     """(peer, number) → mass of what was taken back from the dead."""
     owed: int = 0
     """Mass that was taken back although it had arrived, and is still to be given up."""
+    receivers: set[int] = field(default_factory=set)
+    """The peers that have been sent anything."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,12 @@ class Gossip(Strategy):
     then: it averages a copy back in when the receiver dies, or acknowledges a later one. Only what the dead held is
     lost then, and what was lost last. Where the news of a death is faster than an acknowledgement, mass counts twice
     until that has come, and is given up then.
+
+    In the end a worker takes leave of its receivers alone. The first live worker learns from all others who these are,
+    and tells each worker from whom messages may still come: about 2 n messages, where to tell everyone takes n².
     """
 
-    notes: ClassVar[Notes] = {"model": Model, "have": Have}
+    notes: ClassVar[Notes] = {"model": Model, "have": Have, "receivers": Peers, "senders": Peers}
 
     p: float = field(default=0.1, metadata=searched(0.01, 1.0, whole=False))
     acknowledged: bool = False
@@ -94,6 +105,7 @@ class Gossip(Strategy):
             for message in me.arrived("model"):
                 absorb(me, state, message)
                 if self.acknowledged:
+                    state.receivers.add(message.source)
                     me.send(message.source, "have", note=Have(message.note.number))
             if self.acknowledged:
                 settle(me, state, me.arrived("have"))
@@ -105,18 +117,44 @@ class Gossip(Strategy):
                 peer, state.sent = peers[int(me.random.integers(len(peers)))], state.sent + 1
                 if self.acknowledged:
                     state.loans.append(Loan(peer, state.sent, half, copied(me.params)))
+                state.receivers.add(peer)
                 me.send(peer, "model", me.params, Model(half, state.sent))
 
     async def finish(self, me: Worker) -> None:
         """Absorb what is still in flight."""
-        me.leave(peers=True)
+        me.send_all(sorted(me.state.receivers), BYE)
         late: list[Message] = []
-        async for message in me.messages():
+        reports = {me.rank: me.state.receivers}
+        collector, senders = -1, None
+        while senders is None or senders - me.departed:
+            if senders is None and (collector < 0 or collector in me.lost):
+                collector = next(rank for rank in range(me.workers) if rank not in me.lost)
+                if collector != me.rank:
+                    me.send(collector, "receivers", note=Peers(tuple(me.state.receivers)))
+            if senders is None and collector == me.rank and all(rank in reports for rank in me.peers):
+                senders = tell(me, reports)
+                continue
+            message = await me.receive()
             if message.tag == "model":
                 absorb(me, me.state, message)
             elif message.tag == "have":
                 late.append(message)
+            elif message.tag == "receivers":
+                reports[message.source] = set(message.note.ranks)
+            elif message.tag == "senders":
+                senders = set(message.note.ranks)
         settle(me, me.state, late)
+
+
+def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
+    """Tell every live peer from whom messages may come; return from whom they come here."""
+    senders: dict[int, set[int]] = {rank: set() for rank in range(me.workers)}
+    for rank, receivers in reports.items():
+        for receiver in receivers:
+            senders[receiver].add(rank)
+    for peer in me.peers:
+        me.send(peer, "senders", note=Peers(tuple(sorted(senders[peer]))))
+    return senders[me.rank]
 
 
 def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) -> None:
