@@ -7,12 +7,12 @@ there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.programs_alone import Program, run_once, spend
+from flockstep.claims.programs_alone import run_once, spend
 from flockstep.collectives.exchange import broadcast_on_tree, children, parent
 from flockstep.collectives.group import Subgroup
 from flockstep.collectives.layouts import Times
@@ -36,138 +36,107 @@ def times(n: int) -> Times:
 
 def simulated(name: str, n: int) -> float:
     """Virtual seconds of the exchange of that name among n workers."""
-    program, nodes = PATTERNS[name](n)
-    run = run_once(program, nodes, "link(bandwidth=1.25e9, latency=0)", unit=times(n).reduce / n)
+    program, servers = PATTERNS[name]
+    network = "link(bandwidth=1.25e9, latency=0)"
+    run = run_once(lambda me: program(me, n), n + servers, network, unit=times(n).reduce / n)
     return run.totals[n].t if name == "asynchronous, all" else run.seconds
 
 
-def naive_server(n: int) -> tuple[Program, int]:
+async def naive_server(me: Worker, n: int) -> None:
     """All gradients in, all models out."""
+    if me.rank < n:
+        me.send(n, "gradient", model(n))
+        await me.receive_array("model", n)
+        return
+    for rank in range(n):
+        await me.receive_array("gradient", rank)
+    await spend(me, (n - 1) * n + UPDATE * n)
+    me.send_all(range(n), "model", model(n))
 
-    async def program(me: Worker) -> None:
-        if me.rank < n:
-            me.send(n, "gradient", model(n))
-            await me.receive_array("model", n)
-            return
+
+async def tree_server(me: Worker, n: int) -> None:
+    """Along a binomial tree of the workers, whose root deals with the server."""
+    if me.rank == n:
+        await me.receive_array("gradient", 0)
+        await spend(me, UPDATE * n)
+        me.send(0, "model", model(n))
+        return
+    for child in children(me.rank, n):
+        await me.receive_array("reduce", child)
+        await spend(me, n)
+    if me.rank:
+        me.send(parent(me.rank, n), "reduce", model(n))
+    else:
+        me.send(n, "gradient", model(n))
+        await me.receive_array("model", n)
+    await broadcast_on_tree(Subgroup(me, range(n)), model(n), 0)
+
+
+async def scatter_server(me: Worker, n: int) -> None:
+    """Reduce-scatter on a ring, shares to the server and back, gather on the ring."""
+    share = np.ones(SHARE)
+    if me.rank == n:
         for rank in range(n):
             await me.receive_array("gradient", rank)
-        await spend(me, (n - 1) * n + UPDATE * n)
-        me.send_all(range(n), "model", model(n))
-
-    return program, n + 1
-
-
-def tree_server(n: int) -> tuple[Program, int]:
-    """Along a binomial tree of the workers, whose root deals with the server."""
-
-    async def program(me: Worker) -> None:
-        if me.rank == n:
-            await me.receive_array("gradient", 0)
-            await spend(me, UPDATE * n)
-            me.send(0, "model", model(n))
-            return
-        for child in children(me.rank, n):
-            await me.receive_array("reduce", child)
-            await spend(me, n)
-        if me.rank:
-            me.send(parent(me.rank, n), "reduce", model(n))
-        else:
-            me.send(n, "gradient", model(n))
-            await me.receive_array("model", n)
-        await broadcast_on_tree(Subgroup(me, range(n)), model(n), 0)
-
-    return program, n + 1
+        await spend(me, UPDATE * n)
+        me.send_all(range(n), "model", share)
+        return
+    await _around(me, n, units=1)
+    me.send(n, "gradient", share)
+    await me.receive_array("model", n)
+    await _around(me, n, units=0)
 
 
-def scatter_server(n: int) -> tuple[Program, int]:
-    """Reduce-scatter on a ring, shares to the server and back, gather on the ring."""
-
-    async def program(me: Worker) -> None:
-        share = np.ones(SHARE)
-        if me.rank == n:
-            for rank in range(n):
-                await me.receive_array("gradient", rank)
-            await spend(me, UPDATE * n)
-            me.send_all(range(n), "model", share)
-            return
-        await _around(me, n, units=1)
-        me.send(n, "gradient", share)
-        await me.receive_array("model", n)
-        await _around(me, n, units=0)
-
-    return program, n + 1
-
-
-def asynchronous_worker(n: int) -> tuple[Program, int]:
+async def asynchronous_worker(me: Worker, n: int) -> None:
     """One pushes and pulls."""
-
-    async def program(me: Worker) -> None:
-        if me.rank == 0:
-            me.send(1, "gradient", model(n))
-            await me.receive_array("model", 1)
-            return
+    if me.rank == 0:
+        me.send(n, "gradient", model(n))
+        await me.receive_array("model", n)
+    elif me.rank == n:
         await me.receive_array("gradient", 0)
         await spend(me, UPDATE * n)
         me.send(0, "model", model(n))
 
-    return program, 2
 
-
-def asynchronous_all(n: int) -> tuple[Program, int]:
+async def asynchronous_all(me: Worker, n: int) -> None:
     """All push at once; each is answered as soon as its gradient is in the model. It ends with the last update."""
-
-    async def program(me: Worker) -> None:
-        if me.rank < n:
-            me.send(n, "gradient", model(n))
-            await me.receive_array("model", n)
-            return
-        for _ in range(n):
-            message = await me.receive("gradient")
-            await spend(me, UPDATE * n)
-            me.send(message.source, "model", model(n))
-
-    return program, n + 1
+    if me.rank < n:
+        me.send(n, "gradient", model(n))
+        await me.receive_array("model", n)
+        return
+    for _ in range(n):
+        message = await me.receive("gradient")
+        await spend(me, UPDATE * n)
+        me.send(message.source, "model", model(n))
 
 
-def distributed_server(n: int) -> tuple[Program, int]:
+async def distributed_server(me: Worker, n: int) -> None:
     """Every worker serves a share."""
-
-    async def program(me: Worker) -> None:
-        share = np.ones(SHARE)
-        for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
-            for hop in range(1, n):
-                me.send((me.rank + hop) % n, tag, share)
-            for hop in range(1, n):
-                await me.receive_array(tag, (me.rank - hop) % n)
-            await spend(me, units)
-
-    return program, n
+    share = np.ones(SHARE)
+    for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
+        for hop in range(1, n):
+            me.send((me.rank + hop) % n, tag, share)
+        for hop in range(1, n):
+            await me.receive_array(tag, (me.rank - hop) % n)
+        await spend(me, units)
 
 
-def doubling(n: int) -> tuple[Program, int]:
+async def doubling(me: Worker, n: int) -> None:
     """Whole models with partners at distances of the powers of two."""
-
-    async def program(me: Worker) -> None:
-        distance = 1
-        while distance < n:
-            me.send(me.rank ^ distance, "double", model(n))
-            await me.receive_array("double", me.rank ^ distance)
-            await spend(me, n)
-            distance *= 2
-        await spend(me, UPDATE * n)
-
-    return program, n
+    distance = 1
+    while distance < n:
+        me.send(me.rank ^ distance, "double", model(n))
+        await me.receive_array("double", me.rank ^ distance)
+        await spend(me, n)
+        distance *= 2
+    await spend(me, UPDATE * n)
 
 
-def ring(n: int) -> tuple[Program, int]:
+async def ring(me: Worker, n: int) -> None:
     """Twice around."""
-
-    async def program(me: Worker) -> None:
-        await _around(me, n, units=1)
-        await _around(me, n, units=0)
-        await spend(me, UPDATE * n)
-
-    return program, n
+    await _around(me, n, units=1)
+    await _around(me, n, units=0)
+    await spend(me, UPDATE * n)
 
 
 async def _around(me: Worker, n: int, units: int) -> None:
@@ -179,14 +148,14 @@ async def _around(me: Worker, n: int, units: int) -> None:
         await spend(me, units)
 
 
-PATTERNS: dict[str, Callable[[int], tuple[Program, int]]] = {
-    "naive server": naive_server,
-    "binomial tree": tree_server,
-    "scatter-reduce, one server": scatter_server,
-    "asynchronous, one worker": asynchronous_worker,
-    "asynchronous, all": asynchronous_all,
-    "distributed server": distributed_server,
-    "recursive doubling": doubling,
-    "ring": ring,
+PATTERNS: dict[str, tuple[Callable[[Worker, int], Awaitable[None]], int]] = {
+    "naive server": (naive_server, 1),
+    "binomial tree": (tree_server, 1),
+    "scatter-reduce, one server": (scatter_server, 1),
+    "asynchronous, one worker": (asynchronous_worker, 1),
+    "asynchronous, all": (asynchronous_all, 1),
+    "distributed server": (distributed_server, 0),
+    "recursive doubling": (doubling, 0),
+    "ring": (ring, 0),
 }
-"""Name, as in `layouts.LAYOUTS` → program for n workers, and how many nodes it has."""
+"""Name, as in `layouts.LAYOUTS` → program of every node, and how many servers there are beside the workers."""
