@@ -481,7 +481,9 @@ def test_messages_keep_their_order_where_a_receiver_is_slow(make: Make, monkeypa
     stepper: Any = None
     node = Worker(1, Cluster(2), np.zeros(4, np.float32), np.random.default_rng(0), stepper, None)
     ticket = SimpleNamespace(address=1, record="", run="run", heartbeat=60.0, workers=2)
-    fake: Any = SimpleNamespace(bus=second, receive=second.poll, ticket=ticket, memory=None, tell=lambda *_: None)
+    fake: Any = SimpleNamespace(
+        bus=second, receive=second.poll, ticket=ticket, memory=None, tell=lambda *_: None, view=None
+    )
     Seat(fake, node, Strategy.parse("gossip"), lambda _: None)
     got: list[tuple[int, str]] = []
 

@@ -410,7 +410,8 @@ class StreamBus(Bus):
         """Write what waits, and `more` after it, as far as the socket takes it."""
         out = connection.out
         out.extend(more)
-        connection.waiting += sum(part.nbytes for part in more)
+        for part in more:
+            connection.waiting += part.nbytes
         try:
             while out:
                 sent = connection.socket.sendmsg([out[0], out[1]] if len(out) > 1 else [out[0]])
@@ -478,6 +479,10 @@ class StreamBus(Bus):
                 continue
             connection.ahead = USUAL_HEADER if nbytes > STAGING else STAGING
             here = min(nbytes, end - begin)
+            if here == nbytes < SMALLEST:
+                self._deliver(connection, header, memoryview(bytes(staging[begin : begin + here])))
+                begin += here
+                continue
             body = self._room(connection, header, nbytes)
             body[:here], begin = staging[begin : begin + here], begin + here
             if here == nbytes:
