@@ -176,7 +176,7 @@ def test_sums_of_different_arrays_at_the_same_time_are_noticed():
 
         def program(comm):
             one = comm.shared(2000)
-            comm._shared[id(one)].flat = one[: 2000 - comm.rank]
+            comm._arrays[id(one)].flat = one[: 2000 - comm.rank]
             comm.all_reduce(one, out=one)
 
         assert {type(future.exception(30)) for future in pair.start(program)} == {ProtocolError}

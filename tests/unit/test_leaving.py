@@ -27,7 +27,7 @@ def waiting(tmp_path: Any, arriving: list[Message], who: int, broken: frozenset[
         view=View(0, (0, 1)),
         memory=None,
         bus=bus,
-        receive=lambda _: coming.popleft(),
+        receive=lambda *_: coming.popleft(),
         tell=lambda *_: None,
     )
     stepper: Any = SimpleNamespace()

@@ -13,18 +13,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flockstep.transports.streams as streams
-from flockstep.drivers.real import Seat
+from flockstep.drivers.messenger import Messenger
+from flockstep.drivers.runner import Runner
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Message, Wanted
-from flockstep.nodes import Cluster, Worker
-from flockstep.strategies.base import Strategy
+from flockstep.nodes import Cluster, Peer
 from flockstep.transports import shared_memory
 from flockstep.transports.base import Transport
 from flockstep.transports.bus import Backlog
@@ -473,18 +472,20 @@ def test_bytes_that_wait_for_a_peer_are_bounded(make: Make, monkeypatch: pytest.
     assert second.waiting(0) == 0
 
 
+class Undriven(Messenger):
+    """Moves the messages of a node without a program."""
+
+    def drive(self, runner: Runner) -> None:
+        """There is nothing to wait for."""
+
+
 def test_messages_keep_their_order_where_a_receiver_is_slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a background task sends while an earlier message waits for room goes after that one."""
     monkeypatch.setattr(streams, "QUEUED", 5)
     monkeypatch.setattr(streams, "UNREAD", -1)
     first, second = introduced(make)
-    stepper: Any = None
-    node = Worker(1, Cluster(2), np.zeros(4, np.float32), np.random.default_rng(0), stepper, None)
-    ticket = SimpleNamespace(address=1, record="", run="run", heartbeat=60.0, workers=2)
-    fake: Any = SimpleNamespace(
-        bus=second, receive=second.poll, ticket=ticket, memory=None, tell=lambda *_: None, view=None
-    )
-    Seat(fake, node, Strategy.parse("gossip"), lambda _: None)
+    node = Peer(1, Cluster(2), np.zeros(4, np.float32), np.random.default_rng(0))
+    Undriven(second, second.poll, node, None)
     got: list[tuple[int, str]] = []
 
     def receiver() -> None:

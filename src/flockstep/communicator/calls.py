@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,24 +20,6 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Encoded)
 LONGEST_NAME = 200
 """Characters of a name."""
-
-
-class Held(Protocol):
-    """A named window, which a thread may hold."""
-
-    name: str
-    tag: str
-    """That of the messages which reach it."""
-
-    def held_here(self) -> bool:
-        """Whether the calling thread holds it."""
-
-
-class SharedSum(Protocol):
-    """An array of every rank, where all can reach it."""
-
-    def all_reduce(self, divisor: int, timeout: float | None) -> None:
-        """Replace every rank's array by the sum, divided."""
 
 
 class Calls:
@@ -56,8 +38,10 @@ class Calls:
         self._lock = Lock()
         self._uses: Counter[str] = Counter()
         self._memories: dict[str, Any] = {}
-        self._windows: dict[str, Held] = {}
-        self._shared: dict[int, SharedSum] = {}
+        self._holders: dict[str, Callable[[], bool]] = {}
+        """Tag of a window → whether the calling thread holds that window."""
+        self._sums: dict[int, Callable[[int, float | None], None]] = {}
+        """Id of a shared array → what replaces it by the sum, divided, within a timeout."""
 
     def check_rank(self, rank: int) -> None:
         """Raise `ConfigurationError` unless there is such a rank."""
@@ -132,11 +116,11 @@ class Calls:
         """Put on the record what took the place of so many bytes in so many messages each way."""
         self._engine.ask(lambda: self._engine.runner.account.traffic.moved(sent, received, messages))
 
-    def forget(self, window: Held) -> None:
-        """A window's name is free again."""
-        self._engine.node.forget(window.tag)
+    def forget(self, tag: str) -> None:
+        """The name of the window with that tag is free again."""
+        self._engine.node.forget(tag)
         with self._lock:
-            self._windows.pop(window.name, None)
+            self._holders.pop(tag, None)
 
     def require_open(self) -> None:
         """Raise what has ended this communicator, or as `require_free`."""
@@ -146,7 +130,7 @@ class Calls:
 
     def require_free(self) -> None:
         """Raise `ConfigurationError` if the calling thread holds a window, for which all that it calls would wait."""
-        if any(window.held_here() for window in list(self._windows.values())):
+        if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
                 "a window's local() is held here, for which others wait; leave its with block first"
             )

@@ -49,10 +49,10 @@ class Collectives(Calls):
             TimedOut: the others did not come within `timeout` seconds.
         """
         given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
-        shared = self._shared.get(id(array)) if out is array and chosen is None and by == Ring() else None
-        if shared is not None:
+        sum_up = self._sums.get(id(array)) if out is array and chosen is None and by == Ring() else None
+        if sum_up is not None:
             self.require_open()
-            shared.all_reduce(self.workers if average else 1, timeout)
+            sum_up(self.workers if average else 1, timeout)
             return given
         if average:
             _require_real(given)

@@ -67,6 +67,7 @@ class Communicator(Collectives):
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
         self._sockets, self._place = sockets, place
         self._servers: dict[str, Server] = {}
+        self._arrays: dict[int, SharedArray] = {}
         self._closing = False
         if place is not None:
             place.close_communicator = self.close
@@ -176,7 +177,7 @@ class Communicator(Collectives):
         if memory is None or not all(map(np.all, here)):
             raise failure or CompositionError("another rank cannot attach to shared memory; use arrays of your own")
         found = SharedArray(memory, self, wanted, dtype)
-        self._shared[id(found.local)] = found
+        self._arrays[id(found.local)], self._sums[id(found.local)] = found, found.all_reduce
         return found.local
 
     def window(self, name: str, array: Array, timeout: float | None = None) -> Window:
@@ -188,22 +189,17 @@ class Communicator(Collectives):
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise ConfigurationError("a window needs a numpy array that is contiguous and writable; pass a copy of it")
         checked(array, self.max_bytes)
-        shared = self._shared.get(id(array))
-        if isinstance(shared, SharedArray):
-            window: Window = SharedWindow(self, named(name), shared)
-        else:
-            window = Window(self, named(name), array)
+        shared, node = self._arrays.get(id(array)), self._engine.node
+        window = Window(self, named(name), array) if shared is None else SharedWindow(self, named(name), shared)
         with self._lock:
-            if name in self._windows:
+            if window.tag in self._holders:
                 raise ConfigurationError(f"there is a window {name!r} already; close it first, or choose another name")
-            self._windows[name] = window
-        self._engine.ask(
-            lambda: self._engine.node.handle(window.tag, lambda message: window.hear(message, self._engine.node))
-        )
+            self._holders[window.tag] = window.held_here
+        self._engine.ask(lambda: node.handle(window.tag, lambda message: window.hear(message, node)))
         try:
             self.agree(f"window {name!r} of {array.dtype} {array.shape}", timeout)
         except FlockstepError:
-            self.forget(window)
+            self.forget(window.tag)
             raise
         return window
 

@@ -64,10 +64,10 @@ class ProgressEngine(Messenger):
         """What is still to be done on the engine's thread."""
         self._room = Condition()
         self._handed: Counter[Address] = Counter()
-        self._bell, self._ear = socket.socketpair()
-        self._ear.setblocking(False)
-        self._bell.setblocking(False)
-        self._rung = False
+        self._waker, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._signalled = False
         self._over = False
         self._thread = Thread(target=self._work, name=f"flockstep-communicator-{node.rank}", daemon=True)
         self._thread.start()
@@ -75,10 +75,10 @@ class ProgressEngine(Messenger):
     def ask(self, action: Callable[[], None]) -> None:
         """Have something done on the engine's thread, after all that was asked before; does not wait."""
         self.asked.append(action)
-        if not self._rung:
-            self._rung = True
-            with contextlib.suppress(OSError):  # it is ringing already, or nobody listens any more
-                self._bell.send(b"!")
+        if not self._signalled:
+            self._signalled = True
+            with contextlib.suppress(OSError):  # it is signalled already, or nobody listens any more
+                self._waker.send(b"!")
         if self._over:
             self._do()
 
@@ -155,30 +155,29 @@ class ProgressEngine(Messenger):
             self._end(closed())
 
         self.ask(last)
-        if current_thread() is not self._thread:
-            self._thread.join()
-            self._bell.close()
-            self._ear.close()
+        self._thread.join()
+        self._waker.close()
+        self._woken.close()
 
     def drive(self, runner: Runner) -> None:
         """Do what is asked, and deliver what arrives, until there is nothing more to do."""
         while self.failure is None:
             busy = self.node.poll() or self._held
-            message = self._receive(RETRY if busy else LOOK, self._ear.fileno())
+            message = self._receive(RETRY if busy else LOOK, self._woken.fileno())
             if message is not None:
                 self.take(message)
             self._look()
-            if self._rung:
+            if self._signalled:
                 with contextlib.suppress(BlockingIOError):
-                    self._ear.recv(64)
-                self._rung = False
+                    self._woken.recv(64)
+                self._signalled = False
             self._do()
 
     def send(self, to: Address, message: Message) -> None:
         """Send, or let wait: other calls go on meanwhile."""
         self.hand_over(to, message)
 
-    def mourn(self, address: Address, reason: str) -> None:
+    def note_loss(self, address: Address, reason: str) -> None:
         """The others may go on among themselves."""
         self.node.reasons[address] = reason
 
@@ -205,7 +204,7 @@ class ProgressEngine(Messenger):
     def _look(self) -> None:
         """Send what waited; take a rank for lost whose connection broke though the supervisor knows of no death."""
         for peer in self._bus.broken(self._patience) - self.node.departed:
-            self.mourn(peer, f"the connection to worker {peer} broke")
+            self.note_loss(peer, f"the connection to worker {peer} broke")
             self.runner.lose(peer)
         if self._held:
             self.retry()

@@ -125,7 +125,7 @@ class Window:
     def close(self, timeout: float | None = None) -> None:
         """Fence, then give the name back; the array stays as it is."""
         self.fence(timeout)
-        self._calls.forget(self)
+        self._calls.forget(self.tag)
 
     def held_here(self) -> bool:
         """Whether the calling thread is inside `local`."""

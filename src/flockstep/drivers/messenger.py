@@ -95,11 +95,11 @@ class Messenger(ABC):
             raise stopped(message)
         elif message.tag == "lost":
             address, self.node.view = message.note.address, message.note.view
-            self.mourn(address, message.note.reason)
+            self.note_loss(address, message.note.reason)
             self._bus.disconnect(address)
             self.runner.lose(address)
 
-    def mourn(self, address: Address, reason: str) -> None:
+    def note_loss(self, address: Address, reason: str) -> None:
         """A node is dead, for that reason; raises `PeerLost` where this one cannot go on without it."""
         raise PeerLost(reason)
 

@@ -215,7 +215,7 @@ class Seat(Messenger):
             self._left[address] = int(message.note["step"])
             self._release(address)
 
-    def mourn(self, address: Address, reason: str) -> None:
+    def note_loss(self, address: Address, reason: str) -> None:
         """Put the loss on the record, and end the run where the strategy needs that node."""
         self.reports.write(Lost(self.now(), address, reason))
         if not self._survives or address < 0:
