@@ -15,6 +15,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.launchers.simulate import simulate
+from flockstep.planning.calibrate import Calibration
 from flockstep.planning.check import check
 from flockstep.planning.fit import fit_records
 from flockstep.planning.scaling import faster
@@ -105,6 +106,19 @@ def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
         prediction.measure(["no_such"])
     with pytest.raises(ConfigurationError, match="bandwidth"):
         prediction.measure(["ps"], ["20"[:0]])
+
+
+def test_two_records_tell_what_a_byte_takes_at_any_bandwidth(fitted: ClusterShape) -> None:
+    """1.05 times what it takes the card, and a nanosecond."""
+    takes = {card: 1.05 / card + 1e-9 for card in (12.5e6, 40e6, 125e6)}
+    ends = [(card, 1 / takes[card]) for card in (12.5e6, 125e6)]
+    known = prediction.Known.of(Calibration(fitted, ()), *ends)
+    (wire,) = known.at(40e6).wires
+    assert wire.bandwidth == pytest.approx(1 / takes[40e6])
+    odd = prediction.Known.of(Calibration(fitted, ()), (12.5e6, 10e6), (125e6, 130e6))
+    assert odd.at(125e6).wires[0].bandwidth == pytest.approx(100e6), (
+        "a byte takes no less than nothing besides its card"
+    )
 
 
 def test_codecs_to_measure_are_those_of_steps() -> None:

@@ -1,8 +1,8 @@
 """Prediction against reality: steps of real processes over links of known bandwidth, beside what was predicted.
 
 What is known of the machines is a calibration (gradients alone and all at once, messages, codecs) and the record of one
-strategy at one bandwidth. The prediction of every other strategy and bandwidth is what `flockstep plan` says of that
-cluster, its links as many times as fast as the cards are.
+strategy at two bandwidths. The prediction of every other strategy and bandwidth is what `flockstep plan` says of that
+cluster, over links as fast as the two records say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flockstep.launchers.train import train
 from flockstep.planning.calibrate import Calibration, calibrate
 from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
-from flockstep.planning.prospect import Prospect, Unpredictable, faster, prospect
+from flockstep.planning.prospect import Prospect, Unpredictable, prospect
 from flockstep.planning.rates import measure_rates
 from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
@@ -71,8 +71,8 @@ NUMBERS = (3, 4, 5)
 """numbers of workers,"""
 SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
 """and bandwidths."""
-CALIBRATED = ("all_reduce", "100mbit")
-"""The strategy and the bandwidth of the record that everything is predicted from."""
+CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
+"""The strategy and the bandwidths of the records that everything is predicted from."""
 WITHIN = 0.2
 """Share of the measured time by which a prediction may be wrong."""
 RANKED = 0.9
@@ -157,8 +157,8 @@ class Truth:
         held = sum(one.holds for one in self.pairs)
         known = (
             f"{self.workers} processes of {self.job} on {self.cores} cores; all is predicted from a calibration and "
-            f"a record of {CALIBRATED[0]} at {CALIBRATED[1]}, which gives links {self.efficiency:.1%} of their cards' "
-            "bandwidth"
+            f"two records of {CALIBRATED} at {' and '.join(ENDS)}; the first gives links {self.efficiency:.1%} of "
+            "their cards' bandwidth"
         )
         return [
             known,
@@ -198,14 +198,41 @@ def coded(strategies: Sequence[str]) -> list[str]:
     return sorted({str(one) for one in found if one is not None and not one.lossless})
 
 
-def calibrated(record: Path, task: Task, job: str, workers: int, strategies: Sequence[str]) -> Calibration:
-    """The cluster as calibrated, its link as fitted to the record of a run there."""
-    probed = calibrate(job, workers, transport=f"namespaces('{CALIBRATED[1]}')", gradients=GRADIENTS, rounds=ROUNDS)
-    shape = probed.shape
-    fitted = fit_records([record], latency=shape.wires[0].latency, message=shape.message)
-    wire = replace(shape.wires[0], bandwidth=fitted.shape.wires[0].bandwidth, fair=True)
+@dataclass(frozen=True)
+class Known:
+    """A calibrated cluster; a byte takes `share` times what it takes a card, and `more` seconds."""
+
+    calibration: Calibration
+    share: float
+    more: float
+
+    @classmethod
+    def of(cls, calibration: Calibration, slow: tuple[float, float], quick: tuple[float, float]) -> Known:
+        """From the nominal and the effective bandwidth of two links, in bytes per second."""
+        (one, first), (other, second) = slow, quick
+        share = (1 / first - 1 / second) / (1 / one - 1 / other)
+        more = 1 / first - share / one
+        return cls(calibration, share, more) if more > 0 < share else cls(calibration, one / first, 0.0)
+
+    def at(self, bandwidth: float) -> ClusterShape:
+        """The cluster with cards of so many bytes per second."""
+        shape = self.calibration.shape
+        wire = replace(shape.wires[0], bandwidth=1 / (self.share / bandwidth + self.more), fair=True)
+        return replace(shape, wires=(wire,))
+
+
+def calibrated(runs: _Runs, task: Task, strategies: Sequence[str]) -> Known:
+    """The cluster as calibrated, its link as fitted to the records of two runs there."""
+    transport = f"namespaces('{ENDS[0]}')"
+    probed = calibrate(runs.job, runs.workers, transport=transport, gradients=GRADIENTS, rounds=ROUNDS)
+    latency, message = probed.shape.wires[0].latency, probed.shape.message
+    ends, notes = [], list(probed.notes)
+    for text in ENDS:
+        fitted = fit_records([runs.record(CALIBRATED, text, 80 * SPANS // 3)], latency=latency, message=message)
+        ends.append((units.bandwidth(text), fitted.shape.wires[0].bandwidth))
+        notes += fitted.notes
     rates = measure_rates(coded(strategies), shapes=task.tensors)
-    return Calibration(replace(shape, wires=(wire,), rates=rates), (*probed.notes, *fitted.notes))
+    return Known.of(Calibration(replace(probed.shape, rates=rates), tuple(notes)), *ends)
 
 
 def cores() -> int:
@@ -254,14 +281,11 @@ def measure(
     task = task_of(job, None, load_job(job, 0))
     with tempfile.TemporaryDirectory() as folder:
         runs = _Runs(Path(folder), job, workers)
-        say(f"calibrating: {CALIBRATED[0]} at {CALIBRATED[1]}")
-        record = runs.record(*CALIBRATED, 80 * SPANS // 3)
-        calibration = calibrated(record, task, job, workers, strategies)
-        known = calibration.shape
-        nominal = units.bandwidth(CALIBRATED[1])
+        say(f"calibrating: {CALIBRATED} at {' and '.join(ENDS)}")
+        known = calibrated(runs, task, strategies)
         found = []
         for strategy, bandwidth in pairs:
-            cluster = faster(known, units.bandwidth(bandwidth) / nominal)
+            cluster = known.at(units.bandwidth(bandwidth))
             try:
                 steps = steps_for(predict(cluster, task, strategy, workers, FEW).seconds)
                 predicted = predict(cluster, task, strategy, workers, steps).seconds
@@ -274,8 +298,9 @@ def measure(
                 for _ in range(rounds)
             )
             found.append(Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1]))
-    efficiency = calibration.shape.wires[0].bandwidth / nominal
-    return Truth(job, workers, cores(), efficiency, calibration.notes, tuple(found))
+    nominal = units.bandwidth(ENDS[0])
+    efficiency = known.at(nominal).wires[0].bandwidth / nominal
+    return Truth(job, workers, cores(), efficiency, known.calibration.notes, tuple(found))
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
