@@ -109,16 +109,17 @@ def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
 
 
 def test_two_records_tell_what_a_byte_takes_at_any_bandwidth(fitted: ClusterShape) -> None:
-    """1.05 times what it takes the card, and a nanosecond."""
-    takes = {card: 1.05 / card + 1e-9 for card in (12.5e6, 40e6, 125e6)}
+    """1.1 times what it takes the card, and a nanosecond; never less than headers and acknowledgements."""
+    takes = {card: 1.1 / card + 1e-9 for card in (12.5e6, 40e6, 125e6)}
     ends = [(card, 1 / takes[card]) for card in (12.5e6, 125e6)]
     known = prediction.Known.of(Calibration(fitted, ()), *ends)
     (wire,) = known.at(40e6).wires
     assert wire.bandwidth == pytest.approx(1 / takes[40e6])
     odd = prediction.Known.of(Calibration(fitted, ()), (12.5e6, 10e6), (125e6, 130e6))
-    assert odd.at(125e6).wires[0].bandwidth == pytest.approx(100e6), (
-        "a byte takes no less than nothing besides its card"
-    )
+    assert odd.at(125e6).wires[0].bandwidth == pytest.approx(100e6)  # nothing besides the card
+    late = prediction.Known.of(Calibration(fitted, ()), (12.5e6, 11.5e6), (125e6, 40e6))
+    assert late.share == prediction.FRAMES
+    assert late.at(12.5e6).wires[0].bandwidth == pytest.approx(11.5e6)
 
 
 def test_codecs_to_measure_are_those_of_steps() -> None:

@@ -73,6 +73,8 @@ SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
 """and bandwidths."""
 CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
 """The strategy and the bandwidths of the records that everything is predicted from."""
+FRAMES = (1448 + 66 + 66 / 2) / 1448
+"""Bytes on a link for each byte of payload, at the least: headers of a frame of TCP, and an acknowledgement for two."""
 WITHIN = 0.2
 """Share of the measured time by which a prediction may be wrong."""
 RANKED = 0.9
@@ -210,9 +212,9 @@ class Known:
     def of(cls, calibration: Calibration, slow: tuple[float, float], quick: tuple[float, float]) -> Known:
         """From the nominal and the effective bandwidth of two links, in bytes per second."""
         (one, first), (other, second) = slow, quick
-        share = (1 / first - 1 / second) / (1 / one - 1 / other)
+        share = max(FRAMES, (1 / first - 1 / second) / (1 / one - 1 / other))
         more = 1 / first - share / one
-        return cls(calibration, share, more) if more > 0 < share else cls(calibration, one / first, 0.0)
+        return cls(calibration, share, more) if more > 0 else cls(calibration, one / first, 0.0)
 
     def at(self, bandwidth: float) -> ClusterShape:
         """The cluster with cards of so many bytes per second."""
