@@ -175,22 +175,18 @@ class Mailbox:
         if wanted.tag is not None:
             queue = self.queues.get(wanted.tag)
             return _first(queue, wanted.source) if queue else None
-        waiting = [queue for queue in self.queues.values() if queue]
-        if wanted.source is not None:
-            waiting = [queue for queue in waiting if any(m.source == wanted.source for _, m in queue)]
-        if not waiting:
-            return None
-        return _first(min(waiting, key=lambda queue: _arrival(queue, wanted.source)), wanted.source)
+        first: tuple[int, deque[tuple[int, Message]]] | None = None
+        for queue in self.queues.values():
+            for number, message in queue:
+                if wanted.source is None or message.source == wanted.source:
+                    first = (number, queue) if first is None or number < first[0] else first
+                    break
+        return None if first is None else _first(first[1], wanted.source)
 
     def take_all(self, wanted: Wanted) -> Iterator[Message]:
         """Remove and yield every match that is here now."""
         while (message := self.take(wanted)) is not None:
             yield message
-
-
-def _arrival(queue: deque[tuple[int, Message]], source: Address | None) -> int:
-    """When the first message of `source` (None: of anyone) in the queue arrived."""
-    return next(number for number, message in queue if source is None or message.source == source)
 
 
 def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message | None:

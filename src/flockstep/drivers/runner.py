@@ -223,7 +223,7 @@ class Runner:
         if type(effect) is NeedGradient:
             if self.partly or self.every or self.source is not None:
                 self._need(effect)
-        elif self.node.address < 0:
+        elif self.progress is not None or self.reception is not None:
             self._idle()
 
     def give(self, gradient: FlatArray, loss: float | None = None, begin: int = 0) -> None:
@@ -301,7 +301,8 @@ class Runner:
             self.go_on(message, sent_at)
         else:
             node.deliver(message)
-            self.wake(sent_at)
+            if self.waiting is not None:
+                self.wake(sent_at)
 
     def lose(self, address: Address) -> None:
         """That node is dead."""
@@ -390,7 +391,8 @@ class Runner:
         if self.progress is not None and self.hand_in is not None and self.recorded:
             for tick in self.progress.due():
                 self.hand_in(tick)
-        self._attend()
+        if self.reception is not None:
+            self._attend()
 
     def _attend(self) -> None:
         if self.reception is None or self.waiting is None or not self.reception.asked:

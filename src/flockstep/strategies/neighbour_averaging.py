@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -58,13 +59,14 @@ class NeighbourAveraging(Strategy):
         """Send, compute, await, mix, step."""
         bridges: Bridges = me.state
         schedule = mixing(self.topology, me.workers)
+        turns = [(hearing(weights, me.rank), _shares(me, weights)) for weights in schedule]
         while me.training:
-            weights = schedule[me.step % len(schedule)]
-            me.send_all(hearing(weights, me.rank), "model", me.params)
+            others, shares = turns[me.step % len(turns)]
+            me.send_all(others, "model", me.params)
             if me.lost and len(schedule) == 1:
-                bridges.offer(me, weights)
+                bridges.offer(me, schedule[0])
             gradient = await me.gradient()
-            await self._mix(me, weights)
+            await self._mix(me, shares)
             bridges.cross(me)
             me.optimizer_step(gradient)
 
@@ -74,14 +76,19 @@ class NeighbourAveraging(Strategy):
         me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], BYE)
         await me.state.close(me)
 
-    async def _mix(self, me: Worker, weights: Matrix) -> None:
+    async def _mix(self, me: Worker, shares: Sequence[tuple[int, float]]) -> None:
         """w_i ← Σ_j W_ij w_j, with w_i in the place of the dead."""
         mixed = namespace(me.params).full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
-        shares = weights[me.rank].astype(numpy_dtype(name_of(me.params)))
-        for j in map(int, np.flatnonzero(shares)):  # by rank, so that the sum does not depend on who was first
+        for j, share in shares:
             model = me.params if j == me.rank else await _heard(me, j)
-            mixed += float(shares[j]) * model
+            mixed += share * model
         me.params[:] = mixed
+
+
+def _shares(me: Worker, weights: Matrix) -> list[tuple[int, float]]:
+    """Rank j and W_ij, in the parameters' dtype, of all whose models count: by rank, whoever is first."""
+    shares = weights[me.rank].astype(numpy_dtype(name_of(me.params)))
+    return [(int(j), float(shares[j])) for j in np.flatnonzero(shares)]
 
 
 async def _heard(me: Worker, j: int) -> FlatArray:

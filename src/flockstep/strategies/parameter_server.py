@@ -27,7 +27,7 @@ from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pa
 from flockstep.strategies.finite import require_finite_update
 from flockstep.strategies.rules.base import Rule
 from flockstep.strategies.rules.plain import Plain
-from flockstep.strategies.server_state import PushState, ServerState
+from flockstep.strategies.server_state import PushState, ServerState, without
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ class ParameterServer(Strategy):
             self._apply(me, state, group)
             view.version = me.version
         if dropped := own.dropped(state.pushes, view):
-            state.leave(dropped)
+            state.pushes = without(state.pushes, dropped)
         if admitted := own.admitted(state.reads, view):
-            state.leave(reads=admitted)
+            state.reads = without(state.reads, admitted)
         for rank in self._access.answer(me, state, admitted, moved):
             self.rule.read(me, state.rule, rank)
             state.reading[rank] = me.version
@@ -231,5 +231,5 @@ class ParameterServer(Strategy):
         weights = self.rule.apply(me, state.rule, group, share)
         for push, weight in zip(group, weights, strict=True):
             me.record_update(push.rank, before - push.version, weight=weight)
-        state.leave(group)
+        state.pushes = without(state.pushes, group)
         self.consistency.keep(state.kept, me.version, me.params)

@@ -109,15 +109,8 @@ class ServerState:
         for rank in back:
             self.told.pop(rank, None)
 
-    def leave(self, pushes: Sequence[Push] = (), reads: Sequence[Read] = ()) -> None:
-        """Take these off what waits, which they are part of."""
-        if pushes:
-            self.pushes = _without(self.pushes, pushes)
-        if reads:
-            self.reads = _without(self.reads, reads)
 
-
-def _without(waiting: list[P], gone: Sequence[P]) -> list[P]:
+def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
     """What still waits of `waiting`, which `gone` is part of."""
     ended = set(gone)
     return [one for one in waiting if one not in ended] if len(gone) < len(waiting) else []
