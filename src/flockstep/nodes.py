@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.namespace import beside, on_host
 from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
 from flockstep.messages import (
@@ -397,7 +398,13 @@ class Peer(Node):
 
         In the order of a ring all-reduce, all workers at once: not in background tasks, which may not wait.
         """
-        return self.together is not None and not self._channel and self.together.all_reduce(array, divisor)
+        if self.together is None or self._channel:
+            return False
+        here = on_host(array)
+        summed = self.together.all_reduce(here, divisor)
+        if summed and here is not array:
+            array[:] = beside(here, array)
+        return summed
 
 
 class Worker(Peer):

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from flockstep.arrays.kernels.on_numpy import first_not_finite
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.errors import Diverged
 from flockstep.testing.strategies import Watched, run_strategy
 from support.processes import RealRun

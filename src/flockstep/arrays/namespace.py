@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,9 +52,11 @@ def on_host(array: Any) -> npt.NDArray[Any]:
     return there
 
 
-def beside(values: npt.NDArray[Any], array: Any) -> FlatArray:
-    """`values` in the library, and on the device, of `array`; a copy unless that is numpy."""
-    return values if isinstance(array, np.ndarray) else tensor(values, array.device)
+def beside(values: Any, array: Any) -> FlatArray:
+    """`values` in the library, and on the device, of `array`; as they are where they are there."""
+    if isinstance(array, np.ndarray):
+        return on_host(values)
+    return values if is_tensor(values) else tensor(values, array.device)
 
 
 def tensor(values: npt.NDArray[Any], device: Any = "cpu") -> FlatArray:
@@ -97,3 +100,15 @@ def rows(matrix: Any, indices: Sequence[int], out: Any) -> FlatArray:
     torch.index_select(matrix, 0, torch.tensor(indices, device=matrix.device), out=out)
     there: FlatArray = out
     return there
+
+
+def first_not_finite(array: Any) -> int:
+    """The index of the first NaN or infinity of a flat array, or -1.
+
+    In numpy a finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite,
+    or is slow to come by, elements are looked at one by one. `vdot` does not warn of a sum that overflows.
+    """
+    if isinstance(array, np.ndarray) and array.dtype.char in "fd" and math.isfinite(np.vdot(array, array)):
+        return -1
+    wrong = ~namespace(array).isfinite(array)
+    return int(wrong.nonzero()[0][0]) if wrong.any() else -1

@@ -9,6 +9,7 @@ from math import isfinite
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype
@@ -106,7 +107,7 @@ class AdaComp(Streamed):
         if len(total) and self._head(len(total), dtype) < plain:
             indices, counts, scale = k.bins_reached(total, change, self.bin, CAP)
             if not isfinite(scale):
-                place = k.first_not_finite(total)
+                place = first_not_finite(total)
                 raise refuse(self, float(total[place]), place)
             places = k.within_buckets(indices, self.bin)
             codes = k.as_codes(places, k.gathered(total, indices) < 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype, not_finite
@@ -62,7 +63,7 @@ class Dct(Codec):
             with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
                 matrix = k.as_floats(flat[t.part]).reshape(t.rows, t.columns)
                 spectrum = transformed(k.tiles(matrix, t.height, t.width))
-            if k.first_not_finite(spectrum.reshape(-1)) >= 0:
+            if first_not_finite(spectrum.reshape(-1)) >= 0:
                 raise not_finite("dct", flat, t.part)
             spots = k.largest_of_rows(spectrum, t.kept)
             pieces.append(k.packed_integers(spots.reshape(-1), t.bits))
@@ -85,7 +86,7 @@ class Dct(Codec):
             spots = k.unpacked_integers(piece[: t.index_bytes], t.sent, t.bits).reshape(-1, t.kept)
             values = k.from_bytes(piece[t.index_bytes :], factor_dtype(dtype).name).reshape(-1, t.kept)
             ordered = bool((spots[:, 1:] > spots[:, :-1]).all()) and bool((spots[:, -1] < t.area).all())
-            if not ordered or k.first_not_finite(values.reshape(-1)) >= 0:
+            if not ordered or first_not_finite(values.reshape(-1)) >= 0:
                 raise ProtocolError(f"dct got impossible coefficients for {size} {dtype}")
             with np.errstate(over="ignore", invalid="ignore"):
                 tiles = restored(k.placed(spots, values, t.area), t.height, t.width)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes
 from flockstep.codecs.quantiser import Quantiser
@@ -41,7 +42,7 @@ class Levels(Quantiser):
         k = kernels.of(floats)
         levels, block, at_random = self.grid()
         scales = self.scales(k, floats)
-        self.refuse(floats, k.first_not_finite(scales) >= 0)
+        self.refuse(floats, first_not_finite(scales) >= 0)
         seed = kernels.seed_from(random) if at_random else -1
         data: Bytes = k.join(k.as_bytes(scales), k.quantise(floats, scales, block, levels, self.bits, seed))
         return data
@@ -50,7 +51,7 @@ class Levels(Quantiser):
         """The step of every block, and the codes."""
         k, head = kernels.of(data), self._scale_bytes(size, dtype)
         scales = k.copied(k.from_bytes(data[:head], dtype))
-        self.require(k.first_not_finite(scales) < 0 and not bool((scales < 0).any()), size, dtype)
+        self.require(first_not_finite(scales) < 0 and not bool((scales < 0).any()), size, dtype)
         return k.steps(scales, self.grid()[0]), data[head:]
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Shape
 from flockstep.errors import Diverged
@@ -94,7 +94,7 @@ def factor_dtype(dtype: str) -> np.dtype[np.floating]:
 
 def not_finite(codec: str, flat: FlatArray, part: slice) -> Diverged:
     """The error for a part of an array in which there are infinities or NaN, or numbers of which these come."""
-    where = kernels.of(flat).first_not_finite(flat[part])
+    where = first_not_finite(flat[part])
     what = "numbers so large that their products overflow"
     if where >= 0:
         what = f"{float(flat[part.start + where])} at element {part.start + where}"

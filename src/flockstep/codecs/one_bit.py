@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
@@ -47,7 +48,7 @@ class OneBit(Quantiser):
     def _means(self, floats: FlatArray, sums: FlatArray) -> FlatArray:
         k, columns = kernels.of(floats), self.columns(len(floats))
         means = k.side_means(sums.reshape(3, columns), len(floats) // columns, kernels.name_of(floats))
-        self.refuse(floats, k.first_not_finite(means.reshape(-1)) >= 0)
+        self.refuse(floats, first_not_finite(means.reshape(-1)) >= 0)
         found: FlatArray = means
         return found
 
@@ -76,7 +77,7 @@ class OneBit(Quantiser):
         """(2, columns) means, and the signs."""
         k, head = kernels.of(data), self._head(size, dtype)
         means = k.copied(k.from_bytes(data[:head], dtype)).reshape(2, -1)
-        sound = k.first_not_finite(means.reshape(-1)) < 0 and bool((means[0] >= 0).all() and (means[1] <= 0).all())
+        sound = first_not_finite(means.reshape(-1)) < 0 and bool((means[0] >= 0).all() and (means[1] <= 0).all())
         self.require(sound, size, dtype)
         return means, data[head:]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import numpy_dtype, seed_from
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
@@ -56,7 +57,7 @@ class PowerSgd(Codec):
             with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
                 lefts.append(k.orthonormal(matrix @ k.gaussian(matrix, m.columns, self.rank, (seed, index))))
                 rights.append(matrix.T @ lefts[-1])
-            if k.first_not_finite(rights[-1].reshape(-1)) >= 0:
+            if first_not_finite(rights[-1].reshape(-1)) >= 0:
                 raise not_finite("powersgd", flat, m.part)
         dense = [k.as_bytes(flat[part]) for part in layout.dense]
         empty = k.as_bytes(flat[:0])
@@ -100,7 +101,7 @@ class PowerSgd(Codec):
         for parts in (layout.lefts, layout.rights):
             end = begin + sum(part.stop - part.start for part in parts) * wide.itemsize
             factors = k.from_bytes(data[begin:end], wide.name)
-            if k.first_not_finite(factors) >= 0:
+            if first_not_finite(factors) >= 0:
                 raise ProtocolError(f"powersgd got a factor that is not finite, for {size} {dtype}")
             found.append([factors[part].reshape(-1, self.rank) for part in parts])
             begin = end

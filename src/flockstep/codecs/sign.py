@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
@@ -48,7 +49,7 @@ class Sign(Quantiser):
         # The difference of the two sums is that of the magnitudes.
         total = sums.clip(min=0)[:1] - sums[1:2] if len(floats) else sums[:1]
         scale = k.cast(total / max(len(floats), 1), kernels.name_of(floats))
-        self.refuse(floats, k.first_not_finite(scale) >= 0)
+        self.refuse(floats, first_not_finite(scale) >= 0)
         data: Bytes = k.join(k.as_bytes(scale), bits) if self.scaled else bits
         return data
 

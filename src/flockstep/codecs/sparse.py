@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
@@ -134,7 +135,7 @@ class Sparsifier(Streamed):
         if not (self.exact_size and self.wire_bytes(len(flat), dtype) == plain):
             head, indices = self.choose(flat, random)
             kept = k.gathered(flat, indices)
-            wrong = k.first_not_finite(kept)
+            wrong = first_not_finite(kept)
             if wrong >= 0:
                 raise refuse(self, float(kept[wrong]), int(indices[wrong]))
             data = k.join(head, self.values.encode(kept, random))

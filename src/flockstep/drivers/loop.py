@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from flockstep.arrays.namespace import beside, copied, namespace, on_host
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account, fingerprint
 from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.real import Seat
-from flockstep.drivers.renewal import Reception, common, end_tasks, forget, meet, remembered, renewed
+from flockstep.drivers.renewal import Reception, common, end_tasks, meet, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.ticket import claim_ticket
@@ -146,7 +147,7 @@ class Loop:
             return
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
-        telling = np.any(part) and np.isfinite(part).all()  # no gradient at all says nothing of the batch
+        telling = part.any() and namespace(part).isfinite(part).all()  # no gradient at all says nothing of the batch
         lr = worker.lr if telling and self.strategy.traits.alike else 0.0  # others may step as they like
         shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
         self._member.tell("gradient", None, shown)
@@ -232,7 +233,7 @@ class Loop:
         self._require_rest("sync")
         worker = self._worker
         with self._telling():
-            new = self._params.copy()
+            new = copied(self._params)
             most = self._run(
                 "servers", lambda me: meet(me, "here")
             )  # background tasks serve those that step until then
@@ -240,8 +241,7 @@ class Loop:
             end_tasks(worker)
             self._params[:] = new
             before = worker.before + most
-            before = self._run("servers", lambda me: renewed(me, self.held, optimizer, before))
-            forget(worker, before)
+            self._run("servers", lambda me: renewed(me, self.held, optimizer, before))
             worker.state = self.strategy.worker_state(worker)
             self._begin()
             if self.watch is not None:
@@ -321,7 +321,7 @@ class Loop:
         self._seat.close()
         result = self._member.wait_for_end(self.handed)
         if result is not None:
-            self._params[:] = result
+            self._params[:] = beside(result, self._params)
         self._seat.leave(failed=False)
         self._member.close(0.0)
 
@@ -344,10 +344,10 @@ class Loop:
         strategy, rank = self.strategy, self.rank
         self._member = Member(ticket, schema, self._buffers().nbytes, strategy.notes)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
-        initial = np.ascontiguousarray(self._params)
+        initial = np.ascontiguousarray(on_host(self._params))
         with self._telling():
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
-        self._params[:] = params
+        self._params[:] = beside(params, self._params)
         worker = make_worker(strategy, cluster, rank, self._params, schema, ticket.seed, stepper, optimizer)
         self._worker = worker
         self._seat = Seat(self._member, worker, strategy)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from flockstep.arrays.namespace import beside, on_host
 from flockstep.drivers.account import Account, Emit
 from flockstep.drivers.member import stopped
 from flockstep.drivers.runner import Runner
@@ -53,6 +54,8 @@ class Messenger(ABC):
 
     def hand_over(self, to: Address, message: Message) -> None:
         """Send to a peer, after what waits for it; what goes to a lost one goes nowhere."""
+        if message.array is not None:
+            message.array = on_host(message.array)
         held = self._held.get(to)
         if held is None and self._sent(to, message):
             return
@@ -90,6 +93,8 @@ class Messenger(ABC):
             Interrupted: the supervisor ended the run.
         """
         if message.source != LAUNCHER:
+            if message.array is not None:
+                message.array = beside(message.array, self.node.params)
             self.runner.deliver(message)
         elif message.tag == "stop":
             raise stopped(message)

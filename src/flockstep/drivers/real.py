@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from flockstep.arrays.namespace import is_tensor
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import PAUSE, Member
 from flockstep.drivers.messenger import Messenger
@@ -54,7 +55,7 @@ class Seat(Messenger):
 
     def home(self, gradients: FlatArray) -> FlatArray:
         """Where a worker's gradients are to lie: where the sum over all workers can be had in place, or `gradients`."""
-        if self._group is None or gradients.dtype.name not in SUMMED:
+        if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
 

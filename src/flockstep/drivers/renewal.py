@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flockstep.arrays.namespace import copied, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
@@ -93,6 +94,7 @@ class Reception:
         if "steps" in new.note:
             given = _read(new, self._slots)
             node.optimizer.recall(node.params, node.optimizer_state, given)
+        end_tasks(node)
         forget(node, int(new.note["before"]))
         node.version = 0
         node.state = self._strategy.master_state(node)
@@ -126,11 +128,7 @@ def _read(message: Message, slots: dict[str, FlatArray]) -> OptimizerState:
 
 
 def forget(node: Node, before: int) -> None:
-    """Drop what waits for the node's program, but for the leaving of others, and end its background tasks.
-
-    The run has made `before` steps.
-    """
-    end_tasks(node)
+    """Drop what waits for the node's program, but for the leaving of others; the run has made `before` steps."""
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
     node.farewells.clear()
@@ -156,10 +154,10 @@ async def meet(me: Worker, word: str) -> int:
     return most
 
 
-async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> int:
+async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> None:
     """Stop all nodes and give all of them rank 0's parameters, its servers `optimizer` too; forget what is old.
 
-    Returns rank 0's `before`, the steps that the run has made.
+    The steps that the run has made are rank 0's `before`.
     """
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
@@ -180,9 +178,8 @@ async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState |
                 before = int(message.note["before"])
     for index in range(len(held)):
         await me.receive("begun", server(index))
-    me.mailbox.clear(but=CHANNEL)
-    await meet(me, "cleared")
-    return before
+    forget(me, before)
+    await meet(me, "cleared")  # whoever is there before this one sends what belongs to the new beginning
 
 
 async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
@@ -192,12 +189,12 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
         me.send(root, "replica", me.params if policy == "mean" else None)
         return (await me.receive("common", root)).payload
     replicas = Tick(set())
-    replicas.add_worker(me.params, 0, 0)
+    replicas.add_worker(on_host(me.params), 0, 0)
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
             message = await me.receive("replica", peer)
             if message.array is not None:
-                replicas.add_worker(message.array, 0, 0)
+                replicas.add_worker(on_host(message.array), 0, 0)
     chosen = await served(me, held) if policy == "server" else replicas.model(policy, held)
     assert chosen is not None
     me.send_all(me.peers, "common", chosen)
@@ -206,7 +203,7 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
     """The parameters that the servers hold; where two hold the same, those of the first."""
-    whole = me.params.copy()
+    whole = copied(me.params)
     asked = [(server(index), None, {"what": "params"}) for index in range(len(held))]
     for index, reply in reversed(list(enumerate(await me.ask_all("read", asked)))):
         whole[held[index]] = reply.payload
@@ -222,6 +219,6 @@ async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> O
         found = _read(reply, {})
         whole.steps, whole.numbers = found.steps, whole.numbers | found.numbers
         for name in filter(None, str(reply.note["slots"]).split(",")):
-            slot = (await me.receive(name, server(index))).payload
+            slot = on_host((await me.receive(name, server(index))).payload)
             whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot
     return whole

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flockstep.arrays.namespace import copied
+from flockstep.arrays.namespace import beside, copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.account import Account
 from flockstep.drivers.renewal import CHANNEL, Reception, Renewed
@@ -46,7 +46,10 @@ class OneProcess:
 
     def send(self, to: Address, message: Message) -> None:
         """Deliver it."""
-        self.runners[to].deliver(message)
+        runner = self.runners[to]
+        if message.array is not None:
+            message.array = beside(message.array, runner.node.params)
+        runner.deliver(message)
 
     def collect(self) -> None:
         """Nothing is ever on its way."""

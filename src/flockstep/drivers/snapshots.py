@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from flockstep.arrays.kernels import name_of
+from flockstep.arrays.namespace import on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.member import Member
 from flockstep.drivers.tracker import FINAL
@@ -37,8 +39,8 @@ class Snapshots:
         buffers = self.buffers()
         self._closed = tick == FINAL
         note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent}
-        size: Fields = {"size": len(node.params), "dtype": node.params.dtype.name, "buffers": buffers.nbytes}
-        self._member.hand_over({**note, **size}, [node.params, buffers])
+        size: Fields = {"size": len(node.params), "dtype": name_of(node.params), "buffers": buffers.nbytes}
+        self._member.hand_over({**note, **size}, [on_host(node.params), buffers])
         if self._closed:
             self._member.tell("done", None, {"step": node.run_step})
 
@@ -50,6 +52,6 @@ class Snapshots:
 
     def salvage(self, node: Node, t: float, sent: int) -> None:
         """The run fails: hand in the parameters as they are, if they are numbers."""
-        if not self._closed and np.isfinite(node.params).all():
+        if not self._closed and np.isfinite(on_host(node.params)).all():
             with contextlib.suppress(FlockstepError):
                 self.hand_in(node, LAST, t, sent)

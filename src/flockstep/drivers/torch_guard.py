@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
 
+from flockstep.arrays.kernels.torch_basics import as_bytes
+from flockstep.arrays.namespace import as_tensor
+from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
@@ -26,7 +30,7 @@ class Guard:
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
         self._flat = flat
         self._optimizer = optimizer
-        self._dtype = flat.parameters[0].dtype
+        self._dtype, self._device = flat.parameters[0].dtype, flat.parameters[0].device
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
         self._places = [parameter.data_ptr() for parameter in flat.parameters]
@@ -72,12 +76,12 @@ class Guard:
         if self._optimizer is not None:
             require_same_parameters(self._flat, self._optimizer)
         for entry, parameter in zip(self._flat.schema.entries, self._flat.parameters, strict=True):
-            if parameter.dtype is not self._dtype or not parameter.is_cpu or parameter.shape != entry.shape:
+            if parameter.dtype is not self._dtype or parameter.device != self._device or parameter.shape != entry.shape:
                 dtype, now = self._flat.schema.dtype, str(parameter.dtype).removeprefix("torch.")
                 raise ConfigurationError(
-                    f"parameter {entry.name} must stay {dtype} {entry.shape} on the CPU, as at flockstep.distribute, "
-                    f"is {now} {tuple(parameter.shape)} on {parameter.device}; convert the module before distribute, "
-                    "or a copy of it"
+                    f"parameter {entry.name} must stay {dtype} {entry.shape} on {self._device}, as at "
+                    f"flockstep.distribute, is {now} {tuple(parameter.shape)} on {parameter.device}; convert the "
+                    "module before distribute, or a copy of it"
                 )
 
     def note(self) -> None:
@@ -91,7 +95,7 @@ class Guard:
 
     def adopt(self) -> None:
         """Take values that were put elsewhere (`parameter.data = …`) back into the flat array."""
-        views = self._flat.views(torch.from_numpy(self._flat.params))
+        views = self._flat.views(as_tensor(self._flat.params))
         for parameter, view, place in zip(self._flat.parameters, views, self._places, strict=True):
             if parameter.data_ptr() != place:
                 view.copy_(parameter.detach())
@@ -102,9 +106,7 @@ class Guard:
         if self._finite:
             return None
         params = self._flat.params
-        return next(
-            e.name for e in self._flat.schema.entries if not np.isfinite(params[e.offset : e.offset + e.size]).all()
-        )
+        return next(e.name for e in self._flat.schema.entries if not _finite(params[e.offset : e.offset + e.size]))
 
     def _moved(self) -> int | None:
         """An element at or before which the flat array has changed; None where it has not, as far as was looked."""
@@ -124,7 +126,7 @@ class Guard:
                 return entry.offset
         return index * BLOCK
 
-    def _block(self, index: int) -> np.ndarray:
+    def _block(self, index: int) -> FlatArray:
         return self._flat.params[index * BLOCK : (index + 1) * BLOCK]
 
     def _tell_difference(self, trained: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
@@ -186,13 +188,18 @@ def _trained(module: torch.nn.Module) -> set[int]:
     return found
 
 
-def _checksum(block: np.ndarray) -> int:
+def _checksum(block: Any) -> int:
     """A digest of a block's bits and of where each lies: the same after a change only by chance."""
-    return zlib.crc32(block.data)
+    if isinstance(block, np.ndarray):
+        return zlib.crc32(block.data)
+    bits = as_bytes(block).to(torch.int64)  # where the tensor lies: nothing but the digest moves
+    return int((bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum())
 
 
-def _finite(block: np.ndarray) -> bool:
+def _finite(block: Any) -> bool:
     """Whether every element is finite; one product tells where no square overflows."""
+    if not isinstance(block, np.ndarray):
+        return bool(torch.isfinite(block).all())
     if block.dtype == np.float16:  # numpy widens it element by element; all bits of the exponent say it faster
         return not bool(((block.view(np.uint16) & 0x7C00) == 0x7C00).any())
     with np.errstate(over="ignore", invalid="ignore"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.namespace import beside
 from flockstep.collectives.exchange import broadcast_on_tree
 from flockstep.collectives.ring import Ring
 from flockstep.drivers.loop import Loop
@@ -81,26 +81,27 @@ class Consent:
         if self._by_active and self._combined:
             self.share = self._loop.workers / max(active, 1)
             if not self._on_workers:
-                self._flat.grads *= self._flat.grads.dtype.type(self.share)
+                self._flat.grads *= self.share
 
     def _count(self, name: str, *values: int) -> tuple[int, ...]:
-        return tuple(round(value) for value in self._sum(name, np.array(values, np.float32)))
+        return tuple(map(round, self._sum(name, values)))
 
-    def _sum(self, name: str, array: FlatArray) -> FlatArray:
-        async def program(me: Worker) -> FlatArray:
+    def _sum(self, name: str, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks."""
+
+        async def program(me: Worker) -> list[float]:
+            array = beside(np.array(values, np.float32), me.params)
             await Ring().all_reduce(me, array)
-            return array
+            return [float(value) for value in array]
 
         return self._loop.exchange(name, program)
 
     def _copy_from_the_last(self, shadowed: int, remember: Remember) -> None:
         """As DDP does: parameters, and what the optimizer remembers, from the lowest rank that shadowed no step."""
-        ranks = np.zeros(self._loop.workers, np.float32)
-        ranks[self._loop.rank] = shadowed == 0
-        whole = self._sum("last", ranks) > 0
-        if whole.all():
+        whole = self._sum("last", [rank == self._loop.rank and shadowed == 0 for rank in range(self._loop.workers)])
+        if all(whole):
             return
-        source = int(np.argmax(whole))
+        source = next(rank for rank, found in enumerate(whole) if found)
         self._loop.exchange("final", lambda me: broadcast_on_tree(me, self._flat.params, source))
         if self._loop.watch is not None:
             self._loop.watch.note()

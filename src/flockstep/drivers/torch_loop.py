@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from flockstep.arrays.namespace import as_tensor, beside, copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.torch_backward import Backward
@@ -193,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if own and self._consent.shadowing:
             return False
         if not own and self._consent.share != 1.0:
-            self.flat.grads *= self.flat.grads.dtype.type(self._consent.share)
+            self.flat.grads *= self._consent.share
         if not self.clipping.apply():
             return False
         if own or self.loop.workers == 1:  # nobody else had a gradient for them: as ever, the original skips them
@@ -213,7 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _unscale(self) -> None:
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
-            torch.from_numpy(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
+            as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients in the flat array where they live; `set_to_none` lets the parameters have none instead.
@@ -272,8 +273,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self.loop.finished:
             self._guard.check()
-        own, kept = self.flat.params.copy(), self.buffers.packed()
-        self.flat.params[:] = self.loop.common()
+        own, kept = copied(self.flat.params), self.buffers.packed()
+        self.flat.params[:] = beside(self.loop.common(), self.flat.params)
         self.sync_buffers()
         try:
             yield

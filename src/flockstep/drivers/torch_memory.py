@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from flockstep.arrays.namespace import on_host
 from flockstep.drivers.account import fingerprint
 from flockstep.drivers.loop import Loop
 from flockstep.drivers.renewal import told
@@ -82,7 +83,7 @@ class WorkerMemory:
         if me.rank == source:
             me.send_all(sorted(takers), "state", packed(self._optimizer.state_dict()) if takers else None)
         elif me.rank in takers:
-            array = (await me.receive("state", source)).payload
+            array = on_host((await me.receive("state", source)).payload)
             self._taking = True
             self._optimizer.load_state_dict(unpacked(array))
             self._taking = False

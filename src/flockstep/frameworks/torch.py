@@ -67,6 +67,11 @@ class TorchEngine(FactoringEngine):
             )
         self._loss = job.loss
         self.flat = FlatModule(self.module.train(), gradients=False)
+        if not self.flat.parameters[0].is_cpu:
+            raise ConfigurationError(
+                f"the model of a job must be on the CPU, is on {self.flat.parameters[0].device}; a script's own model, "
+                "for flockstep.distribute, may be on a GPU"
+            )
         self.schema = self.flat.schema
         self._start: FlatArray | None = None  # as long as the module's own parameters are the initial ones
         self._given_away = False

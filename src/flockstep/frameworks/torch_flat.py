@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 
 from flockstep.arrays.memory import release
+from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import DTYPES, FlatArray, Schema
 from flockstep.errors import ConfigurationError
 
@@ -23,7 +24,7 @@ RELEASED = 32 << 20
 class FlatModule:
     """Makes the trainable parameters of `module` views of one buffer and their `.grad` views of another, in place.
 
-    `params` and `grads` are those buffers as numpy arrays of `schema.size` elements that share the module's memory;
+    `params` and `grads` are those buffers, `schema.size` elements that are the module's memory, as `native` gives them;
     values and existing gradients are kept, and the parameters stay the same objects, so that an optimiser made before
     goes on working. The rules:
 
@@ -42,8 +43,8 @@ class FlatModule:
         Without `gradients`, those have no buffer here, and no `.grad` is bound.
 
         Raises:
-            ConfigurationError: no trainable parameter, several dtypes or one that is not supported, a parameter that
-                is not on the CPU or has no shape yet, or two parameters that overlap in memory.
+            ConfigurationError: no trainable parameter, several dtypes or one that is not supported, several
+                devices, a parameter that has no shape yet, or two parameters that overlap in memory.
         """
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -54,11 +55,11 @@ class FlatModule:
         flat, views = self._flatten([p.detach() for p in self.parameters], move=True)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self.params: FlatArray = flat.numpy()
-        self.grads: FlatArray = np.empty(0, flat.numpy().dtype)
+        self.params = native(flat)
+        self.grads = native(flat[:0])
         if gradients:
             flat_slopes, self._grad_views = self._flatten([p.grad for p in self.parameters])
-            self.grads = flat_slopes.numpy()
+            self.grads = native(flat_slopes)
             self._bind()
         self.absent: list[int] = []
         """Indices of the parameters that had no gradient after the last backward pass."""
@@ -76,7 +77,7 @@ class FlatModule:
 
     def zero_grad(self) -> None:
         """Set every gradient to zero, and bind `.grad` to the flat buffer again where it was replaced."""
-        self.grads.fill(0)
+        self.grads[:] = 0
         self._bind()
 
     def move_gradients(self, home: FlatArray) -> None:
@@ -85,7 +86,7 @@ class FlatModule:
             return
         home[:] = self.grads
         self.grads = home
-        self._grad_views = self.views(torch.from_numpy(home))
+        self._grad_views = self.views(as_tensor(home))
         self._bind()
 
     def gather_gradients(self) -> FlatArray:
@@ -146,7 +147,7 @@ class FlatModule:
         flat = self._already_flat(values)
         if flat is not None:
             return flat, self.views(flat)
-        flat = torch.empty(self.schema.size, dtype=self.parameters[0].dtype)
+        flat = self.parameters[0].detach().new_empty(self.schema.size)
         views, moved = self.views(flat), 0
         for index, view in enumerate(views):
             value, values[index] = values[index], None
@@ -176,6 +177,12 @@ class FlatModule:
         return first.detach().as_strided((self.schema.size,), (1,), start)
 
 
+def native(flat: torch.Tensor) -> FlatArray:
+    """A flat tensor as strategies have it: on the CPU as a numpy array that shares its memory, elsewhere as it is."""
+    array: Any = flat.numpy() if flat.is_cpu else flat
+    return array  # type: ignore[no-any-return]
+
+
 class Backward:
     """Backward passes whose gradients go into a flat array part by part: no second one of that size ever exists."""
 
@@ -189,7 +196,7 @@ class Backward:
 
     def __call__(self, loss: torch.Tensor, out: FlatArray | None = None) -> None:
         """Write the gradient of `loss` to `out`, zeros where it does not depend on a parameter; None: drop it."""
-        self._targets = [] if out is None else self._flat.views(torch.from_numpy(out))
+        self._targets = [] if out is None else self._flat.views(as_tensor(out))
         self._missing = set(range(len(self._targets)))
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -225,11 +232,7 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigurationError(f"parameter {name!r} has no shape yet; run the module on one batch before")
-        if parameter.device.type != "cpu":
-            raise ConfigurationError(
-                f"parameter {name!r} must be on the CPU, is on {parameter.device}; use module.cpu()"
-            )
-    first = ""
+    first, device = "", None
     for name, parameter in trainable.items():
         dtype = str(parameter.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
@@ -237,7 +240,12 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
                 f"parameter {name!r} must be one of {', '.join(DTYPES)}, is {dtype}; convert the module "
                 f"with module.float()"
             )
-        first = first or dtype
+        first, device = first or dtype, device or parameter.device
+        if parameter.device != device or device.type == "meta":
+            raise ConfigurationError(
+                f"all trainable parameters must be on one device, with values, {name!r} is on {parameter.device} where "
+                f"others are on {device}; move the module with module.to(device)"
+            )
         if dtype != first:
             raise ConfigurationError(
                 f"all trainable parameters must have one dtype, {name!r} is {dtype} where others are {first}; convert "
@@ -268,7 +276,7 @@ def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int,
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor's elements and the one after its last."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+    if tensor.layout != torch.strided or tensor.is_meta:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

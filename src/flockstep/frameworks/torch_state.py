@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flockstep.arrays.namespace import on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
@@ -33,8 +34,10 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
             if name in NUMBERS:
                 found.numbers[f"{name}:{groups[id(parameter)]}"] = float(value)
             elif name != "step" and value is not None and (foreign or name in ours):
-                slot = found.slots.setdefault(name if foreign else ours[name], np.zeros_like(flat.params))
-                slot[entry.offset : entry.offset + entry.size] = value.detach().reshape(-1).numpy()
+                slot = found.slots.setdefault(
+                    name if foreign else ours[name], np.zeros(flat.schema.size, flat.schema.dtype)
+                )
+                slot[entry.offset : entry.offset + entry.size] = on_host(value.reshape(-1))
                 found.steps = max(found.steps, int("step" not in state))  # SGD does not count
     return found if found.steps else None
 
@@ -50,7 +53,7 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
             own["step"] = torch.tensor(float(state.steps))
         for name, slot in state.slots.items():
             part = slot[entry.offset : entry.offset + entry.size]
-            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape)
+            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.device)
         for key, value in state.numbers.items():
             name, _, group = key.partition(":")
             if int(group) == groups[id(parameter)]:
@@ -82,7 +85,7 @@ def bytes_of(tensor: torch.Tensor) -> FlatArray:
 
 def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The tensor of which `bytes_of` made these bytes."""
-    return torch.from_numpy(data.copy()).view(dtype).reshape(tuple(shape))
+    return torch.from_numpy(on_host(data).copy()).view(dtype).reshape(tuple(shape))
 
 
 def _plain(value: Any, tensors: list[torch.Tensor], whole: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flockstep.arrays import kernels
+from flockstep.arrays.namespace import first_not_finite
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import Diverged
 from flockstep.messages import Message, node_name
@@ -11,7 +11,7 @@ from flockstep.nodes import Node, Server
 
 def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None) -> None:
     """Raise `Diverged` where the elements from `start` to `stop` of a worker's own gradient are not all finite."""
-    where = int(kernels.of(gradient).first_not_finite(gradient[start:stop]))
+    where = first_not_finite(gradient[start:stop])
     if where >= 0:
         raise Diverged(
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
@@ -28,7 +28,7 @@ def require_finite_message(node: Node, message: Message) -> None:
 
 def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
     """Raise `Diverged` where what a message stands for is not finite."""
-    where = int(kernels.of(update).first_not_finite(update))
+    where = first_not_finite(update)
     if where >= 0:
         raise Diverged(
             f"what {node_name(message.source)} sends to {node_name(node.address)} must be finite, got "

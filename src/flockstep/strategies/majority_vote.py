@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import cast, namespace
+from flockstep.arrays.namespace import cast, first_not_finite, namespace
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
@@ -75,7 +75,7 @@ class MajorityVote(Strategy):
             state.mean *= self.momentum
             state.mean += (1 - self.momentum) * gradient
             gradient = state.mean
-        where = kernels.of(gradient).first_not_finite(gradient)
+        where = first_not_finite(gradient)
         if where >= 0:
             raise Diverged(
                 f"cannot vote with {gradient[where]} at element {where}; lower the learning rate or clip the gradient"

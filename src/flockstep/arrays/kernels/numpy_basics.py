@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
@@ -35,18 +33,6 @@ def saturated(array: FlatArray, largest: float) -> FlatArray:
     """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
     cut: FlatArray = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
     return cut
-
-
-def first_not_finite(array: FlatArray) -> int:
-    """The index of the first NaN or infinity, or -1.
-
-    A finite sum of squares needs one pass and shows that every element is finite; where the sum is not finite, or is
-    slow to come by, elements are looked at one by one. `vdot` does not warn of a sum that overflows.
-    """
-    if array.dtype.char in "fd" and math.isfinite(np.vdot(array, array)):
-        return -1
-    wrong = np.flatnonzero(~np.isfinite(array))
-    return int(wrong[0]) if len(wrong) else -1
 
 
 def as_bytes(array: FlatArray) -> Bytes:

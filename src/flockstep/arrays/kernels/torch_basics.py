@@ -26,12 +26,6 @@ def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
     return torch.where(torch.isfinite(array), array.clamp(-largest, largest), array)
 
 
-def first_not_finite(array: torch.Tensor) -> int:
-    """The index of the first NaN or infinity, or -1."""
-    wrong = torch.nonzero(~torch.isfinite(array))
-    return int(wrong[0]) if len(wrong) else -1
-
-
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat tensor; may share memory."""
     return array.contiguous().as_strided(array.shape, (1,)).view(torch.uint8)  # one element may have any stride

@@ -1,0 +1,81 @@
+"""A script whose model lies where numpy cannot read it, as on a GPU, trains as one whose model lies on the CPU does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks import torch_flat
+from support.elsewhere import Elsewhere
+from support.processes import RealRun
+from support.torch_loops import equal, start, step, values
+
+ALONE = ["all_reduce", "ps(ssp(2))", "local_sgd(4)", "gossip", "easgd", "bucketed", "ps(codec=half, feedback=residual)"]
+SUPPORT = Path(__file__).parents[1]
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {support!r})
+from support.elsewhere import Elsewhere
+from support.torch_loops import net, start, step, values
+import flockstep, torch
+from flockstep.frameworks import torch_flat
+if {away}:
+    torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
+model, optimizer = start({strategy!r}, torch.nn.Sequential(*net(), torch.nn.BatchNorm1d(2)), momentum=0.9)
+for number in range(9):
+    step(model, optimizer, 100 * number + optimizer.loop.rank)
+    if number == 4:
+        with optimizer.consensus():
+            pass
+        optimizer.sync()
+optimizer.finish()
+assert not {away} or type(optimizer.flat.params) is Elsewhere
+torch.save(values(model), f"{folder}/{{optimizer.loop.rank}}")
+"""
+
+
+def away(flat: torch.Tensor) -> Any:
+    return flat.as_subclass(Elsewhere)
+
+
+@pytest.mark.parametrize("strategy", ALONE)
+def test_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    for _ in range(2):
+        model, optimizer = start(strategy, momentum=0.9)
+        for number in range(6):
+            step(model, optimizer, number)
+        optimizer.finish()
+        models.append(values(model))
+        monkeypatch.setattr(torch_flat, "native", away)
+    assert equal(*models)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["all_reduce", "ps(bsp, codec=half, feedback=residual)", "dpsgd", "local_sgd(3, outer=nesterov)"]
+)
+def test_among_others(strategy: str, tmp_path: Path) -> None:
+    models = []
+    for moved in (False, True):
+        folder = tmp_path / str(moved)
+        folder.mkdir()
+        script = folder / "script.py"
+        script.write_text(SCRIPT.format(support=str(SUPPORT), away=moved, strategy=strategy, folder=folder))
+        ended = RealRun(["launch", "-n", "3", str(script)], folder / "run", torch=True).end()
+        assert ended.code == 0, ended.err
+        models.append([value for rank in range(3) for value in torch.load(folder / str(rank))])
+    assert equal(*models)
+
+
+def test_changes_of_the_script_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flat, "native", away)
+    model, optimizer = start()
+    step(model, optimizer)
+    model[0].weight.data[0, 0] += 1
+    with pytest.raises(ConfigurationError, match=r"parameter 0\.weight was changed between two steps"):
+        step(model, optimizer, 1)
