@@ -17,6 +17,7 @@ from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.broadcast import Broadcast, Steps
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
 from flockstep.strategies.parameter_server import ParameterServer
+from flockstep.strategies.server_state import without
 from flockstep.testing import strategies as checks
 from flockstep.testing.strategies import check_strategy, run_strategy
 
@@ -267,7 +268,7 @@ class LosesAPush(ParameterServer):
 
     def _apply(self, me, state, pushes):
         lost = [push for push in pushes if (push.rank, push.timestamp) == (1, checks.STEPS - 1)]
-        state.leave(lost)
+        state.pushes = without(state.pushes, lost)
         super()._apply(me, state, [push for push in pushes if push not in lost])
 
 

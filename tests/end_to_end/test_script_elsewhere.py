@@ -18,15 +18,20 @@ ALONE = ["all_reduce", "ps(ssp(2))", "local_sgd(4)", "gossip", "easgd", "buckete
 SUPPORT = Path(__file__).parents[1]
 
 SCRIPT = """
-import sys
+import sys, types, torch
+sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
+torch._dynamo.disable = lambda function, *_, **__: function
+torch._dynamo.graph_break = lambda: None
 sys.path.insert(0, {support!r})
 from support.elsewhere import Elsewhere
 from support.torch_loops import net, start, step, values
-import flockstep, torch
+import flockstep
 from flockstep.frameworks import torch_flat
 if {away}:
     torch_flat.native = lambda flat: flat.as_subclass(Elsewhere)
-model, optimizer = start({strategy!r}, torch.nn.Sequential(*net(), torch.nn.BatchNorm1d(2)), momentum=0.9)
+torch.manual_seed(1)
+large = torch.nn.Linear(4, 4000), torch.nn.Linear(4000, 4)  # more than 64 KiB, which are lent
+model, optimizer = start({strategy!r}, torch.nn.Sequential(*large, *net(), torch.nn.BatchNorm1d(2)), momentum=0.9)
 for number in range(9):
     step(model, optimizer, 100 * number + optimizer.loop.rank)
     if number == 4:
@@ -69,7 +74,8 @@ def test_among_others(strategy: str, tmp_path: Path) -> None:
         ended = RealRun(["launch", "-n", "3", str(script)], folder / "run", torch=True).end()
         assert ended.code == 0, ended.err
         models.append([value for rank in range(3) for value in torch.load(folder / str(rank))])
-    assert equal(*models)
+    for one, other in zip(*models, strict=True):  # products of matrices round by where in memory these lie
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def test_changes_of_the_script_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

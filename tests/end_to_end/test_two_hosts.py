@@ -80,6 +80,7 @@ def test_memory_within_a_host_and_tcp_between_hosts(hosts: tuple[str, str], tmp_
     module = tmp_path / "two_hosts.py"
     module.write_text(TRANSPORT)
     arguments = ["train", JOB, "-s", "all_reduce(ring)", "-n", "4", "--steps", str(STEPS), "--seed", "1"]
+    arguments += ["--evaluate-every", str(STEPS)]  # models to be evaluated go to the supervisor, on the first host
     options = ["--transport", "two_hosts", "--import", str(module)]
     run = RealRun([*arguments, *options], tmp_path / "run", within=("ip", "netns", "exec", hosts[0])).end()
     assert run.code == 0, run.err

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import slices
 from flockstep.codecs.base import Codec
 from flockstep.codecs.half import Half
@@ -278,3 +279,10 @@ def test_a_pair_too_few_or_another_order_is_noticed():
     lacking = rows.copy()
     lacking[3, np.flatnonzero(rows[3])[0]] = 0
     assert not equal_bits(ordered_sum(lacking), got[0])
+
+
+def test_a_stream_of_bfloat16_stays_one():
+    kind = numpy_dtype("bfloat16")
+    stream = Stream.of(100, np.arange(8, dtype=np.float32).astype(kind), np.arange(8, dtype=np.uint32))
+    assert stream.values.dtype == kind
+    assert (Stream.arrived(stream.wire, 100, "bfloat16").values == stream.values).all()

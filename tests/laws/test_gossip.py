@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flockstep.records.events import Update
+from flockstep.records.events import Node, Update
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.gossip import TOTAL_MASS, Gossip, Model
 from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
@@ -325,3 +325,10 @@ def test_acknowledging_changes_nothing_where_nothing_is_lost():
     one, other = (run_strategy(f"gossip(0.5, acknowledged={a})", 4, 30) for a in (False, True))
     assert equal_bits(one.replicas, other.replicas)
     assert sum(other.nodes[rank].state.mass for rank in range(4)) == TOTAL_MASS
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_end_where_the_collector_dies_after_it_has_said_that_it_sends_no_more(seed: int) -> None:
+    setting = {"compute": "constant(1)", "network": "1gbit", "seed": seed}
+    run = run_strategy("gossip(p=0.2)", 8, 12, faults=["slows(7, 3)", "dies(0, at=25)"], **setting)
+    assert {event.node for event in run.of(Node)} == set(range(1, 8))

@@ -155,7 +155,7 @@ def test_a_law_needs_durations() -> None:
             fit_law(wrong)
 
 
-def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> ClusterShape:
+def probed(alone: float, together: float, workers: int = 4, steps: int = 20, cores: int = 2) -> ClusterShape:
     """What is made of a probe in which gradients took so long, and messages 100 µs and 1 ns a byte."""
     random = np.random.default_rng(0)
     events: list[Step | Figure] = [
@@ -167,7 +167,7 @@ def probed(alone: float, together: float, workers: int = 4, steps: int = 20) -> 
     for pair in ((0, 1), (0, 2), (1, 2)):
         events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
     events += [Figure(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
-    machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6)
+    machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
     found = calibrate._described(events, "digits", workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape
     return found.shape
@@ -183,7 +183,8 @@ def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     assert shape.seconds_for(4e6) == pytest.approx(0.01, rel=0.01), "the job itself takes what it took"
     assert shape.seconds_for(8e6) == pytest.approx(0.014, rel=0.01), "another job is not without overhead"
     assert probed(0.01, 0.0101).groups[0].cores == 4
-    assert probed(0.01, 0.0134).groups[0].cores == 3
+    assert probed(0.01, 0.0101, cores=64).groups[0].cores == 64, "nobody waited for a core: there are more"
+    assert probed(0.01, 0.0134, cores=64).groups[0].cores == 3
     odd = probed(0.01, 0.0163)
     assert (odd.groups[0].cores, mean_of(odd.law)) == (3, pytest.approx(0.0163 * 3 / 4, rel=0.01))
 

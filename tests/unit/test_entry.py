@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,3 +90,9 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
     ticket = Ticket("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
     process_module.run_server(ticket, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)
     assert done == ["load", "join"]
+
+
+def test_the_supervisor_loads_nothing_that_it_does_without() -> None:
+    heavy = ("torch", "numba", "networkx", "sklearn")
+    program = f"import sys, flockstep.launchers.train; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

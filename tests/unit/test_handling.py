@@ -11,12 +11,13 @@ from flockstep.costs.cluster_reading import load_cluster
 from flockstep.costs.machines import Rates
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
+from flockstep.planning.prospect import on_cluster
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import Site, Task, on_cluster, task_of
+from flockstep.planning.task import Site, Task, task_of
 from flockstep.records.config import RunConfig
 from flockstep.simulation.compute import ComputeModel, Constant
 from flockstep.simulation.handling import Handled, Longer, Work
-from flockstep.simulation.law import drawn, late_of
+from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
@@ -71,6 +72,26 @@ def test_a_run_in_virtual_time_takes_its_times_from_a_cluster_and_says_so() -> N
     assert network.message == 2e-5
     assert network.serve > 0
     assert (network.network, compute.base) == (shape.network(4), Site(task_of("softmax"), shape).compute(4))
+
+
+def test_a_run_in_virtual_time_encodes_as_often_as_the_strategy_does() -> None:
+    def extra(strategy: str) -> float:
+        config = RunConfig(kind="simulate", job="softmax", strategy=strategy, workers=4)
+        law = ComputeModel.parse(str(on_cluster(config, load_cluster("lab-1gbit")).compute))
+        assert isinstance(law, Longer)
+        return law.extra
+
+    diloco = "streaming_diloco(period=32, fragments=1{})"
+    seldom = extra(diloco.format(", codec=qsgd")) - extra(diloco.format(""))
+    always = extra("all_reduce(codec=qsgd)") - extra("all_reduce")
+    assert 0 < seldom < always / 5
+
+
+def test_a_law_that_was_measured_is_that_of_the_jobs_own_batch() -> None:
+    shape = replace(load_cluster("lab-1gbit"), job="softmax", operations=1e9)
+    usual, large = (mean_of(Site(task_of("softmax", batch), shape).compute(4)) for batch in (None, 512))
+    assert usual == mean_of(shape.law)
+    assert large != usual
 
 
 @pytest.mark.parametrize("name", ["message", "receive", "serve", "factor"])

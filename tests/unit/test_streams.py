@@ -592,6 +592,18 @@ def test_an_array_is_received_where_it_is_wanted(make: Make) -> None:
     assert (place == 1).all()
 
 
+def test_an_array_that_is_wanted_as_a_matrix_arrives_on_its_own(make: Make) -> None:
+    first, second = introduced(make)
+    sent = np.arange(100_000, dtype=np.float32)
+    thread = Thread(target=second.send, args=(0, Message(1, "gather", sent, number=1)))
+    thread.start()
+    got = None
+    while got is None:
+        got = first.poll(0.01, (), Wanted("gather", 1, place=np.zeros((1000, 100), np.float32)))
+    thread.join()
+    assert np.array_equal(got.payload, sent)
+
+
 def test_nothing_is_written_where_a_program_wants_no_array_any_more(make: Make) -> None:
     """It was wanted when the message began to arrive; by its end the program waits for something else."""
     first, peer = as_peer(make)

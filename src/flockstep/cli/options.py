@@ -118,8 +118,10 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
 def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunConfig:
     """The configuration with links and times of a cluster, which is recorded so that the run can be repeated."""
     from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.planning.task import on_cluster as modelled
+    from flockstep.frameworks.job import import_components
+    from flockstep.planning.prospect import on_cluster as modelled
 
+    import_components(config.imports)
     for name, value in given(context, ("network", "compute")):
         raise ConfigurationError(f"--{name} {value} is what --cluster {cluster} says already; give one of them")
     return modelled(config, load_cluster(cluster))

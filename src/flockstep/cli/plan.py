@@ -112,7 +112,11 @@ def _usual() -> str:
     """This machine as it was calibrated, if it was."""
     from flockstep.costs.cluster_reading import HERE, calibration
 
-    if not calibration().is_file():
+    try:
+        there = calibration().is_file()
+    except (OSError, RuntimeError):  # no home, or none that can be read
+        there = False
+    if not there:
         return "laptop"
     said = f"cluster: {HERE}, as calibrated in {calibration()}; --cluster laptop plans for another"
     show.console.print(said, markup=False, highlight=False, soft_wrap=True)

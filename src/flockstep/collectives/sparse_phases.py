@@ -35,7 +35,9 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
 async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
     """The sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's elements."""
     n, rank, parts = me.workers, me.rank, slices(size, me.workers)
-    whole = Stream(size, values + 0.0, indices)
+    values = copied(values)
+    values += 0.0  # in place, for numpy would widen bfloat16
+    whole = Stream(size, values, indices)
     for hop in range(1, n):  # everyone begins with another receiver
         to = (rank + hop) % n
         me.send(to, "part", whole.cut(parts[to]).wire)

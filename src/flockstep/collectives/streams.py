@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import name_of, numpy_dtype
-from flockstep.arrays.namespace import namespace
+from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ProtocolError
 
@@ -29,7 +29,9 @@ class Stream:
     @classmethod
     def of(cls, size: int, values: FlatArray, indices: FlatArray) -> Stream:
         """Those elements; dense if they are more than δ. A negative zero becomes zero, as it does in a dense sum."""
-        sparse = cls(size, values + 0.0, indices)
+        values = copied(values)
+        values += 0.0  # in place, for numpy would widen bfloat16
+        sparse = cls(size, values, indices)
         return sparse if len(values) <= threshold(size, values.itemsize) else cls(size, sparse.dense(), None)
 
     @classmethod

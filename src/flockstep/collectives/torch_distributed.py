@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flockstep.arrays.namespace import empty, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.collectives.base import Collective
 from flockstep.collectives.group import Group
@@ -66,10 +67,10 @@ class TorchDistributed(Collective):
         view = array[parts[me.rank]]
         if n > 1:
             longest = parts[0].stop - parts[0].start
-            filled = np.zeros((n, longest), array.dtype)
+            filled = zeros(array, n, longest)
             for row, part in zip(filled, parts, strict=True):
                 row[: part.stop - part.start] = array[part]
-            own = np.empty(longest, array.dtype)
+            own = empty(array, longest)
             work = self._group(me).scatter_sum(own, list(filled))
             _book(me, (n - 1) * own.nbytes, n - 1)
             await completed(work)
@@ -85,9 +86,9 @@ class TorchDistributed(Collective):
         asked = group.gather(np.array([len(array)], np.int64), list(sizes))
         assert me.rendezvous is not None
         me.rendezvous.attend(asked)  # at once, so that all workers start the next operation in the same order
-        filled = np.zeros(int(sizes.max()), array.dtype)
+        filled = zeros(array, int(sizes.max()))
         filled[: len(array)] = array
-        gathered = np.empty((n, len(filled)), array.dtype)
+        gathered = empty(array, n, len(filled))
         work = group.gather(filled, list(gathered))
         _book(me, (n - 1) * (8 + filled.nbytes), 2 * (n - 1))
         await completed(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.feedback.base import Feedback
 from flockstep.feedback.sender import check_composition, encode, random_of
 from flockstep.messages import Array, Message
-from flockstep.topologies.base import Topology
+
+if TYPE_CHECKING:
+    from flockstep.topologies.base import Topology
 
 
 class Collectives(Calls):
@@ -144,6 +146,8 @@ class Collectives(Calls):
         W is the topology's; of one that changes, the calls of one name go through its period. Only what others
         send is encoded. Raises as `all_reduce`.
         """
+        from flockstep.topologies.base import Topology  # loads networkx, which supervisors do without
+
         given, graph, rank = checked(array, self.max_bytes), Topology.parse(topology), self.rank
         _require_real(given)
         period = _mixing(graph, self.workers)

@@ -167,7 +167,7 @@ class ProgressEngine(Messenger):
             if message is not None:
                 self.take(message)
             self._look()
-            if self._signalled:
+            if self._signalled or message is None:  # a byte may come after it was looked for
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(64)
                 self._signalled = False

@@ -203,9 +203,15 @@ class Member:
         assert model is not None
         for child in nodes[2 * place + 1 : 2 * place + 3]:
             while not self._sent(child, Message(me, HANDED_ON, model)):
+                self._require_connected(child)
                 if (message := self._heard() or self.bus.poll(PAUSE, (self.line.descriptor,))) is not None:
                     self._early.append(self._checked(message))
         return model
+
+    def _require_connected(self, peer: Address) -> None:
+        """Raise `PeerLost` where the connection to a peer broke though both live, which no supervisor hears of."""
+        if peer in self.bus.broken(2 * self.ticket.heartbeat):
+            raise PeerLost(f"the connection to {node_name(peer)} broke before the run began, though both live")
 
     def _sent(self, to: Address, message: Message) -> bool:
         """Whether there was room for the message; none is there for a node that is dead, as the supervisor will say."""
@@ -344,7 +350,11 @@ class Member:
     def _expect(self, tag: str, source: Address = LAUNCHER) -> Message:
         early: list[Message] = []
         while True:
-            message = self._checked(self.next())
+            message = self.receive(PATIENCE)
+            if message is None:
+                self._require_connected(source)
+                continue
+            self._checked(message)
             if message.source == source and message.tag == tag:
                 self._early.extend(early)
                 return message

@@ -52,6 +52,6 @@ class Snapshots:
 
     def salvage(self, node: Node, t: float, sent: int) -> None:
         """The run fails: hand in the parameters as they are, if they are numbers."""
-        if not self._closed and np.isfinite(on_host(node.params)).all():
-            with contextlib.suppress(FlockstepError):
+        with contextlib.suppress(FlockstepError, RuntimeError):  # a GPU that has failed gives nothing back
+            if not self._closed and np.isfinite(on_host(node.params)).all():
                 self.hand_in(node, LAST, t, sent)

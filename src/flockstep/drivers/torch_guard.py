@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -87,10 +89,15 @@ class Guard:
     def note(self) -> None:
         """Take the parameters as they are now for right."""
         self._versions = [parameter._version for parameter in self._flat.parameters]
-        self._sums, self._finite = [], True
-        for index in range(-(-len(self._flat.params) // BLOCK)):
-            block = self._block(index)
-            self._sums.append(_checksum(block))
+        count, self._finite = -(-len(self._flat.params) // BLOCK), True
+        params: Any = self._flat.params
+        if not isinstance(params, np.ndarray):
+            self._sums = _checksums(map(self._block, range(count)))
+            self._finite = _finite(params)
+            return
+        self._sums = []
+        for block in map(self._block, range(count)):
+            self._sums += _checksums([block])
             self._finite = self._finite and _finite(block)
 
     def adopt(self) -> None:
@@ -114,8 +121,8 @@ class Guard:
         count = len(self._sums)
         looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
         self._turn = (self._turn + WINDOW) % max(count, 1)
-        for index in looked:
-            if _checksum(self._block(index)) != self._sums[index]:
+        for index, found in zip(looked, _checksums(map(self._block, looked)), strict=True):
+            if found != self._sums[index]:
                 return self._first_written(index) if every else index * BLOCK
         return None
 
@@ -188,12 +195,24 @@ def _trained(module: torch.nn.Module) -> set[int]:
     return found
 
 
-def _checksum(block: Any) -> int:
-    """A digest of a block's bits and of where each lies: the same after a change only by chance."""
-    if isinstance(block, np.ndarray):
-        return zlib.crc32(block.data)
-    bits = as_bytes(block).to(torch.int64)  # where the tensor lies: nothing but the digest moves
-    return int((bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum())
+def _checksums(blocks: Iterable[Any]) -> list[int]:
+    """Digests of the blocks' bits and of where each lies: the same after a change only by chance.
+
+    Those of tensors are made where they lie: nothing but the digests moves, and all at once.
+    """
+    found: list[Any] = [zlib.crc32(block.data) if isinstance(block, np.ndarray) else _digest(block) for block in blocks]
+    return torch.stack(found).tolist() if found and isinstance(found[0], torch.Tensor) else found
+
+
+def _digest(block: torch.Tensor) -> torch.Tensor:
+    bits = as_bytes(block)
+    return (bits * _weights(len(bits), bits.device)).sum()
+
+
+@lru_cache(maxsize=4)
+def _weights(size: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers of 32 bits, no two in a simple relation."""
+    return torch.from_numpy(np.random.default_rng(size).integers(1 << 32, size=size) | 1).to(device)
 
 
 def _finite(block: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import cast, namespace
+from flockstep.arrays.namespace import cast, copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import ConfigurationError
@@ -85,7 +85,10 @@ class Momentum(Feedback):
             return gradient
         wide = cast(gradient, "float64")
         norm = math.sqrt(float(wide @ wide))
-        return gradient * (self.clip / norm) if norm > self.clip else gradient
+        if norm > self.clip:
+            gradient = copied(gradient)
+            gradient *= self.clip / norm  # in place, for numpy would widen bfloat16
+        return gradient
 
     @staticmethod
     def _sent(codec: Codec, data: Bytes, v: FlatArray) -> Any:

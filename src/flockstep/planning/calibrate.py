@@ -89,7 +89,8 @@ def calibrate(
         events = RunFolder(Path(folder) / "run").read_events()
     say("codecs and optimisers")
     limit_threads(threads)
-    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work)
+    cores = len(os.sched_getaffinity(0)) // threads
+    machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work, cores)
     return _described(events, job, workers, transport, gradients, machine)
 
 
@@ -100,6 +101,8 @@ class _Machine:
     rates: Rates
     operations: float
     work: float | None
+    cores: int
+    """How many workers find a core for each of their threads."""
 
 
 def _described(
@@ -110,6 +113,8 @@ def _described(
     count = many(workers, "process", "processes")
     notes = [f"measured by flockstep calibrate: {count} of {job} over {transport} on one machine"]
     cores, times = _sharing(alone, together, workers, notes)
+    if cores == workers:  # nobody waited for a core: there may be more
+        cores = max(cores, machine.cores)
     fit = fit_law(times)
     notes.append(f"compute is {fit.why}")
     wires, message = [], 0.0

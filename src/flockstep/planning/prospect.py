@@ -15,9 +15,11 @@ from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
 from flockstep.planning.rehearsal import LEFT_OUT, LITTLE, Rehearsal, rehearse
-from flockstep.planning.task import Site
+from flockstep.planning.task import Site, task_of
+from flockstep.records.config import RunConfig
 from flockstep.report.words import seconds as told
 from flockstep.simulation.compute import ComputeModel, Constant, SharedCores
+from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
@@ -129,6 +131,28 @@ def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = N
             f"{told(slow)}; try it with flockstep simulate"
         )
     return _of_rehearsal(strategy, site, workers, _levelled(found, site, strategy, workers) if steps is None else found)
+
+
+def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
+    """The configuration of a run in virtual time with what links, gradients, messages and steps take on a cluster.
+
+    Raises:
+        ConfigurationError: the cluster cannot have so many workers.
+    """
+    site = Site(task_of(config.job, config.batch), shape)
+    strategy = Strategy.parse(config.strategy)
+    work = site.work(strategy, config.workers, _share_encoded(strategy, site, config.workers))
+    network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
+    return replace(config, network=str(network), compute=str(Longer(site.compute(config.workers), work.step)))
+
+
+def _share_encoded(strategy: Strategy, site: Site, workers: int) -> float:
+    """In which share of its steps a worker encodes."""
+    once = site.encoded(strategy)
+    if once is None:
+        return 1.0
+    sent = rehearsed(strategy, site, workers, quick=True).sent_per_step
+    return 1.0 if sent > once / 2 else sent / once
 
 
 def rehearsed(

@@ -26,10 +26,9 @@ from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.frameworks.numpy import Model
 from flockstep.optimizers.base import Optimizer
 from flockstep.planning.stand_in import Lessons
-from flockstep.records.config import RunConfig
 from flockstep.report import words
 from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.handling import Handled, Longer, Work
+from flockstep.simulation.handling import Work
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.sampler import steps_for
@@ -52,6 +51,8 @@ class Task:
     """Shapes of the model's tensors; none: one."""
     dtype: str = "float32"
     batch: int = BATCH
+    usual: bool = True
+    """The batch is the job's own, or the job has none."""
     slots: int = 0
     """Arrays of the model's size that the optimiser keeps."""
     work: float | None = None
@@ -105,9 +106,14 @@ class Site:
     cluster: ClusterShape
 
     @property
+    def _measured(self) -> bool:
+        """The cluster's law is that of this very job."""
+        return self.cluster.job == self.task.name and self.task.usual
+
+    @property
     def seconds(self) -> float | None:
         """Mean of a gradient at speed 1; None: that of the cluster's own law, whatever the task."""
-        if self.cluster.job == self.task.name or self.task.work is None or self.cluster.operations is None:
+        if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
         return self.cluster.seconds_for(self.task.work)
 
@@ -181,7 +187,7 @@ class Site:
                 f"a gradient is taken to last {words.seconds(self.seconds)} at speed 1, for its operations and the "
                 f"overhead; what {self.cluster.name} calls compute says only how much that varies"
             )
-        elif self.cluster.job != self.task.name:
+        elif not self._measured:
             mean = mean_of(self.cluster.law)
             said.append(
                 f"a gradient is taken to last {words.seconds(mean)} as on {self.cluster.name}, whatever the job: "
@@ -193,18 +199,6 @@ class Site:
                 f"{WORK['decode']:.0f}: {self.cluster.name} has no measured rates (flockstep calibrate measures them)"
             )
         return said
-
-
-def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
-    """The configuration of a run in virtual time with what links, gradients, messages and steps take on a cluster.
-
-    Raises:
-        ConfigurationError: the cluster cannot have so many workers.
-    """
-    site = Site(task_of(config.job, config.batch), shape)
-    work = site.work(Strategy.parse(config.strategy), config.workers)
-    network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
-    return replace(config, network=str(network), compute=str(Longer(site.compute(config.workers), work.step)))
 
 
 def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> Task:
@@ -242,7 +236,7 @@ def _of_shape(model: ModelShape, batch: int | None) -> Task:
     size = batch or BATCH
     dtype = {8: "float64", 2: "float16"}.get(model.itemsize, "float32")
     tensors = tuple((layer.gradients,) for layer in model.layers if layer.gradients)
-    return Task(model.name, model.gradients, tensors, dtype, size, 1, _work(model, size))
+    return Task(model.name, model.gradients, tensors, dtype, size, slots=1, work=_work(model, size))
 
 
 def _work(model: ModelShape, batch: int) -> float | None:
@@ -262,7 +256,8 @@ def _of_job(job: Job, batch: int | None) -> Task:
         work = None
     slots = 1 if optimizer is None else _slots(optimizer, schema)
     tensors = tuple(entry.shape for entry in schema.entries)
-    return Task(job.name, schema.size, tensors, schema.dtype, size, slots, work, optimizer)
+    usual = size == job.batch
+    return Task(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer)
 
 
 def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:

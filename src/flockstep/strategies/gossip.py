@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
-from flockstep.messages import BYE, Message, Note, Notes
+from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
@@ -122,11 +122,12 @@ class Gossip(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Absorb what is still in flight."""
-        me.send_all(sorted(me.state.receivers), BYE)
+        me.send_all(sorted(me.state.receivers), "end")  # not a farewell: of who dies after it the others must hear
+        ended: set[int] = set()
         late: list[Message] = []
         reports = {me.rank: me.state.receivers}
         collector, senders = -1, None
-        while senders is None or senders - me.departed:
+        while senders is None or senders - ended - me.departed:
             if senders is None and (collector < 0 or collector in me.lost):
                 collector = next(rank for rank in range(me.workers) if rank not in me.lost)
                 if collector != me.rank:
@@ -137,6 +138,8 @@ class Gossip(Strategy):
             message = await me.receive()
             if message.tag == "model":
                 absorb(me, me.state, message)
+            elif message.tag == "end":
+                ended.add(message.source)
             elif message.tag == "have":
                 late.append(message)
             elif message.tag == "receivers":

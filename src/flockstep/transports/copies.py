@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +30,10 @@ class Copies:
         """Nodes that have died: what was lent to them is free."""
         self._buffers: dict[int, list[Array]] = {}
 
-    def frozen(self, array: Array) -> Array:
-        """A read-only copy of `array`, or `array` itself where nobody can change it."""
+    def frozen(self, array: Any) -> Array:
+        """A read-only copy of `array`, or `array` itself where nobody can change it; of a tensor one on its device."""
+        if not isinstance(array, np.ndarray):
+            return frozen(array)
         if self.heap is not None and array.nbytes >= SMALLEST:
             if not array.flags.writeable and self.heap.place(array) is not None:
                 return array

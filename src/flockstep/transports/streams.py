@@ -234,7 +234,8 @@ class StreamBus(Bus):
         until = None if seconds is None else now + seconds
         self._end_unanswered(now)
         self._woken = False
-        if wanted is not None and isinstance(wanted.place, np.ndarray) and wanted.place.flags.c_contiguous:
+        place = None if wanted is None else wanted.place
+        if isinstance(place, np.ndarray) and place.ndim == 1 and place.flags.c_contiguous:
             self._wanted = wanted
         try:
             self._move(seconds)
