@@ -172,9 +172,9 @@ class Member:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
         self._hello(strategy, optimizer)
-        self._expect("linked")
+        self.wait_for("linked")
         self._linked = True
-        welcome = self._expect("welcome")
+        welcome = self.wait_for("welcome")
         self.view = welcome.note.view
         cluster = Cluster(len(self.view.ranks), welcome.note.servers)
         if welcome.note.memory:
@@ -183,23 +183,19 @@ class Member:
         params = self._handed_on(initial, cluster.addresses)
         self.bus.traffic = Traffic()  # from here on, of the run itself
         self.tell("ready")
-        self._expect("go")
+        self.wait_for("go")
         return cluster, params
 
     def meet_all(self, tag: str) -> None:
         """Wait for the supervisor to say, under that tag, where all peers listen; then for everyone to be connected."""
-        self._meet(msgspec.json.decode(str(self._expect(tag).note["peers"]), type=dict[int, str]))
-
-    def wait_for(self, tag: str) -> Message:
-        """Wait for the supervisor to say that."""
-        return self._expect(tag)
+        self._meet(msgspec.json.decode(str(self.wait_for(tag).note["peers"]), type=dict[int, str]))
 
     def _handed_on(self, model: FlatArray | None, nodes: Sequence[Address]) -> FlatArray:
         """The model of the first of the nodes; each hands it on to two others, so that nobody sends it to all."""
         me = self.ticket.address
         place = nodes.index(me)
         if place:
-            model = self._expect(HANDED_ON, nodes[(place - 1) // 2]).payload
+            model = self.wait_for(HANDED_ON, nodes[(place - 1) // 2]).payload
         assert model is not None
         for child in nodes[2 * place + 1 : 2 * place + 3]:
             while not self._sent(child, Message(me, HANDED_ON, model)):
@@ -347,7 +343,8 @@ class Member:
                 early.append(self._checked(message))
         self._early.extend(early)
 
-    def _expect(self, tag: str, source: Address = LAUNCHER) -> Message:
+    def wait_for(self, tag: str, source: Address = LAUNCHER) -> Message:
+        """Wait for the supervisor, or a peer, to say that."""
         early: list[Message] = []
         while True:
             message = self.receive(PATIENCE)
