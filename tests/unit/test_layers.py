@@ -179,6 +179,45 @@ def test_a_private_import_is_found():
     assert private_imports("from flockstep.codecs.base import _hidden, Codec") == ["_hidden"]
 
 
+def methods_of(kind: ast.ClassDef) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The first definition of every method, which is the one with the docstring of a property or of overloads."""
+    found = [node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name: node for node in reversed(found)}
+
+
+def undescribed(sources: list[str]) -> list[str]:
+    """Public methods without a docstring that inherit none from a class of ours either."""
+    kinds: dict[str, list[ast.ClassDef]] = {}
+    for source in sources:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                kinds.setdefault(node.name, []).append(node)
+
+    def described(name: str, method: str) -> bool:
+        for kind in kinds.get(name, []):
+            if method in methods_of(kind) and ast.get_docstring(methods_of(kind)[method]):
+                return True
+            bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in kind.bases]
+            if any(described(base, method) for base in bases if base != name):
+                return True
+        return False
+
+    public = [(name, method) for name in kinds for kind in kinds[name] for method in methods_of(kind)]
+    return [
+        f"{name}.{method}" for name, method in public if name[0] != "_" != method[0] and not described(name, method)
+    ]
+
+
+def test_every_public_method_has_or_inherits_a_docstring():
+    assert undescribed([path.read_text() for path in FILES]) == []
+
+
+def test_a_method_without_a_docstring_is_found():
+    base = 'class Base:\n    def said(self):\n        """Say so."""\n    def unsaid(self): ...\n    def _own(self): ...'
+    kind = "class Kind(base.Base[int]):\n    def said(self): ...\n    def unsaid(self): ...\n    def new(self): ..."
+    assert sorted(undescribed([base, kind])) == ["Base.unsaid", "Kind.new", "Kind.unsaid"]
+
+
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {statement}; print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""How the workers of a parameter server come by parameters: the worker's program and the server's, for each way."""
+"""How the workers of a parameter server obtain parameters: for each access mode, the worker's part and the server's."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.server_state import PushState, Read, ServerState
 
 FRESH = "fresh"
-"""Tag of parameters that nobody asked for."""
+"""Tag of parameters that a server sends without a request."""
 
 
 class Pushed(Note, frozen=True):
-    """Beside a gradient: the version that the worker computed it on, and the learning rate."""
+    """Note sent with a gradient: the server's version that the gradient was computed on, and the learning rate."""
 
     version: int
     lr: float
 
 
 class Held(Note, frozen=True):
-    """Beside parameters that answer a push: their version."""
+    """Note sent with parameters that answer a push or a fetch: the version of the parameters."""
 
     version: int
 
 
 class Fresh(Note, frozen=True):
-    """Beside parameters for a worker's copy: version, all gradients up to a clock, so many of the worker's own."""
+    """Note sent with parameters for a worker's copy.
+
+    The parameters are those of `version` and include every gradient whose timestamp is below `clock`, and the first
+    `held` gradients of the receiving worker.
+    """
 
     version: int
     clock: int = 0
@@ -40,10 +44,12 @@ Pushes = Sequence[tuple[Address, FlatArray, Pushed]]
 
 
 class Access:
-    """A way for workers to come by the parameters: what both sides do about it."""
+    """How workers obtain parameters from servers: the worker's part and the server's part of one access mode."""
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
-        """The next gradient; None where the worker has given it up."""
+        """Return the worker's next gradient, or None if newer parameters arrived and the worker cancelled the
+        gradient.
+        """
         return me.gradient()
 
     async def exchange(
@@ -55,30 +61,39 @@ class Access:
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push a gradient to all shards, and return with the parameters for the next one.
+        """Push a gradient to all shards; return once `me.params` holds the parameters for the next gradient.
 
         Args:
-            parts: for each shard, what it holds.
-            pushes: for each shard, what it is sent.
-            full_step: gradients that make a step.
+            parts: for each shard, the slice of the parameters that the shard holds.
+            pushes: for each shard, the address, array and note to send.
+            gradient: the worker's gradient, of shape (K,).
+            full_step: number of gradients that make one full step.
         """
         raise NotImplementedError
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """What the worker still takes after its last step."""
+        """Receive what the servers still send after the worker's last step; nothing by default."""
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """A worker has pushed, and would read."""
+        """Handle, on the server, the read that arrives with a worker's push."""
         raise NotImplementedError
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Send parameters to whoever is due some; `moved`: the slowest clock has. Returns who has read the newest."""
+        """Send parameters to the workers that are due to receive some.
+
+        Args:
+            admitted: the reads that the consistency rule admits now.
+            moved: whether the slowest clock has advanced or a worker has left.
+
+        Returns:
+            Ranks of the workers that compute on the newest version from now on.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Asks(Access):
-    """Every push asks for the parameters too, and the worker waits until its read is admitted."""
+    """Every push also requests the parameters, and the worker waits until its read is admitted."""
 
     async def exchange(
         self,
@@ -89,17 +104,14 @@ class Asks(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push and take what comes back."""
         for i, reply in enumerate(await me.ask_all("push", pushes)):
             me.params[parts[i]] = reply.payload
             state.versions[i] = reply.note.version
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """It waits."""
         state.reads.append(read)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Those who are admitted."""
         if not admitted:
             return []
         me.reply_all([read.message for read in admitted], me.params, Held(me.version))
@@ -108,13 +120,13 @@ class Asks(Access):
 
 @dataclass(frozen=True)
 class GivesUp(Access):
-    """Whoever computes on an old version gives up when a newer one comes, which servers send as soon as there is one.
+    """Servers send new parameters as soon as there are some, and a worker that computes on an older version cancels its
+    gradient.
 
-    Whoever is late does not wait once more, and a push or an answer that is lost costs no more than being late.
+    A straggler never waits for a second step, and a lost push or a lost answer costs no more than one late gradient.
     """
 
     async def gradient(self, me: Worker, state: PushState) -> FlatArray | None:
-        """The gradient, unless newer parameters come first."""
         got = await me.gradient_unless(FRESH)
         if not isinstance(got, Message):
             return got
@@ -130,27 +142,31 @@ class GivesUp(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push, and go on with the next parameters that come, be they the answer or what others have brought about."""
+        """Push, then continue with the next parameters that arrive: the answer, or a version that other workers
+        completed.
+        """
         for to, data, note in pushes:
             me.send(to, "push", data, note)
         self._take(me, state, await me.receive(FRESH))
 
     def _take(self, me: Worker, state: PushState, message: Message) -> None:
-        """Take over the newest parameters that are here."""
+        """Replace the worker's parameters by the newest that have arrived."""
         for later in me.arrived(FRESH):
             message = later
         me.params[:] = message.payload
         state.versions[0] = message.note.version
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """It waits, unless what it waits for is on its way already."""
+        """Queue the read, unless the version that the worker waits for has already been sent to it."""
         if state.told.get(read.rank) == me.version > read.version:
             state.reading[read.rank] = me.version
         else:
             state.reads.append(read)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Those who are admitted, and those who compute on an older version."""
+        """Send the parameters to the workers whose reads are admitted and to the workers computing on an older
+        version.
+        """
         ranks = [read.rank for read in admitted]
         ranks += [rank for rank, version in state.reading.items() if version < me.version]
         if ranks:
@@ -161,10 +177,10 @@ class GivesUp(Access):
 
 @dataclass(frozen=True)
 class Copies(Access):
-    """A worker computes on a copy, to which it adds its own steps, and asks for another when its own is too old."""
+    """A worker computes on a copy, adds its own steps to the copy, and requests a new copy when its copy is too old."""
 
     slack: int
-    """Clocks by which a worker's copy may lag behind it."""
+    """Number of clocks by which a worker's copy may lag behind the worker."""
 
     async def exchange(
         self,
@@ -175,7 +191,9 @@ class Copies(Access):
         gradient: FlatArray,
         full_step: int,
     ) -> None:
-        """Push, step the copy, take what is fresh; where a part is older than the bound allows, wait for it or ask."""
+        """Push, step the copy, apply fresh parameters; wait for or request every shard that is older than the bound
+        allows.
+        """
         for to, data, note in pushes:
             me.send(to, "push", data, note)
         before = copied(me.params)
@@ -185,13 +203,13 @@ class Copies(Access):
         await self._renew(me, state, me.step - self.slack)
 
     async def _renew(self, me: Worker, state: PushState, clock: int) -> None:
-        """Ask for every part that does not hold all gradients up to `clock`."""
+        """Request the parameters of every shard whose copy does not include all gradients up to `clock`."""
         old = [server(i) for i in range(len(state.clocks)) if state.clocks[i] < clock]
         for message in await me.ask_all("read", [(to, None, None) for to in old]):
             self._take(me, state, message)
 
     def _take(self, me: Worker, state: PushState, message: Message) -> None:
-        """Put a part of a copy in place, with this worker's own steps that it does not hold yet."""
+        """Copy a shard's parameters into the replica and add the worker's own steps that these do not include yet."""
         i, note, count = -1 - message.source, message.note, len(state.clocks)
         part = slices(len(me.params), count)[i]
         state.clocks[i], state.versions[i] = note.clock, note.version
@@ -202,10 +220,10 @@ class Copies(Access):
         state.own = [(timestamp, step) for timestamp, step in state.own if timestamp >= min(oldest, note.held)]
 
     def pushed(self, me: Server, state: ServerState, read: Read) -> None:
-        """A push asks for nothing."""
+        """A push requests no parameters."""
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Those who have asked, each with what its copy holds of its own."""
+        """Answer each request with the parameters and the number of the worker's own gradients that they include."""
         for read in admitted:
             me.reply(read.message, me.params, self._contents(me, state, read.rank))
         return []
@@ -217,10 +235,12 @@ class Copies(Access):
 
 @dataclass(frozen=True)
 class SentCopies(Copies):
-    """As with `Copies`, but nobody asks: whenever the slowest clock advances, servers send everyone a copy."""
+    """As `Copies`, except that workers request nothing: when the slowest clock advances, the servers send every worker
+    a copy.
+    """
 
     async def _renew(self, me: Worker, state: PushState, clock: int) -> None:
-        """Take what has arrived, and more until every part holds all gradients up to `clock`."""
+        """Apply the copies that have arrived, then wait until every shard includes all gradients up to `clock`."""
         for message in me.arrived(FRESH):
             self._take(me, state, message)
         for i in range(len(state.clocks)):
@@ -228,11 +248,11 @@ class SentCopies(Copies):
                 self._take(me, state, await me.receive(FRESH, server(i)))
 
     async def finish(self, me: Worker, state: PushState) -> None:
-        """What servers send last."""
+        """Wait until the copies include all gradients up to the worker's last step."""
         await self._renew(me, state, me.step)
 
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
-        """Every live worker, when the slowest clock has moved."""
+        """When the slowest clock has moved, send the parameters to every live worker."""
         params = me.freeze(me.params) if moved else me.params
         for rank in state.clocks if moved else ():
             me.send(rank, FRESH, params, self._contents(me, state, rank))
@@ -240,5 +260,5 @@ class SentCopies(Copies):
 
 
 def _missing(state: PushState, held: int) -> list[FlatArray]:
-    """This worker's own steps that a copy which holds `held` of them does not hold."""
+    """Return the worker's own steps that a copy including its first `held` steps does not include."""
     return [step for timestamp, step in state.own if timestamp >= held]

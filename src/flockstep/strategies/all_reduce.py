@@ -1,4 +1,4 @@
-"""Synchronous data parallelism: every step, everyone's mean gradient."""
+"""Synchronous all-reduce SGD: every step applies the mean gradient of all workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flockstep.strategies.encoding import codec_for, encoded
 
 @dataclass
 class Kept:
-    """What a worker's feedback remembers."""
+    """A worker's state: the memory of its error feedback."""
 
     memory: Any = None
 
@@ -30,9 +30,10 @@ class Kept:
 class AllReduce(Strategy):
     """Synchronous all-reduce SGD (Baidu 2017; Sergeev & Del Balso 2018).
 
-    w ← w - η · (1/n) Σ g_i on every worker. The replicas are equal in every bit after every step. With a lossy `codec`
-    each worker encodes its g_i once, with `feedback`; `collective` adds up what these encodings stand for: those of a
-    linear codec on their way, others once everyone has them all, which takes n-1 times an encoding's bytes.
+    Every worker computes w ← w - η · (1/n) Σ g_i. The replicas are equal in every bit after every step. With a lossy
+    `codec`, each worker encodes its g_i once, with `feedback`, and `collective` sums the decoded values: with a linear
+    codec during the reduction, with other codecs after every worker has received all n encodings, which takes n-1 times
+    the bytes of one encoding.
     """
 
     collective: Collective = field(default_factory=Ring)
@@ -42,16 +43,14 @@ class AllReduce(Strategy):
     def __post_init__(self) -> None:
         check_composition(self.codec, self.feedback)
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Kept:
-        """Nothing kept back."""
         return Kept()
 
     async def worker(self, me: Worker) -> None:
-        """Compute, sum, step."""
         while me.training:
             gradient = await me.gradient()
             if self.codec == Identity() and self.feedback == NoFeedback():
@@ -62,7 +61,7 @@ class AllReduce(Strategy):
             me.optimizer_step(gradient)
 
     async def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
-        """The mean of what all encodings stand for."""
+        """Return the mean of all workers' decoded gradients."""
         kept: Kept = me.state
         data, kept.memory = encoded(me, self.codec, self.feedback, gradient, kept.memory)
         codec = codec_for(me, self.codec, self.feedback)

@@ -1,4 +1,4 @@
-"""The contract of a strategy."""
+"""The contract of a strategy, and its place in the taxonomy of data-parallel training."""
 
 from __future__ import annotations
 
@@ -30,35 +30,40 @@ Places = Literal[
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a composed strategy stands in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
+    """Position of a composed strategy in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
 
     optimisation: Optimisation
-    """Central: gradients are exchanged and one model is optimised; decentral: replicas are, and exchange parameters."""
+    """"central": the workers exchange gradients and optimize one model; "decentral": each worker optimizes its own
+    replica, and replicas exchange parameters.
+    """
     scheduling: Scheduling
     exchange: Exchange
     topology: Places
 
 
 class Strategy(Component):
-    """When to exchange, with whom, what, and how the result is applied: one coroutine per role.
+    """A distributed training algorithm: when nodes exchange, with whom, what they send, and how a node applies what it
+    gets.
 
-    A program that must remember something between steps keeps it in the state object it is handed
-    (`me.state`), never in a local: restarted with its state at a step boundary it continues bit for bit.
+    A strategy has one coroutine per role, `worker` and `master`. A program keeps whatever it must remember between
+    steps in the state object `me.state`, never in a local variable, so that a program restarted from its state at a
+    step boundary continues bit for bit.
     """
 
     noun: ClassVar[str] = "strategy"
     notes: ClassVar[Notes] = {}
-    """What travels beside arrays: tag ("push", "push/channel"), or "reply to push", → the kind of note of the messages
-    with that tag."""
+    """Types of the notes sent beside arrays. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
+    value is the `Note` class of all messages with that tag.
+    """
 
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """What this strategy promises; checks and drivers read these, never a name."""
+        """The properties this strategy guarantees; checks and drivers read the traits, never the strategy's name."""
 
     @property
     def cell(self) -> Cell | None:
-        """Its cell of the taxonomy; None for what has no place there."""
+        """The strategy's cell in the taxonomy, or None if the taxonomy has no cell for the composition."""
         return None
 
     @property
@@ -67,52 +72,61 @@ class Strategy(Component):
         return 0
 
     def servers_for(self, workers: int) -> int:
-        """The same where it depends on the number of workers."""
+        """Number of servers for a run with the given number of `workers`."""
         return self.servers
 
     @property
     def coding(self) -> Codec | None:
-        """The codec whose arithmetic a worker's step takes, which need not be what travels; None: there is none."""
+        """The codec whose encoding time a worker's step includes, or None; messages may be encoded by a different
+        codec.
+        """
         return getattr(self, "codec", None)
 
     def decodes(self, workers: int) -> int:
-        """How many times a worker decodes the whole model in a step."""
+        """Number of times per step that a worker decodes a message of the whole model's size."""
         return 0 if self.servers_for(workers) else 1 if self.coding is None or self.coding.linear else workers
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """For each server, which of the `size` parameters it holds; where two hold the same, the first one's count."""
+        """For each server, the slice of the `size` parameters that the server holds.
+
+        If several servers hold the same slice, the resulting model takes the slice of the first of them.
+        """
         count = self.servers_for(workers)
         return slices(size, count) if count else []
 
     def check(self, workers: int) -> None:
-        """Raise `ConfigurationError` unless this strategy can run on that many workers."""
+        """Check that the strategy can run on the given number of workers.
+
+        Raises:
+            ConfigurationError: the strategy cannot run on `workers` workers.
+        """
 
     def worker_state(self, me: Worker) -> Any:
-        """The state object of a worker's program before its first step."""
+        """Return the state object that a worker's program starts with."""
         return None
 
     def master_state(self, me: Server) -> Any:
-        """The state object of a server's program before its first message."""
+        """Return the state object that a server's program starts with."""
         return None
 
     @abstractmethod
     async def worker(self, me: Worker) -> None:
-        """The program of a worker, up to its last gradient."""
+        """Run a worker's program until its last gradient has been used."""
 
     async def finish(self, me: Worker) -> None:
-        """What a worker does after its last gradient: hand over what is still held back, then leave."""
+        """Run after a worker's last gradient: send what the worker still holds back, then leave the run."""
         me.leave()
 
     async def master(self, me: Server) -> None:
-        """The program of a server, until every worker has left."""
+        """Run a server's program until every worker has left."""
         raise CompositionError(f"{self} has no server")
 
 
 def choose_result(strategy: Strategy, wanted: ResultPolicy | None) -> ResultPolicy:
-    """The policy that picks the resulting model.
+    """Return the policy that picks the resulting model: `wanted`, or the strategy's default if `wanted` is None.
 
     Raises:
-        CompositionError: `wanted` makes no sense for this strategy.
+        CompositionError: the strategy does not offer the policy `wanted`.
     """
     results = strategy.traits.results
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Every update to every peer, whenever it arrives."""
+"""Peer-to-peer broadcast: every worker sends every update to every other worker."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 class Steps(Note, frozen=True):
-    """Beside an update: the number of steps in it."""
+    """Note sent with an update: the number of steps in it."""
 
     count: int = 1
 
 
 @dataclass
 class BroadcastState:
-    """The exact sum of all updates so far; None where there is only one order to add them in (one worker)."""
+    """The exact sum of all updates so far; None with one worker, where the order of additions is fixed."""
 
     ledger: Ledger | None
 
@@ -31,10 +31,11 @@ class BroadcastState:
 class Broadcast(Strategy):
     """Complete communication between peers (FAST, section 3 and figure 3; its Statement 1).
 
-    Worker i computes its optimiser's step u, adds scale · u to its own replica and sends the same array to every other
-    worker, which adds it when it arrives. Every update reaches everyone, so once the queues have drained all replicas
-    are equal, in every bit: updates lie on a grid on which addition is exact in any order. A round of everyone moves by
-    the sum of n updates; scale = 1/n makes it one large-batch step. Momentum belongs to the sender.
+    Worker i computes its optimizer's step u, adds scale · u to its own replica, and sends the same array to every other
+    worker, which adds it on arrival. Every update reaches every worker, so once the queues have drained all replicas
+    are equal in every bit: updates lie on a grid on which addition is exact in any order. A round of n workers moves
+    every replica by the sum of n updates; with scale = 1/n a round is one large-batch step. Momentum stays with the
+    sender.
     """
 
     notes: ClassVar[Notes] = {"update": Steps}
@@ -50,24 +51,22 @@ class Broadcast(Strategy):
     cell = Cell("central", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> BroadcastState:
-        """The ledger starts at the initial parameters."""
         return BroadcastState(Ledger.of(me.params) if me.workers > 1 else None)
 
     async def worker(self, me: Worker) -> None:
-        """Absorb what came, step, tell everyone."""
         while me.training:
             absorb_arrived(me, me.state)
             update = own_update(me, me.state, await me.gradient(), self.scale)
             me.send_all(me.peers, "update", update, Steps())
 
     async def finish(self, me: Worker) -> None:
-        """Absorb what is still in flight."""
+        """Add the updates that are still in transit, until all other workers have left."""
         me.leave(peers=True)
         await drain(me, me.state)
 
 
 def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: float) -> FlatArray:
-    """Take the optimiser's step; return the update as its receivers will add it."""
+    """Take the optimizer's step, and return the update exactly as the receivers will add it."""
     before = copied(me.params)
     me.optimizer_step(gradient)
     if state.ledger is None and scale == 1.0:
@@ -82,7 +81,7 @@ def own_update(me: Worker, state: BroadcastState, gradient: FlatArray, scale: fl
 
 
 def absorb_arrived(me: Worker, state: BroadcastState) -> None:
-    """Add every update that is here by now."""
+    """Add every update that has arrived."""
     messages = list(me.arrived("update"))
     for message in messages:
         _add(me, state, message)
@@ -91,7 +90,7 @@ def absorb_arrived(me: Worker, state: BroadcastState) -> None:
 
 
 async def drain(me: Worker, state: BroadcastState) -> None:
-    """Add every update that still comes, until all others have left."""
+    """Add every further update until all other workers have left."""
     async for message in me.messages():
         if message.tag == "update":
             _add(me, state, message)

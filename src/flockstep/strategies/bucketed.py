@@ -1,4 +1,4 @@
-"""All-reduce in buckets that overlaps with backward."""
+"""All-reduce in buckets that overlaps with the backward pass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 class Bucketed(Strategy):
     """Synchronous SGD as PyTorch's DistributedDataParallel does it (Li et al. 2020, section 3.2).
 
-    The gradient is cut into buckets of `cap` megabytes, from its end, where backward begins; the first one holds
-    `first` megabytes, so that communication starts early. Each bucket is averaged in the background as soon as it is
-    complete, in order; the optimiser steps when all are. `accumulate` batches go into one step (DDP's no_sync): their
-    gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors where need be. In a
-    script's own loop with PyTorch they leave while backward runs: `step()` belongs after every backward, and gradients
-    may not change between the two. Under `flockstep train` the whole gradient is there before the first bucket leaves,
-    so that buckets overlap with each other only.
+    The gradient is cut into buckets of `cap` megabytes, from its end, where the backward pass begins; the first bucket
+    holds `first` megabytes, so that communication starts early. Each bucket is averaged in the background as soon as it
+    is complete, in order; the optimizer steps once all buckets are averaged. `accumulate` batches make one step (DDP's
+    no_sync): their gradients are summed locally and averaged once. Buckets are cut by size alone, through tensors if
+    necessary. In a script's own loop with PyTorch, buckets are sent while the backward pass runs: call `step()` after
+    every backward pass, and do not change the gradients between the two. Under `flockstep train` the whole gradient
+    exists before the first bucket is sent, so that buckets overlap with each other only.
     """
 
     cap: float = field(default=25.0, metadata=SIZED)
@@ -41,16 +41,14 @@ class Bucketed(Strategy):
         if self.accumulate < 1:
             raise ConfigurationError(f"accumulate must be >= 1 batches, got {self.accumulate}; 1 steps after each")
 
-    # Synchronous where every step exchanges; a dead worker stops everyone.
+    # Synchronous where every step exchanges: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> Held:
-        """Nothing is held back."""
         return Held()
 
     async def worker(self, me: Worker) -> None:
-        """Hold gradients back until the last one of a step; average its buckets as they come; step."""
         held: Held = me.state
         while me.training:
             if held.count < self.accumulate - 1:
@@ -67,7 +65,7 @@ class Bucketed(Strategy):
             me.optimizer_step(mean)
 
     async def finish(self, me: Worker) -> None:
-        """Use what is held back after the last gradient."""
+        """Average and apply the accumulated gradients of an incomplete last step, then leave."""
         held: Held = me.state
         if held.total is not None:
             mean = held.total / held.count
@@ -80,30 +78,30 @@ class Bucketed(Strategy):
 
 @dataclass
 class Held:
-    """The sum of the gradients that wait for the last one of their step."""
+    """Sum and number of the gradients accumulated for the current step."""
 
     total: FlatArray | None = None
     count: int = 0
 
     def add(self, gradient: FlatArray) -> None:
-        """Hold one more back."""
+        """Add a gradient to the sum."""
         self.total = copied(gradient) if self.total is None else self.total + gradient
         self.count += 1
 
     def with_last(self, gradient: FlatArray, part: slice) -> FlatArray:
-        """The mean over the batches of the step, on one part of the array."""
+        """Return the mean over the step's batches on one slice of the array."""
         mean: FlatArray = gradient[part]
         if self.total is not None:
             mean = (self.total[part] + mean) / (self.count + 1)
         return mean
 
     def clear(self) -> None:
-        """The step is done."""
+        """Reset the sum after a step."""
         self.total, self.count = None, 0
 
 
 def buckets(size: int, itemsize: int, sizes: Bucketed) -> list[slice]:
-    """The buckets of a gradient of `size` elements, the last part of the array first."""
+    """Return the buckets of a gradient of `size` elements as slices, the end of the array first."""
     stop, cap = size, sizes.first
     parts = []
     while stop > 0:

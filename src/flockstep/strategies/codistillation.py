@@ -1,4 +1,4 @@
-"""Replicas that learn from each other's predictions."""
+"""Codistillation: replicas that learn from each other's predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass
 class Teachers:
-    """The last parameters that each peer has sent."""
+    """The most recent parameters that each peer has sent, by rank."""
 
     params: dict[int, FlatArray] = field(default_factory=dict)
 
@@ -23,10 +23,10 @@ class Teachers:
 class Codistillation(Strategy):
     """Codistillation (Anil et al. 2018, algorithm 1).
 
-    Every worker trains a model of its own on its part of the data, and sends a copy of it to the others every `period`
-    steps. From step `burn_in` on, what it minimises is its loss plus `weight` times the distance of its predictions to
-    the mean prediction of the copies that it holds, however old; each copy costs one more forward pass. Without
-    distance, or with period longer than the run, it is an ensemble.
+    Every worker trains its own model on its own part of the data, and sends a copy of the model to all other workers
+    every `period` steps. From step `burn_in` on, a worker minimizes its loss plus `weight` times the distance between
+    its predictions and the mean prediction of the copies it holds, whatever their age; each copy costs one additional
+    forward pass. With weight 0, or with a period longer than the run, the strategy trains an ensemble.
     """
 
     period: int = field(default=50, metadata=searched(1, 128))
@@ -41,16 +41,14 @@ class Codistillation(Strategy):
         if self.burn_in < 0:
             raise ConfigurationError(f"burn_in must be >= 0 steps, got {self.burn_in}; 0 learns from the first copies")
 
-    # Updates reach others through predictions only; workers may die.
+    # Updates reach other workers through predictions only; workers may die.
     traits = Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
     cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> Teachers:
-        """No copy yet."""
         return Teachers()
 
     async def worker(self, me: Worker) -> None:
-        """Send a copy now and then; step towards the copies of others."""
         state: Teachers = me.state
         while me.training:
             if me.step and me.step % self.period == 0:

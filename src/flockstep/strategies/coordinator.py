@@ -1,4 +1,4 @@
-"""L-BFGS on gradients that many workers compute in portions."""
+"""The coordinator of Sandblaster: L-BFGS on gradients that workers compute in portions of the data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from flockstep.nodes import Server
 from flockstep.strategies.vector_shards import direction, tell
 
 ARMIJO = 1e-4
-"""The share of the expected decrease that a step must achieve (Armijo 1966)."""
+"""Fraction of the expected decrease that a step must achieve to be accepted (Armijo 1966)."""
 
 
 @dataclass
 class Portions:
-    """The portions of one evaluation: not handed out, out (with how many workers, since when), done."""
+    """The portions of one evaluation: `waiting` to be handed out, `out` at workers (portion → ranks), or done (in
+    `losses`).
+    """
 
     count: int
     backups: int
@@ -24,11 +26,15 @@ class Portions:
     losses: dict[int, float] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A new evaluation: nothing is handed out."""
+        """Start a new evaluation, with every portion waiting."""
         self.waiting, self.out, self.losses = list(range(self.count)), {}, {}
 
     def hand_out(self, rank: int) -> int | None:
-        """A portion for an idle worker: the next one, or a copy of the one that has been out longest; None: none."""
+        """Assign a portion to an idle worker, and return its number.
+
+        The portion is the next waiting one; if none waits, a backup of the portion that has been out longest and has at
+        most `backups` copies. None if there is no such portion.
+        """
         if self.waiting:
             portion = self.waiting.pop(0)
             self.out[portion] = [rank]
@@ -40,13 +46,13 @@ class Portions:
         return None
 
     def done(self, portion: int, loss: float) -> None:
-        """The first result of a portion counts."""
+        """Record the loss of a portion; only the first result of a portion counts."""
         if portion in self.out:
             del self.out[portion]
             self.losses[portion] = loss
 
     def lose(self, rank: int) -> None:
-        """What only a dead worker was at is to be handed out again."""
+        """Put back the portions that only the dead worker `rank` was computing."""
         for portion, ranks in list(self.out.items()):
             if rank in ranks:
                 ranks.remove(rank)
@@ -56,20 +62,22 @@ class Portions:
 
 
 class Report(Note, frozen=True):
-    """Of a worker that asks for work: what it has done, or, to begin with, what it may do."""
+    """Note of a worker that requests work: the result of its last portion, or, on the first request, what it may
+    compute.
+    """
 
     evaluation: int = 0
     portion: int = 0
     loss: float = 0.0
-    """Sum over the portion's samples."""
+    """Sum of the losses over the portion's samples."""
     budget: int | None = None
-    """Portions that it may compute."""
+    """Number of portions that the worker may compute; None in all but the first request."""
     size: int = 0
     """Number of training samples."""
 
 
 class Work(Note, frozen=True):
-    """A portion, -1 where there is none, and its samples."""
+    """Note that assigns a portion, -1 for none, with the range of its samples."""
 
     evaluation: int
     portion: int
@@ -79,26 +87,26 @@ class Work(Note, frozen=True):
 
 @dataclass
 class Coordinator:
-    """Runs evaluation after evaluation, and L-BFGS on what they give."""
+    """Runs the evaluations and the L-BFGS iteration on their losses and gradients."""
 
     portions: Portions
     history: int
     evaluation: int = 0
     granted: dict[int, int] = field(default_factory=dict)
-    """Portions that each live worker may compute."""
+    """Number of portions that each live worker may compute."""
     size: int = 0
     """Number of training samples."""
     spent: int = 0
     loss: float | None = None
-    """At the current parameters; None before the first evaluation."""
+    """Mean loss at the current parameters; None before the first evaluation."""
     t: float = 1.0
-    """How far the line search goes next, in lengths of the direction."""
+    """Length of the next trial step, as a multiple of the search direction."""
     idle: list[Message] = field(default_factory=list)
     gone: set[int] = field(default_factory=set)
     pairs: list[int] = field(default_factory=list)
 
     async def run(self, me: Server) -> None:
-        """Until what the workers were granted is spent, or nothing is left to gain."""
+        """Iterate until the workers' granted portions are spent, or no step along the direction decreases the loss."""
         self.granted, self.gone, self.idle = {}, set(), []
         while len(self.granted.keys() | self.gone) < me.cluster.workers:
             await self._hear(me)
@@ -118,11 +126,13 @@ class Coordinator:
 
     @property
     def _affordable(self) -> bool:
-        """Whether what is granted allows for another evaluation."""
+        """Whether the granted portions suffice for another evaluation."""
         return self.spent + self.portions.count <= sum(self.granted.values())
 
     async def _step(self, me: Server, loss: float) -> bool:
-        """One line search along the L-BFGS direction; False where no step helps, or none may be tried any more."""
+        """Search along the L-BFGS direction; return False if no step decreases the loss or the granted portions are
+        spent.
+        """
         await direction(me, self.pairs)
         slope = await tell(me, "dot", "g", "d")
         while slope < 0 and self._affordable:
@@ -137,7 +147,7 @@ class Coordinator:
         return False
 
     async def _accept(self, me: Server) -> None:
-        """Keep the step and the change of the gradient as a pair, if its curvature is positive."""
+        """Accept the trial step; store the step and the gradient's change as a pair if their curvature is positive."""
         k = next(k for k in range(self.history + 1) if k not in self.pairs)  # the oldest pair's vectors are used again
         for name, new, old in ((f"s{k}", "trial", "w"), (f"y{k}", "sum", "g")):
             await tell(me, "set", name, new)
@@ -152,7 +162,7 @@ class Coordinator:
         me.version += 1
 
     async def _evaluate(self, me: Server) -> float:
-        """The mean loss at the trial parameters; the shards then hold the sum of the gradients."""
+        """Return the mean loss at the trial parameters; afterwards the shards hold the sum of the gradients."""
         self.evaluation += 1
         self.portions.begin()
         parked, self.idle = self.idle, []
@@ -166,10 +176,10 @@ class Coordinator:
         return sum(self.portions.losses[portion] for portion in sorted(self.portions.losses)) / self.size
 
     async def _hear(self, me: Server, over: bool = False) -> None:
-        """Take in one request for work, with its report, or a farewell."""
+        """Receive one message: a request for work, with its report, or a worker's goodbye."""
         message = await me.receive()
         if message.source in self.gone:
-            return  # asked before it died, which was heard of first
+            return  # a request from before the worker's death, received after the news of its death
         if message.tag == BYE:
             self.gone.add(message.source)
             self.idle = [work for work in self.idle if work.source != message.source]
@@ -189,7 +199,7 @@ class Coordinator:
             self._give(me, message)
 
     def _give(self, me: Server, work: Message) -> None:
-        """Answer a request for work, or keep it until there is some."""
+        """Answer a request for work, or keep the request until a portion is available."""
         portion = self.portions.hand_out(work.source) if self.evaluation else None
         if portion is None:
             self.idle.append(work)

@@ -1,4 +1,4 @@
-"""Elastic averaging whose elasticity follows the rate of convergence."""
+"""Elastic averaging whose elasticity adapts to the rate of convergence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_sta
 
 @dataclass
 class Window:
-    """What a worker knows of its progress: alpha, the losses since the last exchange, and their mean before it."""
+    """A worker's progress: alpha, sum and number of the losses since the last exchange, and the mean loss
+    before that.
+    """
 
     alpha: float
     total: float = 0.0
@@ -25,12 +27,12 @@ class Window:
 class AdaptiveElasticAveraging(ElasticAveraging):
     """DeepSpark (Kim, Park, Jang & Yoon 2016): asynchronous elastic averaging that adapts alpha to convergence.
 
-    A reconstruction: that alpha adapts is published, the formula was not at hand. At each exchange a worker compares
-    the mean loss of its steps since the last one with that of the window before, r = (before - now) / before. Where r >
-    `improvement` it gets on well alone and explores: alpha ← alpha / factor. Where it stalls it leans more on the
-    others: alpha ← alpha factor. alpha starts at `alpha` and stays in [smallest, largest] (`largest` none: twice
-    0.9 / workers, at most 0.5), in order `paper` also within what is stable for the learning rate. With factor 1 this
-    is easgd.
+    This is a reconstruction: the paper says that alpha adapts; its formula was not available. At each exchange a worker
+    compares the mean loss of its steps since the last exchange with the mean loss of the window before, r = (before -
+    now) / before. If r > `improvement`, the worker converges and explores: alpha ← alpha / factor. Otherwise the worker
+    moves closer to the others: alpha ← alpha · factor. alpha starts at `alpha` and stays in [smallest, largest] (by
+    default `largest` is 1.8 / workers, at most 0.5 and at least `alpha`); with order `paper` alpha also stays stable
+    for the learning rate. With factor = 1 this is easgd.
     """
 
     alpha: float = field(default=0.1, metadata=searched(0.02, 0.5, whole=False))
@@ -60,20 +62,22 @@ class AdaptiveElasticAveraging(ElasticAveraging):
                 f"1.8 / workers"
             )
 
-    # As those of easgd; needs the loss of each step.
+    # The traits of easgd; needs the loss of each step.
     traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def ceiling(self, workers: int, lr: float) -> float:
-        """The largest alpha; never less than the one to start from, unless that is not stable."""
+        """Return the upper bound of alpha.
+
+        The bound is at least the initial alpha, unless that alpha is unstable for the learning rate.
+        """
         largest = max(self.alpha, min(0.5, 1.8 / workers)) if self.largest is None else self.largest
         return min(largest, largest_stable(lr)) if self.order == "paper" else largest
 
     def worker_state(self, me: Worker) -> Window:
-        """Nothing is known yet."""
         return Window(self.alpha)
 
     def elasticity(self, me: Worker) -> float:
-        """alpha, adapted to the steps since the last exchange."""
+        """Return alpha, adapted to the losses since the last exchange."""
         window: Window = me.state
         if window.count:
             now = window.total / window.count
@@ -87,7 +91,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
         return window.alpha
 
     async def step(self, me: Worker) -> None:
-        """One local step; remember its loss."""
+        """Take one local step and record its loss."""
         window: Window = me.state
         me.optimizer_step(await me.gradient())
         window.total += me.loss

@@ -1,4 +1,4 @@
-"""DeMo: momenta stay apart; what is exchanged are their largest components in the frequency domain."""
+"""DeMo: workers keep their momentum and exchange its largest components in the frequency domain."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from flockstep.strategies.encoding import codec_for
 
 @dataclass
 class Momentum:
-    """What a worker remembers: delta (K,), the part of its momentum that was not sent."""
+    """A worker's state: delta (K,), the part of its momentum that it has not sent."""
 
     delta: FlatArray
 
 
 @dataclass(frozen=True)
 class Demo(Strategy):
-    """Decoupled momentum optimisation (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3).
+    """Decoupled momentum optimization (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3).
 
-    delta ← beta delta + lr g; q, the `k` largest coefficients of the DCT of every chunk × chunk of delta, is taken off
-    delta and gathered from all workers; w ← w - lr sign(mean of what all q stand for), with the job's optimiser, which
-    should be plain SGD. The mean is over all workers, as in the paper; the authors' code divides every coefficient by
-    the number of workers that sent it. Where an element's mean is exactly zero it stays as it is.
+    delta ← beta · delta + lr · g; q, the `k` largest coefficients of the DCT of every chunk × chunk block of delta, is
+    subtracted from delta and gathered from all workers; w ← w - lr · sign(mean of the decoded q), with the job's
+    optimizer, which should be plain SGD. The mean is over all workers, as in the paper; the authors' code divides every
+    coefficient by the number of workers that sent it. An element whose mean is exactly zero does not change.
     """
 
     beta: float = 0.999
@@ -46,21 +46,18 @@ class Demo(Strategy):
             raise ConfigurationError(f"beta must be in [0, 1], got {self.beta}; 0.999 is usual")
         Dct(self.k, self.chunk)
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     @property
     def coding(self) -> Codec:
-        """The transform of every chunk."""
         return Dct(self.k, self.chunk)
 
     def worker_state(self, me: Worker) -> Momentum:
-        """No momentum."""
         return Momentum(namespace(me.params).zeros_like(me.params))
 
     async def worker(self, me: Worker) -> None:
-        """Compute, add to the momentum, send its largest components, step by the sign of everyone's."""
         while me.training:
             gradient = await me.gradient()
             state: Momentum = me.state

@@ -1,4 +1,4 @@
-"""Workers step on their own, push what has accrued, and fetch from time to time."""
+"""Downpour SGD: workers step on their own, push accumulated gradients, and fetch parameters from time to time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flockstep.strategies.rules.plain import Plain
 
 @dataclass
 class Shard:
-    """What a server remembers: for its rule, and of each worker's lists of keys."""
+    """A server's state: the memory of its rule, and the key lists of each worker."""
 
     rule: Any
     inboxes: dict[int, Inbox]
@@ -32,47 +32,50 @@ class Shard:
 
 @dataclass
 class Replica:
-    """What a worker remembers between steps."""
+    """A worker's state between steps."""
 
     seen: list[int]
-    """For each shard, the version that the worker's parameters stand for: what it fetched, and its pushes since."""
+    """For each shard, the version of the worker's parameters: the version fetched plus the worker's own pushes since.
+    """
     since: list[int]
-    """The same when the first of the accrued gradients was computed."""
+    """For each shard, that version at the time the first of the accumulated gradients was computed."""
     outboxes: list[Outbox]
     accrued: FlatArray
     count: int = 0
     flying: dict[int, int] = field(default_factory=dict)
-    """For each shard whose parameters are not in the replica yet, the worker's pushes since it asked for them."""
+    """For each shard with a fetch in transit, the number of the worker's pushes since the fetch was sent."""
     fetched: dict[int, Message] = field(default_factory=dict)
-    """The parameters of shards that have arrived since the last step."""
+    """Shard → the parameters that have arrived since the last step."""
 
     def pushed(self, shard: int) -> None:
-        """A sum of gradients goes to that shard."""
+        """Count a push to the given shard."""
         self.seen[shard] += 1
         if shard in self.flying:
             self.flying[shard] += 1
 
     def place(self, me: Worker, shard: int, fetched: Message) -> None:
-        """Replace a shard's part of the replica by what was fetched."""
+        """Replace the shard's slice of the replica by the fetched parameters."""
         me.params[slices(len(me.params), len(self.seen))[shard]] = fetched.payload
         self.seen[shard] = fetched.note.version + self.flying.pop(shard, 0)
 
     async def collect(self, me: Worker, wait: bool) -> None:
-        """Keep the parameters that have arrived by now; `wait` for those still on their way."""
+        """Store the parameters that have arrived; if `wait`, wait for all fetches in transit."""
         for message in me.arrived("parameters"):
-            self.fetched[server(message.source)] = message  # index to address and back is one formula
+            self.fetched[server(message.source)] = message  # the same formula maps an index to an address and back
         for shard in [shard for shard in self.flying if wait and shard not in self.fetched]:
             self.fetched[shard] = await me.receive("parameters", server(shard))
 
     async def take(self, me: Worker, wait: bool) -> None:
-        """Replace the parts of the replica for which parameters have arrived; `wait` for those still on their way."""
+        """Replace the slices of the replica whose parameters have arrived; if `wait`, wait for all fetches in
+        transit.
+        """
         await self.collect(me, wait)
         for shard in sorted(self.fetched):
             self.place(me, shard, self.fetched.pop(shard))
 
 
 class Sum(Pushed, frozen=True):
-    """Beside a sum of gradients: also how many they are, and whether it asks for the parameters."""
+    """Note sent with a sum of gradients: also the number of gradients, and whether the push fetches the parameters."""
 
     count: int
     fetch: bool
@@ -85,15 +88,17 @@ Request = tuple[Address, FlatArray | None, Sum | None]
 class Downpour(Strategy):
     """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1).
 
-    A worker steps on its replica with the job's optimizer, adds up its gradients, pushes the sum every `n_push` steps
-    and fetches the servers' parameters every `n_fetch`; the paper reports runs with 1 and 1. A server applies a sum of
-    m gradients at once, as `rule` says, as m steps' worth along their mean, weight decay included, at the pushing
-    worker's learning rate. What is left is pushed at the end, filters aside.
+    A worker steps on its replica with the job's optimizer and accumulates its gradients. It pushes their sum every
+    `n_push` steps and fetches the servers' parameters every `n_fetch` steps; the paper reports runs with 1 and 1. A
+    server applies a sum of m gradients at once with `rule`, as m steps along their mean, weight decay included, at the
+    pushing worker's learning rate. Gradients left at the end are pushed without filters.
 
-    A fetch travels while the next gradients are computed, as in the paper. What it brings replaces the replica before
-    the next step that finds it there, also where gradients are not pushed yet; the next fetch begins when the one
-    before is here. With overlap=False it is waited for at once: 1 and 1 is then `asgd`, half as stale.
-    Staleness counts the updates by others since the first of the accrued gradients was computed.
+    A fetch travels while the worker computes the next gradients, as in the paper. The fetched parameters replace the
+    replica before the next step after their arrival, even if some gradients are not pushed yet; the next fetch starts
+    when the previous one has arrived. With overlap=False the worker waits for each fetch: with n_push = n_fetch = 1
+    this is `asgd`, with half the staleness.
+
+    Staleness counts the updates by other workers since the first of the accumulated gradients was computed.
     """
 
     notes: ClassVar[Notes] = {
@@ -125,30 +130,26 @@ class Downpour(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Everything arrives, nobody waits for anybody."""
+        """Class 3: every gradient arrives, and no worker waits for another."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.rule.memory)
 
     @property
     def cell(self) -> Cell:
-        """Gradients go to the servers whenever they are there."""
         return Cell("central", "async", "ad hoc", "distributed PS" if self.shards > 1 else "single PS")
 
     @property
     def servers(self) -> int:
-        """One per shard."""
+        """One server per shard."""
         return self.shards
 
     def worker_state(self, me: Worker) -> Replica:
-        """Nothing fetched, nothing accrued."""
         return Replica([0] * self.shards, [0] * self.shards, [Outbox() for _ in range(self.shards)], 0 * me.params)
 
     def master_state(self, me: Server) -> Shard:
-        """Nothing heard."""
         return Shard(self.rule.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
 
     async def worker(self, me: Worker) -> None:
-        """Compute, step, push and fetch when it is time."""
         state: Replica = me.state
         while me.training:
             gradient = await me.gradient()
@@ -171,7 +172,7 @@ class Downpour(Strategy):
                 state.flying = dict.fromkeys(range(self.shards), 0)
 
     async def finish(self, me: Worker) -> None:
-        """Wait for what is being fetched; push what has accrued and what filters withheld."""
+        """Receive the fetches in transit, then push the accumulated gradients and those that filters withheld."""
         state: Replica = me.state
         await state.collect(me, wait=True)
         if state.count or any(outbox.pending is not None for outbox in state.outboxes):
@@ -180,7 +181,7 @@ class Downpour(Strategy):
         me.leave()
 
     async def master(self, me: Server) -> None:
-        """Apply at once; answer with the parameters."""
+        """Apply every push at once; answer every fetch with the parameters."""
         state: Shard = me.state
         async for message in me.messages():
             if message.tag == "push":
@@ -204,7 +205,7 @@ class Downpour(Strategy):
             me.record_update(rank, late, count, weight / count)
 
     def _pushes(self, me: Worker, state: Replica, fetch: bool = False, flush: bool = False) -> list[Request]:
-        """What each shard is sent; `fetch`: and answers with its parameters; `flush`: filters aside."""
+        """Return the push to each shard; `fetch` also requests the shard's parameters, `flush` bypasses the filters."""
         pushes: list[Request] = []
         for i, part in enumerate(slices(len(me.params), self.shards)):
             update, outbox = state.accrued[part], state.outboxes[i]

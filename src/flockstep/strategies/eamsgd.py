@@ -1,4 +1,4 @@
-"""Elastic averaging in which every replica has Nesterov momentum of its own."""
+"""Elastic averaging whose replicas each have their own Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging
 
 @dataclass
 class Velocity:
-    """A worker's v."""
+    """A worker's state: its momentum buffer v of shape (K,)."""
 
     v: FlatArray
 
@@ -25,10 +25,10 @@ class Velocity:
 class ElasticMomentum(ElasticAveraging):
     """EAMSGD: elastic averaging with momentum (Zhang, Choromanska & LeCun 2015, algorithm 2).
 
-    A step is v ← delta v, w ← w + v, the gradient g there, w ← w - lr g, v ← v - lr g; exchanges are those of `easgd`,
-    between w, never the point ahead of it, and the centre. `momentum` (delta) stands in for the momentum of the job's
-    sgd, which is not applied besides; its weight decay is, g + weight_decay w. The paper has 0.99, with learning rates
-    ten times smaller than those of EASGD. Replicas with momentum drift apart faster, hence the shorter `period`.
+    A step is v ← delta v, w ← w + v, the gradient g at that point, w ← w - lr g, v ← v - lr g. Exchanges are those of
+    `easgd`, between the center and w, never the look-ahead point. `momentum` (delta) replaces the momentum of the job's
+    sgd; the job's weight decay applies, as g + weight_decay w. The paper uses 0.99, with learning rates ten times
+    smaller than those of EASGD. Replicas with momentum drift apart faster, hence the shorter default `period`.
     """
 
     period: int = field(default=4, metadata=searched(1, 128))
@@ -39,14 +39,14 @@ class ElasticMomentum(ElasticAveraging):
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, the paper's 0.99")
 
-    # As those of easgd; needs to know the job's optimiser.
+    # The traits of easgd; needs to know the job's optimizer.
     traits = Traits(4, survives=True, results=("server", "mean", "rank0", "best"), needs_job=True)
 
     def worker_state(self, me: Worker) -> Velocity:
-        """At rest.
+        """Return the initial momentum buffer: zeros of shape (K,).
 
         Raises:
-            CompositionError: the job does not train with sgd.
+            CompositionError: the job's optimizer is not sgd, or has dampening.
         """
         if not isinstance(me.optimizer, SGD) or me.optimizer.dampening:
             raise CompositionError(
@@ -56,7 +56,7 @@ class ElasticMomentum(ElasticAveraging):
         return Velocity(namespace(me.params).zeros_like(me.params))
 
     async def step(self, me: Worker) -> None:
-        """One step of Nesterov momentum."""
+        """Take one step with Nesterov momentum."""
         state: Velocity = me.state
         assert isinstance(me.optimizer, SGD)
         state.v *= self.momentum

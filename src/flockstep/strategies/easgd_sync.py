@@ -1,4 +1,4 @@
-"""Elastic averaging in lock-step: the centre hears everyone at once."""
+"""Synchronous elastic averaging: the center moves once it has the parameters of all workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass
 class Gathered:
-    """What the master has received since the centre moved last: rank → parameters."""
+    """The server's state: rank → the parameters received since the center last moved."""
 
     here: dict[int, FlatArray] = field(default_factory=dict)
 
@@ -24,11 +24,11 @@ class Gathered:
 class SynchronousElasticAveraging(Strategy):
     """Synchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, equations 5 and 6).
 
-    w_i ← w_i - lr g_i - alpha (w_i - centre) and centre ← (1 - beta) centre + beta mean_i w_i, beta = p alpha, where
-    everything on the right is of time t (Jacobi). A dedicated master holds the centre; in the form that it computes,
-    centre ← centre + sum_i alpha (w_i - centre), what a worker gives is what the centre gets. A worker sends w_i and
-    computes its gradient while the centre comes back: 2 K per exchange and worker. Between exchanges, every `period`
-    steps, a worker steps alone.
+    w_i ← w_i - lr g_i - alpha (w_i - center) and center ← (1 - beta) center + beta mean_i w_i, beta = p alpha, where
+    every right-hand side is of time t (Jacobi). A dedicated server holds the center and computes center ← center +
+    sum_i alpha (w_i - center), so that the center moves by exactly what the workers give up. A worker sends w_i and
+    computes its gradient while the server returns the center: 2 K elements per exchange and worker. Exchanges take
+    place every `period` steps; in between, each worker steps alone.
     """
 
     period: int = field(default=1, metadata=searched(1, 128))
@@ -42,28 +42,31 @@ class SynchronousElasticAveraging(Strategy):
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / workers, that is beta = 0.9"
             )
 
-    # Replicas are never equal; a dead worker stops everyone.
+    # Replicas are never equal; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("server", "mean", "rank0", "best"))
     cell = Cell("decentral", "sync", "reduce", "dedicated master")
     servers = 1
 
     def check(self, workers: int) -> None:
-        """beta = p alpha must not exceed 1, beyond which the centre overshoots the mean."""
+        """Check that beta = p alpha is at most 1; beyond 1 the center overshoots the mean.
+
+        Raises:
+            ConfigurationError: beta exceeds 1.
+        """
         if self.alpha is not None and self.alpha * workers > 1:
             raise ConfigurationError(
                 f"beta = workers × alpha must be <= 1, got {workers} × {self.alpha}; use alpha={0.9 / workers:.3g}"
             )
 
     def rate(self, workers: int) -> float:
-        """alpha; unless it is given, 0.9 / workers."""
+        """Return alpha, by default 0.9 / workers."""
         return 0.9 / workers if self.alpha is None else self.alpha
 
     def master_state(self, me: Server) -> Gathered:
-        """Nothing has arrived."""
         return Gathered()
 
     async def worker(self, me: Worker) -> None:
-        """Step; every `period` steps with the elastic move of the point before the step."""
+        """Step; every `period` steps, also apply the elastic move computed from the parameters before the step."""
         while me.training:
             if me.step % self.period:
                 me.optimizer_step(await me.gradient())
@@ -75,7 +78,7 @@ class SynchronousElasticAveraging(Strategy):
             me.params -= self.rate(me.workers) * (before - centre)
 
     async def master(self, me: Server) -> None:
-        """When every worker's parameters are here: hand out the centre, then move it."""
+        """Once the parameters of all workers have arrived, send the center to the workers, then move the center."""
         n, here = me.cluster.workers, me.state.here
         async for message in me.messages():
             if message.tag != "model":

@@ -1,4 +1,4 @@
-"""Replicas that explore on their own, tied to a centre by an elastic force."""
+"""Asynchronous elastic averaging: replicas train on their own, tied to a center by an elastic force."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 class ElasticAveraging(Strategy):
     """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
 
-    Every `period` (tau) steps worker i pulls the centre, moves by -delta and pushes delta = alpha (w_i - centre), which
-    the master adds: what the worker gives is what the centre gets, so an exchange conserves w_i + centre. The sources
-    disagree on the point whose gradient is used. Order `survey` (Langer et al. 2020, figure 10): that after the move,
-    stable round-robin on the quadratic w²/2 for every alpha in (0, 1/2] and eta < 2. Order `paper`, as in the authors'
-    code: that before the move, which comes after the gradient step; stable up to alpha = (4 - 2 eta) / (4 - eta).
-    With `beta` the centre moves by beta (w_i - centre) instead (the general form of Langer et al. 2020, equations 1 and
-    2, with alpha >= beta): an exchange then conserves beta w_i + alpha centre.
+    Every `period` (tau) steps worker i pulls the center, moves by -delta and pushes delta = alpha (w_i - center), which
+    the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the point whose
+    gradient is used. Order `survey` (Langer et al. 2020, figure 10) takes the gradient after the elastic move; on the
+    quadratic w²/2 with round-robin exchanges it is stable for every alpha in (0, 1/2] and eta < 2. Order `paper`, that
+    of the authors' code, takes the gradient before the elastic move and moves after the gradient step; it is stable up
+    to alpha = (4 - 2 eta) / (4 - eta).
+
+    With `beta` the center moves by beta (w_i - center) instead (the general form of Langer et al. 2020, equations 1 and
+    2, with alpha >= beta): an exchange then conserves beta w_i + alpha center.
     """
 
     period: int = field(default=10, metadata=searched(1, 128))
@@ -44,13 +46,12 @@ class ElasticAveraging(Strategy):
                 f"beta must be in [0, alpha] = [0, {self.alpha}], got {self.beta}; leave it out for alpha"
             )
 
-    # The centre hears part of every replica; workers may die.
+    # The center receives part of every replica; workers may die.
     traits = Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
     cell = Cell("decentral", "async", "ad hoc", "dedicated master")
     servers = 1
 
     async def worker(self, me: Worker) -> None:
-        """Exchange with the centre every `period` steps; step."""
         while me.training:
             delta = await self.exchange(me) if me.step % self.period == 0 else None
             if delta is not None and self.order == "survey":
@@ -60,7 +61,7 @@ class ElasticAveraging(Strategy):
                 me.params -= delta
 
     async def exchange(self, me: Worker) -> FlatArray:
-        """Pull the centre, push delta; return delta, by which the worker is still to move."""
+        """Pull the center and push the center's move; return delta (K,), by which the worker has yet to move."""
         centre = await me.request(MASTER, "pull")
         apart: FlatArray = me.params - centre
         delta: FlatArray = self.elasticity(me) * apart
@@ -68,15 +69,15 @@ class ElasticAveraging(Strategy):
         return delta
 
     def elasticity(self, me: Worker) -> float:
-        """alpha of the exchange that is due."""
+        """Return alpha for the current exchange."""
         return self.alpha
 
     async def step(self, me: Worker) -> None:
-        """One local step."""
+        """Take one local step."""
         me.optimizer_step(await me.gradient())
 
     async def master(self, me: Server) -> None:
-        """Hand out the centre; add what comes in."""
+        """Answer each pull with the center; add each push to the center."""
         async for message in me.messages():
             match message.tag:
                 case "pull":
@@ -87,8 +88,11 @@ class ElasticAveraging(Strategy):
 
 
 def largest_stable(lr: float) -> float:
-    """The largest alpha for which order `paper` is stable, round-robin on w²/2, for any number of workers; 0 at least.
+    """Return the largest alpha >= 0 for which order `paper` is stable on w²/2, round-robin, with any number of workers.
 
-    (4 - 2 eta) / (4 - eta): Zhang, Choromanska & LeCun 2015, section 3.2.
+    The bound is (4 - 2 eta) / (4 - eta) (Zhang, Choromanska & LeCun 2015, section 3.2).
+
+    Args:
+        lr: the learning rate eta.
     """
     return max(0.0, (4 - 2 * lr) / (4 - lr)) if lr < 4 else 0.0

@@ -1,4 +1,4 @@
-"""What strategies do with a codec: the same at both ends, for the tensors at hand and the step of the run."""
+"""How strategies use a codec, identically at the sender and the receiver, for given tensors and a given step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from flockstep.nodes import Node
 
 
 def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = None, step: int | None = None) -> Codec:
-    """What `codec` comes to for a part of this node's array (None: all of it) at a step (None: now).
+    """Return `codec` bound to the tensors of a slice of this node's array and to a step.
 
-    `step` is a node's count of gradients, the newest one included; codecs count the steps of a run from 0.
+    Args:
+        part: the slice; None for the whole array.
+        step: the node's number of gradients, the newest included; None for now. Codecs count the steps of a run from 0.
     """
     count = me.before + (me.step if step is None else step)
     return fitted(codec, feedback, me.shapes(part), max(0, count - 1))
@@ -25,13 +27,15 @@ def codec_for(me: Node, codec: Codec, feedback: Feedback, part: slice | None = N
 def encoded(
     me: Node, codec: Codec, feedback: Feedback, array: FlatArray, memory: Any, part: slice | None = None
 ) -> tuple[Bytes, Any]:
-    """The bytes for `array`, which is that part of a gradient, and what to keep of it for the next one."""
+    """Return the encoded bytes of `array`, the slice `part` of a gradient, and the feedback memory for the next
+    gradient.
+    """
     chosen = codec_for(me, codec, feedback, part)
     random = random_of(chosen, me.random, me.run_step)
     return encode(chosen, feedback.among(me.cluster.workers), array, memory, random)
 
 
 def decoded(me: Node, codec: Codec, feedback: Feedback, message: Message) -> FlatArray:
-    """What a message stands for, which its sender has `encoded` for the whole of this node's array."""
+    """Return the array that a message contains, which its sender has `encoded` for the whole of this node's array."""
     chosen = codec_for(me, codec, feedback, step=message.step)
     return chosen.decode(message.payload, len(me.params), name_of(me.params))

@@ -10,10 +10,10 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass(frozen=True)
 class Ensemble(Strategy):
-    """An ensemble (Hansen & Salamon 1990): every worker trains a model of its own on its part of the data.
+    """An ensemble (Hansen & Salamon 1990): every worker trains its own model on its own part of the data.
 
-    Nothing travels. The result is all models together: they are evaluated by the mean of their predictions (of class
-    probabilities where there are classes), and kept as the rows of one array.
+    The workers exchange no messages. The result is all models together: evaluation averages their predictions (class
+    probabilities for a classifier), and the models are stored as the rows of one array.
     """
 
     # No update ever reaches another worker.
@@ -21,6 +21,5 @@ class Ensemble(Strategy):
     cell = Cell("decentral", "async", "none", "none")
 
     async def worker(self, me: Worker) -> None:
-        """Step."""
         while me.training:
             me.optimizer_step(await me.gradient())

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server whose epochs end before the slowest is done."""
+"""An asynchronous parameter server whose epochs end before the slowest workers are done."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from flockstep.strategies.rules.plain import Plain
 
 
 class Batch(Pushed, frozen=True):
-    """Beside a gradient: also its epoch, and that it is batch `turn` of so many that the worker has in it."""
+    """Note sent with a gradient: also its epoch, the number of the worker's batches in the epoch, and the batch's
+    number.
+    """
 
     epoch: int
     batches: int
@@ -26,7 +28,7 @@ class Batch(Pushed, frozen=True):
 
 
 class Current(Note, frozen=True):
-    """Beside parameters: their version, and the epoch that the server is in."""
+    """Note sent with parameters: their version, and the server's current epoch."""
 
     version: int
     epoch: int
@@ -34,7 +36,7 @@ class Current(Note, frozen=True):
 
 @dataclass
 class Reader:
-    """What a worker remembers: which epoch it is in, how many of its batches it has used, and the version it has."""
+    """A worker's state: its epoch, the number of its batches used in the epoch, and the version of its parameters."""
 
     epoch: int = 0
     turn: int = 0
@@ -43,7 +45,9 @@ class Reader:
 
 @dataclass
 class Epochs:
-    """What the server remembers: the epoch, how many of its gradients are in, and who waits for its end."""
+    """The server's state: the epoch, the number of the epoch's gradients received, and the pushes to answer at
+    its end.
+    """
 
     rule: Any
     live: int
@@ -56,10 +60,10 @@ class Epochs:
 class EpochServer(Strategy):
     """Asynchronous SGD with Project Adam's end of epoch (Chilimbi et al. 2014; Langer et al. 2020, section 3.3.3).
 
-    In an epoch each worker has `length` batches of its own, and waits at their end for the others; but the epoch is
-    over as soon as `share` of everyone's have been applied: the rest of the slow ones' batches is left out. A gradient
-    under way is still applied, and counts for nothing. share = 1 waits for everyone. Where workers die, the epoch ends
-    with what the others can give.
+    In an epoch each worker has `length` batches, and then waits for the end of the epoch. The epoch ends as soon as the
+    fraction `share` of all workers' batches has been applied; the remaining batches of slow workers are skipped. A
+    gradient in transit at the end of its epoch is still applied, but does not count for the next epoch. With share = 1
+    the epoch ends when all workers are done. If workers die, the epoch ends when all live workers are waiting.
     """
 
     notes: ClassVar[Notes] = {"push": Batch, "reply to push": Current}
@@ -80,15 +84,13 @@ class EpochServer(Strategy):
     servers = 1
 
     def worker_state(self, me: Worker) -> Reader:
-        """Before the first batch."""
         return Reader()
 
     def master_state(self, me: Server) -> Epochs:
-        """Before the first gradient."""
         return Epochs(self.rule.start(me), me.cluster.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Use the batches of this epoch until it is over."""
+        """Use the batches of the server's current epoch, one push each, until the worker's steps are used up."""
         state: Reader = me.state
         while me.training and (left := self._batches(me, state.epoch)):
             gradient = await me.gradient_of(me.rank, turn=state.epoch * self.length + state.turn)
@@ -101,12 +103,12 @@ class EpochServer(Strategy):
                 state.epoch, state.turn = reply.note.epoch, 0
 
     def _batches(self, me: Worker, epoch: int) -> int:
-        """How many batches a worker has in that epoch; the last may be shorter."""
+        """Return the number of the worker's batches in the given epoch; the last epoch may be shorter."""
         steps = me.steps or 0
         return max(0, min(self.length, steps - epoch * self.length))
 
     async def master(self, me: Server) -> None:
-        """Apply at once; answer who has more to do in this epoch, and everyone when it ends."""
+        """Apply every gradient on arrival; answer workers with batches left at once, the others when the epoch ends."""
         state: Epochs = me.state
         async for message in me.messages():
             if message.tag == "push":

@@ -1,4 +1,4 @@
-"""Looks at what arrives: a gradient that is not finite ends the run before anyone else gets it."""
+"""Checks of gradients and messages: a value that is not finite ends the run before it reaches other nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from flockstep.nodes import Node, Server
 
 
 def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, stop: int | None = None) -> None:
-    """Raise `Diverged` where the elements from `start` to `stop` of a worker's own gradient are not all finite."""
+    """Check that the elements from `start` to `stop` of a worker's own gradient are finite.
+
+    Raises:
+        Diverged: an element is infinite or not a number.
+    """
     where = first_not_finite(gradient[start:stop])
     if where >= 0:
         raise Diverged(
@@ -21,13 +25,21 @@ def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, sto
 
 
 def require_finite_message(node: Node, message: Message) -> None:
-    """Raise `Diverged` where the array of a message to a server, which would apply it, is not finite."""
+    """Check that the array of a message that a server would apply is finite.
+
+    Raises:
+        Diverged: an element is infinite or not a number.
+    """
     if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
         require_finite_update(node, message, message.array.reshape(-1))
 
 
 def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
-    """Raise `Diverged` where what a message stands for is not finite."""
+    """Check that a decoded update is finite.
+
+    Raises:
+        Diverged: an element is infinite or not a number.
+    """
     where = first_not_finite(update)
     if where >= 0:
         raise Diverged(
@@ -38,7 +50,7 @@ def require_finite_update(node: Node, message: Message, update: FlatArray) -> No
 
 
 def _tensor(schema: Schema | None, place: int) -> str:
-    """The tensor in which an element of the flat gradient lies."""
+    """Return the name of the tensor that contains an element of the flat gradient."""
     names = (
         entry.name for entry in (schema.entries if schema else ()) if entry.offset <= place < entry.offset + entry.size
     )

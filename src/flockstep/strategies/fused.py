@@ -1,4 +1,4 @@
-"""All-reduce of whatever tensors are ready on everyone, fused into one buffer."""
+"""All-reduce of the tensors that are complete on all workers, fused into one buffer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 
 class News(Note, frozen=True):
-    """A tensor that is complete, by index; None: worker 0 is done with a buffer."""
+    """Note to worker 0: the index of a tensor that is complete, or None if worker 0 has finished a buffer."""
 
     tensor: int | None
 
 
 class Named(Note, frozen=True):
-    """The tensors to average next, by index."""
+    """Note from worker 0: the indices of the tensors to average next."""
 
     tensors: list[int]
 
@@ -35,11 +35,12 @@ class Named(Note, frozen=True):
 class Fused(Strategy):
     """Synchronous SGD with tensor fusion (Horovod: Sergeev & Del Balso 2018, section 4).
 
-    A worker tells worker 0 of each tensor whose gradient is complete. Whenever nothing is being reduced, worker 0 names
-    the tensors that are complete on everyone by then, up to `fusion` megabytes (a larger tensor travels alone), to all
-    workers, which copy them into one buffer, average it and copy it back. So the order is the same everywhere, in
-    whichever order backward completes tensors on each. The original looks every few milliseconds instead of whenever
-    the last buffer is done. In processes of their own all tensors are complete at once: after backward.
+    A worker tells worker 0 about each tensor whose gradient is complete. Whenever no reduction is running, worker 0
+    tells all workers which tensors are complete on every worker, up to `fusion` megabytes (a larger tensor travels
+    alone); the workers copy these into one buffer, average it and copy it back. So the order is the same on all
+    workers, whatever the order in which the backward pass completes tensors on each. The original looks for complete
+    tensors every few milliseconds instead of whenever the last buffer is done. In separate processes all tensors are
+    complete at once, after the backward pass.
     """
 
     notes: ClassVar[Notes] = {"news/lead": News, "go/follow": Named}
@@ -51,12 +52,11 @@ class Fused(Strategy):
         if not self.fusion > 0:
             raise ConfigurationError(f"fusion must be > 0 megabytes, got {self.fusion}; 64 is usual")
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     async def worker(self, me: Worker) -> None:
-        """Announce each tensor as it is complete; step when all are averaged."""
         while me.training:
             mean = namespace(me.params).empty_like(me.params)
             follower = me.background("follow", self._follow(me, mean))
@@ -68,13 +68,15 @@ class Fused(Strategy):
             me.optimizer_step(mean)
 
     async def announce(self, me: Worker, mean: FlatArray) -> None:
-        """Compute; tell worker 0 of each tensor in the order in which backward completes them."""
+        """Compute a gradient, and tell worker 0 about each tensor in the order in which the backward pass completes
+        them.
+        """
         async for part, gradient in me.gradient_parts(me.tensors[::-1]):
             mean[part] = gradient[part]
             me.send(0, "news/lead", None, News(me.tensors.index(part)))
 
     async def _lead(self, me: Worker) -> None:
-        """Worker 0: name what is complete on everyone, one buffer after the other."""
+        """On worker 0: name the tensors that are complete on every worker, one buffer after the other."""
         heard: Counter[int] = Counter()
         ready: list[int] = []
         early: list[News] = []
@@ -82,7 +84,7 @@ class Fused(Strategy):
         while left or busy:
             note = (await me.receive("news")).note
             if (tensor := note.tensor) is not None:
-                if heard[tensor] == me.workers:  # of the next step: its sender knew before that this one was over
+                if heard[tensor] == me.workers:  # belongs to the next step, which its sender has begun already
                     early.append(note)
                     continue
                 heard[tensor] += 1
@@ -97,12 +99,12 @@ class Fused(Strategy):
             me.send(0, "news/lead", None, note)
 
     def _fused(self, me: Worker, ready: list[int]) -> list[int]:
-        """As many of these tensors, from the first on, as one buffer takes; at least one."""
+        """Return as many of the `ready` tensors, from the first on, as fit into one buffer; at least one."""
         nbytes = np.cumsum([(me.tensors[i].stop - me.tensors[i].start) * me.params.itemsize for i in ready])
         return ready[: max(1, int(np.searchsorted(nbytes, self.fusion * 1e6, side="right")))]
 
     async def _follow(self, me: Worker, mean: FlatArray) -> None:
-        """Average what worker 0 names, until every tensor has been."""
+        """Average the buffers that worker 0 names until all tensors are averaged."""
         left = len(me.tensors)
         while left:
             named = (await me.receive("go", 0)).note.tensors

@@ -1,4 +1,4 @@
-"""Sum-weighted gossip between random pairs."""
+"""GoSGD: sum-weighted gossip between random pairs of workers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ TOTAL_MASS = 1 << 60
 
 
 class Model(Note, frozen=True):
-    """Beside a model: its mass, and its number among its sender's."""
+    """Note sent with a model: its mass, and its number among the sender's models."""
 
     mass: int
     number: int
 
 
 class Have(Note, frozen=True):
-    """A model has arrived."""
+    """Note that acknowledges the arrival of a model, by its number."""
 
     number: int
 
 
 class Peers(Note, frozen=True):
-    """The ranks that have been sent messages, or that messages come from."""
+    """Note with a set of ranks: those that a worker has sent messages to, or those that messages may come from."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(eq=False)
 class Loan:
-    """What was sent to a peer that has not said yet that it has it."""
+    """A model sent to a peer that has not acknowledged it yet."""
 
     peer: int
     number: int
@@ -49,35 +49,36 @@ class Loan:
 
 @dataclass
 class GossipState:
-    """A worker's share of the mass (alpha_i · 2^60 in the paper's symbols)."""
+    """The worker's share of the mass (alpha_i · 2^60 in the paper's symbols)."""
 
     mass: int
     sent: int = 0
-    """Models sent so far, which numbers them."""
+    """Number of models sent so far; the next model's number follows it."""
     loans: list[Loan] = field(default_factory=list)
     returned: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(peer, number) → mass of what was taken back from the dead."""
+    """(peer, number) → mass of a model that was taken back from a dead peer."""
     owed: int = 0
     """Mass that was taken back although it had arrived, and is still to be given up."""
     receivers: set[int] = field(default_factory=set)
-    """The peers that have been sent anything."""
+    """Ranks of the peers that this worker has sent anything to."""
 
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
     """GoSGD (Blot, Picard, Cord & Thome 2016).
 
-    After each step, with probability p, a worker halves its mass alpha_i and sends (w_i, alpha_i) to a random other,
-    which averages by mass and adds the mass to its own. The masses, those in flight included, always sum to one.
-    A worker that dies takes its mass along, and a message that is lost the mass in it.
+    After each step, with probability p, a worker halves its mass alpha_i and sends (w_i, alpha_i) to a random other
+    worker, which averages the two models weighted by mass and adds the mass to its own. The masses, including those in
+    transit, always sum to one. A dead worker's mass is lost, and so is the mass in a lost message.
 
-    With `acknowledged`, which the paper has not, a receiver says that it has a model, and its sender keeps a copy until
-    then: it averages a copy back in when the receiver dies, or acknowledges a later one. Only what the dead held is
-    lost then, and what was lost last. Where the news of a death is faster than an acknowledgement, mass counts twice
-    until that has come, and is given up then.
+    With `acknowledged`, which the paper does not have, a receiver acknowledges each model, and the sender keeps a copy
+    until then. The sender averages the copy back in if the receiver dies or acknowledges a later model. Then only the
+    mass held by dead workers is lost, and that in the last lost message to each peer. If the news of a death arrives
+    before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
 
-    In the end a worker takes leave of its receivers alone. The first live worker learns from all others who these are,
-    and tells each worker from whom messages may still come: about 2 n messages, where to tell everyone takes n².
+    At the end a worker notifies only the peers it has sent models to. The first live worker collects these sets from
+    all others, and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for
+    notifying all.
     """
 
     notes: ClassVar[Notes] = {"model": Model, "have": Have, "receivers": Peers, "senders": Peers}
@@ -94,12 +95,12 @@ class Gossip(Strategy):
     cell = Cell("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> GossipState:
-        """Equal masses; the units that do not divide go to the first ranks."""
+        """Return equal masses; the units left over by the division go to the first ranks."""
         share, rest = divmod(TOTAL_MASS, me.workers)
         return GossipState(share + (me.rank < rest))
 
     async def worker(self, me: Worker) -> None:
-        """Absorb what came, step, perhaps send."""
+        """Absorb the models that have arrived, take a step, and with probability p send the model to a random peer."""
         state: GossipState = me.state
         while me.training:
             for message in me.arrived("model"):
@@ -121,8 +122,8 @@ class Gossip(Strategy):
                 me.send(peer, "model", me.params, Model(half, state.sent))
 
     async def finish(self, me: Worker) -> None:
-        """Absorb what is still in flight."""
-        me.send_all(sorted(me.state.receivers), "end")  # not a farewell: of who dies after it the others must hear
+        """Absorb the models still in transit, until all peers that may send one have finished."""
+        me.send_all(sorted(me.state.receivers), "end")  # not a goodbye: the others must still learn of a death after it
         ended: set[int] = set()
         late: list[Message] = []
         reports = {me.rank: me.state.receivers}
@@ -150,7 +151,9 @@ class Gossip(Strategy):
 
 
 def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
-    """Tell every live peer from whom messages may come; return from whom they come here."""
+    """Tell every live peer which workers may still send it messages; return those that may send messages to this
+    worker.
+    """
     senders: dict[int, set[int]] = {rank: set() for rank in range(me.workers)}
     for rank, receivers in reports.items():
         for receiver in receivers:
@@ -161,7 +164,7 @@ def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
 
 
 def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) -> None:
-    """Forget what has arrived; take back what never will."""
+    """Discard the copies of acknowledged models, and take back the mass of models that will never be acknowledged."""
     arrived = {(message.source, message.note.number) for message in acknowledgements}
     last = {peer: max(number for other, number in arrived if other == peer) for peer, _ in arrived}
     open_loans = [loan for loan in state.loans if (loan.peer, loan.number) not in arrived]
@@ -170,7 +173,7 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
     for loan in lost:
         add(me, state, loan.mass, loan.model)
         state.returned[loan.peer, loan.number] = loan.mass
-    for key in state.returned.keys() & arrived:  # the news of the death was faster: it had arrived after all
+    for key in state.returned.keys() & arrived:  # the news of the death overtook the acknowledgement
         state.owed += state.returned.pop(key)
     given_up = min(state.owed, state.mass - 1)
     state.mass -= given_up
@@ -178,7 +181,7 @@ def settle(me: Worker, state: GossipState, acknowledgements: Iterable[Message]) 
 
 
 def absorb(me: Worker, state: GossipState, message: Message) -> None:
-    """Take a peer's model and mass in."""
+    """Average a peer's model into the worker's, and add the peer's mass."""
     if message.note.mass:
         add(me, state, message.note.mass, message.payload)
         me.record_update(message.source, max(0, me.step - message.step))

@@ -1,4 +1,4 @@
-"""Redundant gradients, coded so that any n - s of n workers give the exact sum."""
+"""Gradient coding: redundant gradients, coded so that any n - s of n workers give the exact sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Code = npt.NDArray[np.float64]
 
 
 class Coded(Note, frozen=True):
-    """Beside a coded gradient: its step, and the learning rate."""
+    """Note sent with a coded gradient: its step, and the learning rate."""
 
     turn: int
     lr: float
@@ -30,7 +30,7 @@ class Coded(Note, frozen=True):
 
 @dataclass
 class Round:
-    """What the server has received of the current step: rank → coded gradient; and who is gone."""
+    """The server's state: rank → coded gradient of the current step, and the ranks of the dead workers."""
 
     arrived: dict[int, FlatArray] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -40,11 +40,12 @@ class Round:
 class GradientCoding(Strategy):
     """Gradient coding (Tandon, Lei, Dimakis & Karampatziakis 2017), against `s` stragglers or deaths.
 
-    The data lies in n blocks. Worker i computes the gradients of s + 1 of them and sends one coded sum; the server
-    decodes the exact mean from the first n - s that arrive, steps, and sends the parameters to everyone, whereupon the
-    stragglers give up. `fractional` (n a multiple of s + 1): groups of s + 1 workers hold the same blocks and send
-    their plain sum, so that the result does not depend, in any bit, on who was late. `cyclic` (any n): worker i holds
-    blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero (the paper's algorithm 2).
+    The data is divided into n blocks. Worker i computes the gradients of s + 1 blocks and sends one coded sum. The
+    server decodes the exact mean from the first n - s sums that arrive, steps, and sends the parameters to all workers,
+    whereupon the stragglers cancel their gradients. `fractional` (n a multiple of s + 1): groups of s + 1 workers hold
+    the same blocks and send their plain sum, so that the result does not depend, in any bit, on which workers are late.
+    `cyclic` (any n): worker i holds blocks i, …, i + s with coefficients from a random matrix whose rows sum to zero
+    (the paper's algorithm 2).
     """
 
     notes: ClassVar[Notes] = {"coded": Coded}
@@ -58,7 +59,7 @@ class GradientCoding(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous; up to s workers may die, since their blocks of the data are on s other workers too."""
+        """Class 1; up to s workers may die, because s other workers hold each of their blocks of data."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits(1, self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 
@@ -66,7 +67,11 @@ class GradientCoding(Strategy):
     servers = 1
 
     def check(self, workers: int) -> None:
-        """There must be more workers than stragglers, and whole groups of them where the code is fractional."""
+        """Check that s < workers, and that a fractional code divides the workers into whole groups.
+
+        Raises:
+            ConfigurationError: s is too large, or the number of workers is not a multiple of s + 1.
+        """
         if self.s >= workers and workers > 1:
             raise ConfigurationError(f"s must be below the number of workers, {workers}, got {self.s}; use s=1")
         if self.scheme == "fractional" and workers > 1 and workers % (self.s + 1):
@@ -75,11 +80,12 @@ class GradientCoding(Strategy):
             )
 
     def master_state(self, me: Server) -> Round:
-        """Nothing has arrived."""
         return Round()
 
     async def worker(self, me: Worker) -> None:
-        """Compute one's blocks, send the coded sum, take the parameters; give up as soon as they are there."""
+        """Compute the worker's blocks, send the coded sum, receive the parameters; cancel when newer parameters arrive
+        first.
+        """
         row = code(self.scheme, me.workers, self.s)[me.rank]
         blocks = [int(j) for j in np.flatnonzero(row)]
         while me.training:
@@ -97,7 +103,7 @@ class GradientCoding(Strategy):
             me.params[:] = got.payload
 
     async def master(self, me: Server) -> None:
-        """Decode from the first n - s of a step, step, hand out; what comes later is dropped."""
+        """Decode from the first n - s coded gradients of a step, step, send the parameters; drop the rest."""
         state: Round = me.state
         n, s = me.cluster.workers, min(self.s, me.cluster.workers - 1)
         async for message in me.messages():
@@ -123,7 +129,7 @@ class GradientCoding(Strategy):
 
 @lru_cache(maxsize=32)
 def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
-    """The n × n matrix B: worker i sends Σ_j B[i, j] g_j, over s + 1 blocks j."""
+    """Return the n × n matrix B: worker i sends Σ_j B[i, j] g_j over its s + 1 blocks j."""
     s = min(s, n - 1)
     if scheme == "fractional":
         return np.kron(np.eye(n // (s + 1)), np.ones((s + 1, s + 1))).astype(np.float64)
@@ -139,10 +145,10 @@ def code(scheme: Literal["cyclic", "fractional"], n: int, s: int) -> Code:
 
 @lru_cache(maxsize=4096)
 def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: Sequence[int]) -> tuple[float, ...]:
-    """Weights a with Σ_i a_i B[i] = (1, …, 1) over the survivors, in their order.
+    """Return the weights a with Σ_i a_i B[i] = (1, …, 1), one for each survivor, in their order.
 
     Raises:
-        PeerLost: fewer than n - s survive.
+        PeerLost: fewer than n - s workers survive.
     """
     if len(survivors) < n - s:
         raise PeerLost(f"{n - len(survivors)} of {n} workers are missing, the code with s={s} bears {s}; raise s")

@@ -1,4 +1,4 @@
-"""Push-sum on directed graphs that may change, beside stochastic gradients."""
+"""Stochastic gradient push: push-sum averaging on directed, possibly time-varying graphs, combined with SGD."""
 
 from __future__ import annotations
 
@@ -24,37 +24,41 @@ UNIT = 1 << 48
 
 
 class Mass(Note, frozen=True):
-    """Beside a share of x: the same share of omega · 2^48."""
+    """Note sent with a fraction of x: the same fraction of omega · 2^48."""
 
     mass: int
 
 
 @dataclass
 class PushState:
-    """What a worker pushes from, between steps."""
+    """A worker's push-sum state between steps."""
 
     x: FlatArray
-    """The numerator, (K,); the model is z = x / omega, in `me.params`."""
+    """The numerator x, of shape (K,); the model z = x / omega is in `me.params`."""
     mass: int = UNIT
     """omega · 2^48."""
     sent: int = 0
-    """Exchanges that this worker has begun."""
+    """Number of exchanges that this worker has started."""
     rounds: int = 0
-    """Exchanges whose messages have been taken in: `sent`, or one less while one is in flight."""
+    """Number of exchanges whose messages this worker has received: `sent`, or one less while an exchange is in flight.
+    """
 
 
 @dataclass(frozen=True)
 class GradientPush(Strategy):
     """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1), overlapped for tau > 0 as in the authors' code.
 
-    x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to those that hear i; sum what is heard; z_i = x_i / omega_i.
-    P is column-stochastic: the sums of x and of omega over the workers, what is in flight included, are conserved, the
-    latter exactly. With tau > 0 one exchange is in flight: it begins after every tau-th step, travels during the next
-    tau gradients, and is taken in right before the next one begins; nothing is sent in between. So a worker computes
-    with the omega = p_ii that it kept (1/2 on the default graph), whatever tau is; its own z moves by η / p_ii a
-    gradient until the rest of the mass is back, and then every gradient has moved the mean by η. tau is the authors'
-    `synch_freq` + 1; they take in early messages at once, here the delay is fixed and no bit depends on time. Momentum
-    is the optimizer's, on x, as in the authors' code. A lost message loses x together with its omega.
+    x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to the out-neighbors j of i; sum the received pairs; z_i = x_i
+    / omega_i. P is column-stochastic: the sums of x and of omega over the workers, including messages in transit, are
+    conserved, that of omega exactly.
+
+    With tau > 0 one exchange is in flight. It starts after every tau-th step, travels during the next tau gradients,
+    and is received right before the next exchange starts; nothing is sent in between. So a worker computes with the
+    omega = p_ii that it kept (1/2 on the default graph), whatever tau is: its own z moves by η / p_ii per gradient
+    until the rest of the mass has arrived, and by then every gradient has moved the mean by η. tau is the authors'
+    `synch_freq` + 1; their code receives early messages at once, whereas here the delay is fixed, so that no bit
+    depends on timing. Momentum is that of the optimizer, applied to x, as in the authors' code. A lost message loses x
+    together with its omega.
     """
 
     notes: ClassVar[Notes] = {"push": Mass}
@@ -66,16 +70,20 @@ class GradientPush(Strategy):
         if self.tau < 0:
             raise ConfigurationError(f"tau must be >= 0 steps, got {self.tau}; use 1 to overlap with one gradient")
 
-    # Updates diffuse over the graph; the mass of a dead worker is lost, and the others go on.
+    # Updates spread along the graph's edges; a dead worker's mass is lost, and the others continue.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:
-        """Replicas push to those that hear them; each waits for those that it hears, tau steps later."""
+        """Each worker pushes to its out-neighbors and waits for its in-neighbors, with tau > 0 tau steps later."""
         return Cell("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 
     def check(self, workers: int) -> None:
-        """What is sent must arrive in full, and nobody may send everything."""
+        """Check that the mixing matrix is column-stochastic and that every worker keeps part of its mass.
+
+        Raises:
+            ConfigurationError: the topology does not meet both conditions.
+        """
         require_column_stochastic(self.topology, workers, f"sgp on {self.topology}")
         if any(not weights.diagonal().all() for weights in mixing(self.topology, workers)):
             raise ConfigurationError(
@@ -84,14 +92,14 @@ class GradientPush(Strategy):
             )
 
     def worker_state(self, me: Worker) -> PushState:
-        """omega = 1, and the model as it is."""
+        """Return omega = 1 and a copy of the initial parameters."""
         return PushState(copied(me.params))
 
     async def worker(self, me: Worker) -> None:
-        """Compute at z; step, push and sum x."""
+        """Compute the gradient at z, step x, push fractions of x and sum the received ones."""
         schedule, state = mixing(self.topology, me.workers), me.state
         if me.step == 0:
-            state.x[:] = me.params  # where replicas start apart, they were moved after the state was made
+            state.x[:] = me.params  # replicas with different starting points are moved after this state is created
         while me.training:
             gradient = await me.gradient()
             me.params[:] = state.x
@@ -105,14 +113,14 @@ class GradientPush(Strategy):
             me.params[:] = debiased(state)
 
     async def finish(self, me: Worker) -> None:
-        """Take in what is still in flight; tell those who may wait for a message that was lost."""
+        """Receive the exchange in flight, then notify the peers that may wait for a lost message."""
         await take(me, me.state, mixing(self.topology, me.workers), me.state.sent)
         me.params[:] = debiased(me.state)
         me.leave(peers=True)
 
 
 def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
-    """Part with p_ji of x and omega for each j that hears this worker and lives; return the exchange's number."""
+    """Send the fraction p_ji of x and omega to each live out-neighbor j; return the number of exchanges started."""
     weights = schedule[state.sent % len(schedule)]
     whole, kept = state.mass, state.mass
     shares: dict[int, list[int]] = {}
@@ -131,10 +139,10 @@ def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
 
 
 async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], rounds: int) -> None:
-    """Add up what was pushed to this worker in the first `rounds` exchanges."""
+    """Receive and add the fractions pushed to this worker in the first `rounds` exchanges."""
     while state.rounds < rounds:
         heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
-        for j in map(int, heard):  # by rank, so that the sum does not depend on who was first
+        for j in map(int, heard):  # by rank, so that the sum does not depend on the order of arrival
             if j == me.rank:
                 continue
             try:
@@ -148,12 +156,12 @@ async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], round
 
 
 def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
-    """share / whole of x."""
+    """Return share / whole of x."""
     part: FlatArray = x * (share / whole)
     return part
 
 
 def debiased(state: PushState) -> FlatArray:
-    """z = x / omega."""
+    """Return z = x / omega."""
     z: FlatArray = state.x / (state.mass / UNIT)
     return z

@@ -1,4 +1,4 @@
-"""Two levels of servers: leaves that each collect for a group of workers, and a root that collects for the leaves."""
+"""A two-level parameter server: each leaf collects gradients from a group of workers, the root from the leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from flockstep.strategies.base import Cell, Clips, ResultPolicy, Strategy, Trait
 
 
 class Summed(Note, frozen=True):
-    """Beside a sum of gradients: whose they are, the versions they were computed on, and the steps of the group."""
+    """Note sent with a sum of gradients: their ranks and versions, the learning rate, and the steps taken by
+    the group.
+    """
 
     ranks: list[int]
     versions: list[int]
@@ -26,7 +28,9 @@ class Summed(Note, frozen=True):
 
 
 class News(Note, frozen=True):
-    """Beside the root's parameters: their version, and how many gradients of each rank are new in them."""
+    """Note sent with the root's parameters: their version, and for each rank the number of gradients that are new in
+    them.
+    """
 
     version: int
     news: list[int]
@@ -44,30 +48,35 @@ NOTES: Notes = {
 
 @dataclass
 class LeafState:
-    """What a leaf remembers: what it has collected and not passed on, who waits, and how far its workers are."""
+    """A leaf's state: gradients collected but not yet sent to the root, waiting workers, and its workers' steps."""
 
     version: int = 0
-    """The root's version of the parameters that it holds."""
+    """The root's version of the leaf's parameters."""
     pushes: list[Message] = field(default_factory=list)
     waiting: list[Message] = field(default_factory=list)
     clocks: dict[int, int] = field(default_factory=dict)
     under_way: int = 0
-    """Sums that it has passed on and not been answered yet."""
+    """Number of sums that the leaf has sent and the root has not answered."""
 
 
 @dataclass
 class RootState:
-    """What the root remembers: the sums that it has not used, whose gradients it has, and what each leaf knows of."""
+    """The root's state: the sums it has not applied, the gradients it has applied, and those each leaf knows of."""
 
     applied: list[int]
-    """Gradients applied, by rank."""
+    """Number of gradients applied, by rank."""
     told: dict[Address, list[int]]
-    """For each leaf, the same when it was last answered."""
+    """For each leaf, the value of `applied` when the leaf was last answered."""
     sums: list[Message] = field(default_factory=list)
 
 
 async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
-    """Collect, pass on, hand down, until every worker of the group has left; end with the root's final parameters."""
+    """Run a leaf until all workers of its group have left; its final parameters are the root's.
+
+    Args:
+        workers: the ranks of the group.
+        sync: whether each sum takes one gradient of every worker of the group.
+    """
     state: LeafState = me.state
     members = set(range(workers.start, workers.stop))
     while members or state.under_way:
@@ -93,7 +102,7 @@ async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
 
 
 def _refresh(me: Server, state: LeafState, message: Message) -> None:
-    """Take over the root's parameters, and note whose gradients they contain that were not in the last ones."""
+    """Replace the leaf's parameters by the root's, and record the gradients that they newly include."""
     if message.array is not None:
         me.params[:] = message.array
     state.version, news = message.note.version, message.note.news
@@ -106,7 +115,7 @@ def _refresh(me: Server, state: LeafState, message: Message) -> None:
 
 
 def _pass_on(me: Server, state: LeafState, sync: bool) -> None:
-    """Send the root the sum of what has been collected, and whose it is."""
+    """Send the root the sum of the collected gradients, with their ranks and versions."""
     pushes, state.pushes = state.pushes, []
     if sync:
         pushes.sort(key=lambda push: push.source)
@@ -118,7 +127,12 @@ def _pass_on(me: Server, state: LeafState, sync: bool) -> None:
 
 
 async def serve_root(me: Server, sync: bool, full: int) -> None:
-    """Step, and hand down, until every leaf has left; `full` gradients make a full step of the optimizer."""
+    """Run the root until all leaves have left.
+
+    Args:
+        sync: whether each step takes one sum of every leaf.
+        full: number of gradients that make a full step of the optimizer.
+    """
     state: RootState = me.state
     leaves = {server(index) for index in range(1, me.cluster.servers)}
     ended: list[Message] = []
@@ -140,7 +154,7 @@ async def serve_root(me: Server, sync: bool, full: int) -> None:
 
 
 def _step(me: Server, state: RootState, full: int) -> None:
-    """One step along the mean of the sums that are here, or the share of a step that so few gradients stand for."""
+    """Step along the mean of the waiting sums; m gradients make m / `full` of a step."""
     sums = sorted(state.sums, key=lambda message: -message.source)
     state.sums = []
     ranks = [rank for message in sums for rank in message.note.ranks]
@@ -157,14 +171,18 @@ def _step(me: Server, state: RootState, full: int) -> None:
 
 
 def _news(me: Server, state: RootState, leaf: Address) -> News:
-    """What an answer to that leaf says of its parameters."""
+    """Return the note of an answer to a leaf: the version, and the number of new gradients of each rank."""
     told = state.told.get(leaf, [0] * len(state.applied))
     state.told[leaf] = list(state.applied)
     return News(me.version, [now - then for now, then in zip(state.applied, told, strict=True)])
 
 
 def _require_ranks(me: Server, message: Message) -> None:
-    """Raise `ProtocolError` unless a sum is of gradients of workers, each with its version."""
+    """Check that a sum consists of at least one worker's gradients, each with its version.
+
+    Raises:
+        ProtocolError: the ranks or versions are missing, unequal in number or out of range.
+    """
     ranks, versions = message.note.ranks, message.note.versions
     if not ranks or len(ranks) != len(versions) or not all(0 <= rank < me.cluster.workers for rank in ranks):
         raise ProtocolError(
@@ -174,7 +192,7 @@ def _require_ranks(me: Server, message: Message) -> None:
 
 
 def sum_of(messages: Sequence[Message]) -> FlatArray:
-    """The sum of the messages' arrays, in this order."""
+    """Return the sum of the messages' arrays, added in the given order."""
     total: FlatArray = copied(messages[0].payload)
     for message in messages[1:]:
         total += message.payload
@@ -186,7 +204,7 @@ Level = Literal["synchronous", "asynchronous"]
 
 @dataclass
 class ReadState:
-    """What a worker remembers: the version of the root that it has read."""
+    """A worker's state: the root's version of the parameters that the worker has read."""
 
     version: int = 0
 
@@ -195,17 +213,17 @@ class ReadState:
 class Hierarchical(Strategy):
     """Two-level parameter server (MXNet: Chen et al. 2015, section 3.2; Rudra-adv: Gupta et al. 2016, section 3.3).
 
-    Server 0 is the root; every other server is the leaf of at most `group` workers, in order of rank. A leaf adds up as
-    many gradients as it has workers and passes the sum on; the root steps the job's optimiser along the mean and
-    answers with the parameters. So the root sends and receives 1/`group` of a single server's bytes.
+    Server 0 is the root; every other server is the leaf of at most `group` workers, in order of rank. A leaf sums as
+    many gradients as it has workers and sends the sum to the root; the root steps the job's optimizer along the mean
+    and answers with the parameters. So the root sends and receives 1/`group` of a single server's bytes.
 
-    Synchronous leaves take one gradient of each worker, in order of rank; the workers wait for the root's answer.
-    Asynchronous ones take whatever comes and answer a worker at once with the parameters that they hold: a cache that
-    is written back, and refreshed, with every sum. A synchronous root takes one step for the sums of all leaves, in
-    order of index: synchronous SGD, but for the order of addition. An asynchronous one takes a step for each sum, in
-    which every gradient counts as 1/m of a step, m being the workers of the largest leaf, so that a smaller leaf's step
-    is shorter. The staleness of a gradient is the number of the root's updates since the parameters that it was
-    computed on.
+    A synchronous leaf takes one gradient of each worker, in order of rank, and its workers wait for the root's answer.
+    An asynchronous leaf takes gradients in order of arrival and answers a worker at once with the leaf's current
+    parameters, which the root's answer to each sum refreshes. A synchronous root takes one step for the sums of all
+    leaves, in order of index: synchronous SGD, up to the order of addition. An asynchronous root takes a step for each
+    sum, in which every gradient counts as 1/m of a step, m being the number of workers of the largest leaf, so that a
+    smaller leaf's step is shorter. The staleness of a gradient is the number of the root's updates since the parameters
+    that the gradient was computed on.
     """
 
     notes: ClassVar[Notes] = NOTES
@@ -225,7 +243,7 @@ class Hierarchical(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Synchronous if both levels are; with asynchronous leaves workers may die."""
+        """Class 1 with a synchronous root, otherwise 3; with asynchronous leaves workers may die."""
         completeness: Literal[1, 3] = 1 if self.root == "synchronous" else 3
         survives = self.leaf == "asynchronous"
         clips: Clips = "combined" if self.root == "synchronous" else "own"
@@ -234,28 +252,24 @@ class Hierarchical(Strategy):
 
     @property
     def cell(self) -> Cell:
-        """As the root schedules."""
         sync = self.root == "synchronous"
         return Cell("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
 
     def servers_for(self, workers: int) -> int:
-        """A root, and a leaf for each group."""
+        """One root, and one leaf for each group of workers."""
         return 1 + len(self._groups(workers))
 
     def held(self, workers: int, size: int) -> list[slice]:
-        """Everyone holds the whole model; the root's is the result."""
+        """Every server holds the whole model; the root's is the result."""
         return [slice(0, size)] * self.servers_for(workers)
 
     def worker_state(self, me: Worker) -> ReadState:
-        """Everyone starts from version 0."""
         return ReadState()
 
     def master_state(self, me: Server) -> LeafState | RootState:
-        """Nothing collected."""
         return RootState([0] * me.cluster.workers, {}) if me.address == MASTER else LeafState()
 
     async def worker(self, me: Worker) -> None:
-        """Compute, push to one's leaf, take the parameters that come back."""
         state: ReadState = me.state
         while me.training:
             gradient = await me.gradient()
@@ -264,11 +278,11 @@ class Hierarchical(Strategy):
             state.version = reply.note.version
 
     async def finish(self, me: Worker) -> None:
-        """Leave one's leaf; it tells the root when all have."""
+        """Leave the worker's leaf, which leaves the root once all its workers have left."""
         me.send(self._leaf_of(me), BYE)
 
     async def master(self, me: Server) -> None:
-        """Be the root, or a leaf."""
+        """Run the root on server 0 and a leaf on every other server."""
         groups, sync = self._groups(me.cluster.workers), self.root == "synchronous"
         if me.address == MASTER:
             largest = max(group.stop - group.start for group in groups)
@@ -277,7 +291,7 @@ class Hierarchical(Strategy):
             await serve_leaf(me, groups[server(1) - me.address], self.leaf == "synchronous")
 
     def _groups(self, workers: int) -> list[slice]:
-        """The ranks of each leaf's workers."""
+        """Return the ranks of each leaf's workers, as slices."""
         return slices(workers, -(-workers // self.group))
 
     def _leaf_of(self, me: Worker) -> Address:

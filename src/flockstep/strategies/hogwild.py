@@ -1,4 +1,4 @@
-"""Lock-free updates of parameters in shared memory."""
+"""Hogwild!: lock-free updates of parameters in shared memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from flockstep.transports.shared_memory import SharedMemory
 
 
 class Stopped(Note, frozen=True):
-    """Of a worker that has stopped writing: how many coordinates it has updated."""
+    """Note of a worker that has stopped writing: the number of coordinate updates that it made."""
 
     updated: int
 
 
 class Place(Note, frozen=True):
-    """Where the shared memory is."""
+    """Note with the address of the shared memory."""
 
     address: str
 
 
 @dataclass
 class HogwildState:
-    """A worker's optimiser state, and how many coordinates it has updated."""
+    """A worker's optimizer state, and the number of coordinate updates that it made."""
 
     optimizer: OptimizerState
     updated: int = 0
@@ -41,7 +41,7 @@ class HogwildState:
 
 @dataclass
 class Segment:
-    """What the workers share: the parameters, and for each coordinate how often it was updated."""
+    """The memory that the workers share: the parameters (K,), and the number of updates of each coordinate (K,)."""
 
     memory: SharedMemory
     params: FlatArray
@@ -50,13 +50,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Hogwild(Strategy):
-    """Hogwild! (Niu, Recht, Ré & Wright 2011): workers of one host read and write the same parameters without a lock.
+    """Hogwild! (Niu, Recht, Ré & Wright 2011): workers on one host read and write one parameter array without locks.
 
-    Each step reads the parameters, computes g, and steps the coordinates where g is not zero, in place; with an
-    optimiser that remembers something (momentum), all coordinates. Two workers that update one coordinate at the same
-    time may lose an update. `count` counts these: beside each update a counter is incremented in the same unprotected
-    way, and what is missing at the end is recorded as `lost_updates`, of `updates` (both in coordinates). `locked` lets
-    one worker update at a time, for comparison. In virtual time updates take no time, so that none is lost.
+    Each step reads the parameters, computes the gradient g, and steps the coordinates where g is not zero, in place;
+    with an optimizer that has state (momentum), it steps all coordinates. Two workers that update one coordinate at the
+    same time may lose an update. `count` counts lost updates: every update also increments a counter without a lock,
+    and the difference to the number of `updates` made is recorded as `lost_updates` (both in coordinates). `locked`
+    makes workers update one at a time, for comparison. In virtual time updates take no time, so that none is lost.
     """
 
     notes: ClassVar[Notes] = {"stopped": Stopped, "memory": Place}
@@ -64,17 +64,16 @@ class Hogwild(Strategy):
     count: bool = True
     locked: bool = False
 
-    # Everyone sees every update as soon as it is written; workers may die.
+    # Every worker sees an update as soon as it is written; workers may die.
     traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True, restarts=False)
     cell = Cell("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:
-        """Nothing updated."""
         assert me.optimizer is not None
         return HogwildState(me.optimizer.init(on_host(me.params)))
 
     async def worker(self, me: Worker) -> None:
-        """Read, compute, write; in the end wait for the others and count."""
+        """Read, compute and write until the training ends, then count the lost updates."""
         segment = await attached(me)
         while me.training:
             me.params[:] = beside(segment.params, me.params)
@@ -105,7 +104,7 @@ class Hogwild(Strategy):
         state.updated += len(support)
 
     async def _conclude(self, me: Worker, segment: Segment) -> None:
-        """Once everyone has stopped writing: count what is missing, and take the final parameters."""
+        """Once all workers have stopped writing, record the lost updates and copy the final parameters."""
         state: HogwildState = me.state
         updated = state.updated
         if me.rank == 0:
@@ -113,7 +112,7 @@ class Hogwild(Strategy):
                 with contextlib.suppress(PeerLost):
                     updated += (await me.receive("stopped", peer)).note.updated
             me.send_all(me.peers, "count")
-            if self.count and not me.lost:  # what the dead had updated is not known
+            if self.count and not me.lost:  # a dead worker's number of updates is unknown
                 me.record_figure("updates", updated)
                 me.record_figure("lost_updates", updated - int(segment.counts.sum()))
         elif 0 in me.peers:
@@ -123,12 +122,12 @@ class Hogwild(Strategy):
         me.params[:] = beside(segment.params, me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Let those go that wait for this worker."""
+        """Leave, and notify the peers that wait for this worker."""
         me.leave(peers=True)
 
 
 async def attached(me: Worker) -> Segment:
-    """The shared parameters, as they are on worker 0; all workers call this together.
+    """Return the shared parameters, initialized by worker 0; all workers call this together.
 
     Raises:
         CompositionError: the workers are not on one host.

@@ -1,4 +1,4 @@
-"""Local steps, then an average of the parameters."""
+"""Local SGD: local steps, then an average of the parameters."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flockstep.strategies.periods.fixed import Fixed
 
 @dataclass
 class Meetings:
-    """What a worker remembers: the step of the last meeting, and what period and outer optimiser remember."""
+    """A worker's state: the step of the last average, and the states of the period and of the outer optimizer."""
 
     period: Any
     met: int = 0
     model: FlatArray | None = None
-    """What all replicas began from at the last meeting, (K,); kept only for an outer optimiser that moves it."""
+    """The parameters (K,) from which all replicas started after the last average; None without an outer optimizer."""
     outer: Any = None
 
 
@@ -36,13 +36,14 @@ class LocalSGD(Strategy):
 
     Every worker takes `period` (H) steps of its own, then w_i ← mean_j w_j; floor(T/H) averages in T steps. Momentum
     and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding. The
-    period may be a number or a rule of its own, as in post-local SGD; an `outer` optimizer makes more of the mean, as
-    in DiLoCo and BMUF. With H = 50 it is SparkNet (Moritz et al. 2016), but for the collective in place of a driver.
+    period may be a number or a custom rule, as in post-local SGD; an `outer` optimizer applies an additional step to
+    the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016), with a collective in place of
+    SparkNet's driver.
 
-    `weighting` says how much a replica counts in the mean. "equal": 1/n, as every worker computes equally many samples
-    between two averages. "samples": n_i/N of worker i's share of the N training samples, as in FedAvg (McMahan et al.
-    2017, algorithm 1) and in DiLoCo on unequal shards: what is minimized is then the mean loss over all samples also
-    where parts differ in size, as `dirichlet` deals them out.
+    `weighting` is the weight of a replica in the mean. "equal" is 1/n, because every worker computes the same number of
+    samples between two averages. "samples" is n_i/N for a worker with n_i of the N training samples, as in FedAvg
+    (McMahan et al. 2017, algorithm 1) and in DiLoCo on unequal shards: the mean loss over all samples is then minimized
+    even if parts differ in size, as those of `dirichlet` do.
     """
 
     period: int | Period = field(default=10, metadata=searched(1, 128))
@@ -60,12 +61,12 @@ class LocalSGD(Strategy):
 
     @property
     def rhythm(self) -> Period:
-        """The period as a rule."""
+        """The period as a `Period` rule."""
         return self.period if isinstance(self.period, Period) else Fixed(self.period)
 
     @property
     def traits(self) -> Traits:
-        """Every update reaches everyone at the next average; a dead worker stops everyone."""
+        """Class 1 if the replicas are averaged after every step, otherwise 2; a dead worker stops all workers."""
         rhythm = self.rhythm
         return Traits(
             completeness=1 if rhythm.every_step else 2,
@@ -77,23 +78,22 @@ class LocalSGD(Strategy):
     cell = Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings:
-        """Nobody has met; an outer optimizer begins at the common start. A period outlasts a new model."""
+        """Return the state before the first average; a period's state is kept when a new model replaces the old one."""
         period = me.state.period if isinstance(me.state, Meetings) else self.rhythm.start(me)
         if not self.outer.moves:
             return Meetings(period)
         return Meetings(period, model=copied(me.params), outer=self.outer.start(me.params, me.workers))
 
     async def worker(self, me: Worker) -> None:
-        """Step; meet when it is due."""
         state: Meetings = me.state
         if state.model is not None and 0 < state.met == me.step:
-            me.params[:] = state.model  # a run that goes on after its result was taken
+            me.params[:] = state.model  # a run that continues after its result was taken
         while me.training:
             me.optimizer_step(await me.gradient())
             await self.after_step(me, me.state)
 
     async def after_step(self, me: Worker, state: Meetings) -> None:
-        """Average, and let the outer optimiser make the next model of it, if it is time to."""
+        """If an average is due, average the replicas and let the outer optimizer step."""
         since = me.step - state.met
         if not self.rhythm.due(me, state.period, since):
             return
@@ -110,7 +110,7 @@ class LocalSGD(Strategy):
         await self.rhythm.met(me, state.period, self.collective)
 
     async def finish(self, me: Worker) -> None:
-        """Where the last step ended with a meeting, take the outer optimizer's result."""
+        """Take the outer optimizer's result if the last step ended with an average, then leave."""
         state: Meetings = me.state
         if state.model is not None and 0 < state.met == me.step:
             me.params[:] = self.outer.result(state.model, state.outer)

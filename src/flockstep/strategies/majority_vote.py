@@ -1,4 +1,6 @@
-"""Majority vote: everyone's signs, counted by whoever owns a slice, and the outcome's signs back: a bit each way."""
+"""signSGD with majority vote: each worker counts the signs of one slice and broadcasts the majority, one bit
+each way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass
 class Momentum:
-    """What a worker remembers: the running mean (K,) of its gradients, None where it keeps none."""
+    """A worker's state: the running mean (K,) of its gradients; None without momentum."""
 
     mean: FlatArray | None
 
@@ -26,10 +28,10 @@ class Momentum:
 class MajorityVote(Strategy):
     """signSGD with majority vote (Bernstein et al. 2018, algorithm 3; with momentum 2019, algorithm 1).
 
-    m ← `momentum` m + (1 - momentum) g; worker i sends the signs of slice j of m_i to worker j, which counts them and
-    broadcasts which sign has most of them; w ← w - lr sign, with the job's optimiser, which should be plain SGD. What
-    is >= 0 counts as +1, and so does a draw. Each worker sends every element's sign once, and its slice's outcome
-    n - 1 times: a bit an element each way, packed, slice by slice in whole bytes. Without momentum m is g.
+    m ← `momentum` m + (1 - momentum) g. Worker i sends the signs of slice j of m_i to worker j, which counts them and
+    broadcasts the sign that most workers sent; w ← w - lr sign, with the job's optimizer, which should be plain SGD. A
+    value >= 0 counts as +1, and so does a draw. Each worker sends every element's sign once, and the majority of its
+    slice n - 1 times: one bit per element each way, packed slice by slice into whole bytes. Without momentum m is g.
     """
 
     momentum: float = field(default=0.0, metadata=searched(0.0, 0.95, whole=False, log=False))
@@ -38,21 +40,19 @@ class MajorityVote(Strategy):
         if not 0 <= self.momentum < 1:
             raise ConfigurationError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 for none")
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
     cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Momentum:
-        """No momentum yet."""
         return Momentum(namespace(me.params).zeros_like(me.params) if self.momentum else None)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, send signs, count, send the outcome, step."""
         parts = slices(len(me.params), me.workers)
         while me.training:
             mean = self._mean(me, await me.gradient())
             signs = mean >= 0
-            for hop in range(1, me.workers):  # everyone begins with another receiver
+            for hop in range(1, me.workers):  # each worker begins with a different receiver
                 rank = (me.rank + hop) % me.workers
                 me.send(rank, "vote", packed(signs[parts[rank]]))
             own = signs[parts[me.rank]]
@@ -69,7 +69,11 @@ class MajorityVote(Strategy):
             me.optimizer_step(2 * cast(signs, name_of(mean)) - 1)
 
     def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
-        """What this worker votes with."""
+        """Return the vector whose signs the worker sends: the gradient, or its running mean.
+
+        Raises:
+            Diverged: an element is infinite or not a number.
+        """
         state: Momentum = me.state
         if state.mean is not None:
             state.mean *= self.momentum
@@ -84,16 +88,16 @@ class MajorityVote(Strategy):
 
 
 def packed(signs: FlatArray) -> Bytes:
-    """A bit for each sign, 1 for +1."""
+    """Pack signs into bits, 1 for +1."""
     data: Bytes = kernels.of(signs).pack(signs, 1)
     return data
 
 
 def unpacked(data: Bytes, size: int) -> FlatArray:
-    """The `size` signs in `data`, True for +1.
+    """Return the `size` signs in `data`, True for +1.
 
     Raises:
-        ProtocolError: that many signs take another number of bytes.
+        ProtocolError: `data` does not have the number of bytes that `size` signs take.
     """
     if name_of(data) != "uint8" or len(data) != (size + 7) // 8:
         raise ProtocolError(f"{size} signs take {(size + 7) // 8} bytes, got {len(data)} of {name_of(data)}")

@@ -1,4 +1,4 @@
-"""Averages of replicas in the background, and a penalty that ties each replica to where the average must be by now."""
+"""MPCA-SGD: replicas are averaged in the background; a penalty ties each replica to the extrapolated average."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from flockstep.strategies.tree_server import family
 
 
 class Snapshot(Note, frozen=True):
-    """Beside a sum or mean of snapshots: whether any of their workers was still training."""
+    """Note sent with a sum or mean of snapshots: whether any of the averaged workers was still training."""
 
     training: bool
 
 
 @dataclass
 class Rounds:
-    """What a worker knows of the averages."""
+    """A worker's state: its snapshot for the current round, and the last average."""
 
     snapshot: FlatArray | None = None
-    """What this worker gives to the round under way, (K,); None: there is none."""
+    """This worker's snapshot for the round in progress, of shape (K,); None if no round is in progress."""
     training: bool = True
-    """Whether this worker was still training then."""
+    """Whether this worker was still training when the snapshot was taken."""
     begun: int = 0
-    """Step of that snapshot."""
+    """Step at which the snapshot was taken."""
     mean: FlatArray | None = None
-    """The last average, (K,)."""
+    """The last average, of shape (K,); None before the first average."""
     at: int = 0
-    """Step of the snapshot in that."""
+    """Step of this worker's snapshot in the last average."""
     slope: FlatArray | None = None
-    """Its change per step since the one before, (K,)."""
+    """Change of the average per step between the last two averages, of shape (K,)."""
 
 
 @dataclass(frozen=True)
 class PenalisedAveraging(Strategy):
     """MPCA-SGD (Langer, Hall, He & Rahayu 2018): sharing is decoupled from updating, and staleness is extrapolated.
 
-    A reconstruction from the abstract and the survey by Langer et al. (2020); the formulas were not at hand. Snapshots
-    of all replicas are averaged up a binomial tree to worker 0 and down again, round after round, as fast as the
-    network allows, while everyone trains on: nobody ever waits for a round before its last step. Training minimises
-    loss + rho/2 |w - ŵ|², so that the gradient of the penalty goes through the optimiser like that of the loss. ŵ at
-    step t is the last average, of snapshots taken at step s, moved on by gamma (t - s) times its change per step.
-    Steps are the worker's own; a round's snapshots are as far apart in time as the mean takes down the tree.
-    After their last steps workers go on with rounds until one holds nothing but final replicas. A worker alone has no
-    rounds.
+    This is a reconstruction from the abstract and from the survey by Langer et al. (2020); the formulas were not
+    available. Snapshots of all replicas are averaged up a binomial tree to worker 0 and down again, round after round,
+    as fast as the network allows, while all workers continue training: before its last step, no worker waits for a
+    round. Training minimizes loss + rho/2 |w - ŵ|², so that the gradient of the penalty passes through the optimizer
+    like that of the loss. ŵ at step t is the last average, of snapshots taken at step s, extrapolated by gamma (t - s)
+    times its change per step. Steps are the worker's own; the snapshots of a round differ in time by as much as the
+    mean takes down the tree.
+
+    After their last steps the workers continue with rounds until a round contains final replicas only. A single worker
+    has no rounds.
     """
 
     notes: ClassVar[Notes] = {"snapshot/round": Snapshot, "mean/round": Snapshot}
@@ -64,16 +66,14 @@ class PenalisedAveraging(Strategy):
         if not 0 <= self.gamma <= 1:
             raise ConfigurationError(f"gamma must be in [0, 1], got {self.gamma}; 0 does not extrapolate")
 
-    # Averages draw replicas together; a dead worker stops everyone.
+    # The penalty draws replicas together; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
     cell = Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
 
     def worker_state(self, me: Worker) -> Rounds:
-        """No average is known."""
         return Rounds()
 
     async def worker(self, me: Worker) -> None:
-        """Look after the rounds; step along the gradients of loss and penalty."""
         if me.state.snapshot is not None:  # a run that continues
             me.background("round", self.round(me, me.state), "replayed")
         while me.training:
@@ -84,7 +84,7 @@ class PenalisedAveraging(Strategy):
             me.optimizer_step(gradient if pull is None else gradient + pull)
 
     async def finish(self, me: Worker) -> None:
-        """Go on with rounds until everyone has ended."""
+        """Continue with rounds until all workers have finished training, then leave."""
         state: Rounds = me.state
         training = me.workers > 1
         while training:
@@ -95,7 +95,7 @@ class PenalisedAveraging(Strategy):
         me.leave()
 
     async def look_after(self, me: Worker) -> None:
-        """Take in a round that has ended; begin one where there is none. Does not wait."""
+        """Use the average of a round that has ended and start the next round, without waiting."""
         state: Rounds = me.state
         if state.snapshot is not None and me.task("round").done:
             self.take_in(state, (await me.finished(me.task("round"))).payload)
@@ -109,7 +109,7 @@ class PenalisedAveraging(Strategy):
         me.background("round", self.round(me, state), "replayed")
 
     async def round(self, me: Worker, state: Rounds) -> Message:
-        """The mean of all snapshots. Its note: whether anyone was training."""
+        """Average the workers' snapshots over the tree; the note says whether any worker was still training."""
         assert state.snapshot is not None
         total, training = copied(state.snapshot), state.training
         parent, children = family(me.rank, me.workers)
@@ -127,30 +127,30 @@ class PenalisedAveraging(Strategy):
         return mean
 
     def take_in(self, state: Rounds, mean: FlatArray) -> None:
-        """A new average, of the snapshots of step `state.begun`."""
+        """Store a new average and its change per step; its snapshots are those of step `state.begun`."""
         if state.mean is not None and state.begun > state.at:
             state.slope = (mean - state.mean) / (state.begun - state.at)
         state.mean, state.at = mean, state.begun
 
     def predicted(self, state: Rounds, step: int) -> FlatArray | None:
-        """ŵ at that step, (K,); None before the first average."""
+        """Return ŵ at the given step, of shape (K,); None before the first average."""
         if state.mean is None or state.slope is None or not self.gamma:
             return state.mean
         ahead: FlatArray = self.gamma * (step - state.at) * state.slope
         return state.mean + ahead
 
     def penalty(self, me: Worker) -> FlatArray | None:
-        """rho (w - ŵ), (K,); None where there is nothing to be drawn to."""
+        """Return the penalty's gradient rho (w - ŵ), of shape (K,); None before the first average or with rho = 0."""
         towards = self.predicted(me.state, me.step) if self.rho else None
         return None if towards is None else self.rho * (me.params - towards)
 
 
 async def whole(me: Worker, tag: str, source: int) -> Message:
-    """The next message with that tag from that worker, none of whose messages may be missing.
+    """Return the next message with the given tag from a worker, none of whose messages may be missing.
 
     Raises:
-        PeerLost: the worker has left or was lost.
-        ProtocolError: one of its messages got lost.
+        PeerLost: the worker has left or died.
+        ProtocolError: one of the worker's messages was lost.
     """
     message = await me.receive(tag, source)
     me.mailbox.require_all(source)

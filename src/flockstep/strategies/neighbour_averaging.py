@@ -1,4 +1,4 @@
-"""Averaging with the neighbours on a graph, overlapped with the gradient."""
+"""D-PSGD: averaging with the neighbors on a graph, overlapped with computing the gradient."""
 
 from __future__ import annotations
 
@@ -26,37 +26,40 @@ from flockstep.topologies.ring import RingGraph
 class NeighbourAveraging(Strategy):
     """D-PSGD (Lian et al. 2017, algorithm 1).
 
-    w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. The model is sent first, the gradient
-    computed while it travels, and the neighbours' models awaited last: an iteration takes the longer of computing and
-    communicating. The mean of the replicas moves as in synchronous SGD; they agree only in the limit. The graph may
-    change from step to step. Neighbours of a dead worker keep what they gave to it, and are joined with each other
-    unless the graph changes anyhow; the paper has no failures.
+    w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. A worker first sends its model,
+    computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes the
+    longer of computing and communicating. The mean of the replicas moves as in synchronous SGD; the replicas agree only
+    in the limit. The graph may change from step to step. The neighbors of a dead worker keep the weight they gave to
+    it, and on a graph that does not change they are connected to each other; the paper has no failures.
     """
 
     notes: ClassVar[Notes] = {"bridge": Bridge}
 
     topology: Topology = field(default_factory=RingGraph)
 
-    # Updates diffuse over the graph, around the dead.
+    # Updates spread along the graph's edges; neighbors of a dead worker are connected.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:
-        """Replicas average with their neighbours."""
+        """Each replica averages with its neighbors; the taxonomy has a separate entry for the ring."""
         ring = isinstance(self.topology, RingGraph)
         return Cell("decentral", "sync", "2:1 reduce" if ring else "reduce", "closed ring" if ring else "graph")
 
     def check(self, workers: int) -> None:
-        """The mixing matrix must keep the mean."""
+        """Check that the mixing matrix is symmetric and doubly stochastic, so that mixing keeps the mean.
+
+        Raises:
+            ConfigurationError: the topology's matrix is not.
+        """
         require_doubly_stochastic(self.topology, workers, f"dpsgd on {self.topology}")
         require_symmetric(self.topology, workers, f"dpsgd on {self.topology}")
 
     def worker_state(self, me: Worker) -> Bridges:
-        """No worker is dead, no edge is new."""
         return Bridges()
 
     async def worker(self, me: Worker) -> None:
-        """Send, compute, await, mix, step."""
+        """Send the model, compute the gradient, receive the neighbors' models, mix, step."""
         bridges: Bridges = me.state
         schedule = mixing(self.topology, me.workers)
         turns = [(hearing(weights, me.rank), _shares(me, weights)) for weights in schedule]
@@ -71,13 +74,13 @@ class NeighbourAveraging(Strategy):
             me.optimizer_step(gradient)
 
     async def finish(self, me: Worker) -> None:
-        """Leave; complete what the other end of a new edge has begun."""
+        """Leave, and complete the exchanges over new edges that the other end has started."""
         me.leave()
         me.send_all(me.peers if me.lost else within_reach(self.topology, me.workers)[me.rank], BYE)
         await me.state.close(me)
 
     async def _mix(self, me: Worker, shares: Sequence[tuple[int, float]]) -> None:
-        """w_i ← Σ_j W_ij w_j, with w_i in the place of the dead."""
+        """w_i ← Σ_j W_ij w_j, with w_i in place of the model of a dead neighbor j."""
         mixed = namespace(me.params).full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
         for j, share in shares:
             model = me.params if j == me.rank else await _heard(me, j)
@@ -86,20 +89,20 @@ class NeighbourAveraging(Strategy):
 
 
 def _shares(me: Worker, weights: Matrix) -> list[tuple[int, float]]:
-    """Rank j and W_ij, in the parameters' dtype, of all whose models count: by rank, whoever is first."""
+    """Return (rank j, W_ij) in order of rank, for all j with W_ij ≠ 0, W_ij rounded to the parameters' dtype."""
     shares = weights[me.rank].astype(numpy_dtype(name_of(me.params)))
     return [(int(j), float(shares[j])) for j in np.flatnonzero(shares)]
 
 
 async def _heard(me: Worker, j: int) -> FlatArray:
-    """The model of neighbour j that goes with the last gradient; this worker's own in the place of a dead one's.
+    """Return neighbor j's model of the current step, or this worker's own model if j is dead.
 
     Raises:
-        PeerLost: that model got lost, or j has left.
+        PeerLost: the model was lost, or j has left.
     """
     try:
         message = await me.receive("model", j)
-        while message.step < me.step - 1 and j in me.lost:  # on its way still when the news of j's death was here
+        while message.step < me.step - 1 and j in me.lost:  # was in transit when the news of j's death arrived
             message = await me.receive("model", j)
     except PeerLost:
         if j not in me.lost:

@@ -1,4 +1,4 @@
-"""Local steps, pulled towards an average that is formed while they are taken."""
+"""Local steps with a pull towards an average that is computed while the steps are taken."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass
 class Anchor:
-    """What a worker remembers: the last average, its movement, and the next one, on its way."""
+    """A worker's state: the last average z (K,), its velocity v (K,), and its part in the next average."""
 
     model: FlatArray
     velocity: FlatArray
     mean: FlatArray
-    """What this worker gives to the next average."""
+    """This worker's parameters in the next average, of shape (K,)."""
     under_way: bool = False
 
 
@@ -29,9 +29,9 @@ class Anchor:
 class OverlapLocalSGD(Strategy):
     """Overlap local SGD (Wang, Liang & Joshi 2020, section 2 and its momentum variant).
 
-    Every `period` (tau) steps w_i ← w_i - alpha (w_i - z), with the anchor z that all share; then the mean of these w_i
-    is formed in the background, and waited for at the next of those points only: with m that mean,
-    v ← beta v + (m - z), z ← z + v. alpha = 1 jumps to an anchor one period old, alpha = 0 never meets.
+    Every `period` (tau) steps w_i ← w_i - alpha (w_i - z), with the anchor z that all workers share. Then the mean m of
+    these w_i is computed in the background, and is waited for only tau steps later: v ← beta v + (m - z), z ← z + v.
+    alpha = 1 jumps to an anchor one period old; with alpha = 0 the replicas are independent.
     """
 
     period: int = field(default=10, metadata=searched(1, 128))
@@ -47,16 +47,14 @@ class OverlapLocalSGD(Strategy):
         if not 0 <= self.beta < 1:
             raise ConfigurationError(f"beta must be in [0, 1), got {self.beta}; 0 is without momentum, 0.7 is usual")
 
-    # Replicas meet in part, at an old average; a dead worker stops everyone.
+    # Replicas move part of the way to an old average; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
     cell = Cell("decentral", "bounded async", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Anchor:
-        """The anchor is where all start."""
         return Anchor(copied(me.params), 0 * me.params, copied(me.params))
 
     async def worker(self, me: Worker) -> None:
-        """Step; be pulled, and begin the next average, every `period` steps."""
         state: Anchor = me.state
         if state.under_way:  # a run that continues
             self._begin(me, state)
@@ -77,7 +75,7 @@ class OverlapLocalSGD(Strategy):
         return array
 
     async def _arrive(self, me: Worker, state: Anchor) -> None:
-        """Move the anchor to the average that is on its way, if one is."""
+        """Move the anchor to the average in progress, if there is one, waiting for it."""
         if not state.under_way:
             return
         mean: FlatArray = await me.finished(me.task("anchor"))
@@ -87,6 +85,6 @@ class OverlapLocalSGD(Strategy):
         state.model += state.velocity
 
     async def finish(self, me: Worker) -> None:
-        """Let the last average end, for the others need this worker's part."""
+        """Wait for the last average, which the other workers need this worker for, then leave."""
         await self._arrive(me, me.state)
         me.leave()

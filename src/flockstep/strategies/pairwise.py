@@ -1,4 +1,4 @@
-"""Averaging of pairs on a bipartite graph, beside the gradient."""
+"""AD-PSGD: averaging of random pairs on a bipartite graph, concurrent with computing the gradient."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from flockstep.topologies.requirements import sides
 from flockstep.topologies.ring import RingGraph
 
 PAIRS = "pairs"
-"""The channel in which models are averaged."""
+"""The channel of the background tasks that average models."""
 
 
 @dataclass(frozen=True)
 class PairwiseAveraging(Strategy):
     """AD-PSGD (Lian, Zhang, Zhang & Liu 2018, algorithm 1).
 
-    While it computes g_i(w_i), a worker of the active side of the graph averages with a random neighbour j, w_i and w_j
-    ← (w_i + w_j) / 2, and then steps with the gradient, of the model as it was before. Those of the passive side do as
-    well, but are only asked. They answer at once, also while they compute, and never wait, so that nobody can wait in a
-    circle: hence a bipartite graph. On processes they answer between gradients, so a slow one holds up those that ask.
-    The larger side is active, of equal ones that of worker 0.
+    While it computes g_i(w_i), a worker on the active side of the graph averages with a random neighbor j, w_i and w_j
+    ← (w_i + w_j) / 2, and then steps with the gradient of the model before the average. Workers on the passive side
+    also compute and step, but only answer requests. They answer at once, even while they compute, and never wait, so
+    that no cycle of workers waiting for each other can arise: hence a bipartite graph. In processes they answer between
+    gradients, so a slow passive worker delays those that ask it. The larger side is active; of two equal sides, the
+    side of worker 0.
     """
 
     topology: Topology = field(default_factory=RingGraph)
 
-    # Random pairs; a dead worker is missed by those that ask it, and then left out.
+    # Random pairs; a request to a dead worker fails, and later requests skip that worker.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
     cell = Cell("decentral", "soft-bounded async", "ad hoc", "graph")
 
     def check(self, workers: int) -> None:
-        """The graph must have two sides."""
+        """Check that the graph is bipartite.
+
+        Raises:
+            ConfigurationError: the graph on `workers` workers has no two sides.
+        """
         sides(self.topology, workers, f"adpsgd on {self.topology}")
 
     async def worker(self, me: Worker) -> None:
-        """Begin an average, or be ready for one; compute; step."""
+        """Start an average, or be ready to answer one; compute a gradient; step."""
         active, neighbours = self._place(me)
         answers = None if active else me.background(PAIRS, answer(me), again="afresh")
         while me.training:
@@ -56,27 +61,27 @@ class PairwiseAveraging(Strategy):
             await me.finished(answers)
 
     async def finish(self, me: Worker) -> None:
-        """Tell those who may still be waiting to be asked."""
+        """Leave, and notify the peers that may still wait to be asked."""
         me.leave(peers=True)
 
     def _place(self, me: Worker) -> tuple[bool, list[int]]:
-        """Whether this worker asks, and its neighbours."""
+        """Return whether this worker is on the active side, and the ranks of its neighbors."""
         active, _ = sides(self.topology, me.workers, str(self))
         return me.rank in active, self.topology.neighbours(me.workers, me.rank)
 
 
 async def average(me: Worker, other: int) -> None:
-    """Active side: hand over the model, take the average. The model does not change in between."""
+    """On the active side: send the model and replace it by the average; the model does not change in between."""
     try:
         reply = await me.ask(other, "model", me.params)
     except PeerLost:
-        return  # neither half took effect, or the half of a worker that is no more
+        return  # no half took effect, or only that of the dead worker
     me.params[:] = reply.payload
     me.record_update(other, max(0, me.step - reply.step))
 
 
 async def answer(me: Worker) -> None:
-    """Passive side: average with whoever asks, in one go, until told to stop."""
+    """On the passive side: average with each worker that asks, atomically, until this worker stops the task."""
     while (message := await me.receive("model")).source != me.rank:
         me.params += message.payload
         me.params *= 0.5
@@ -85,11 +90,11 @@ async def answer(me: Worker) -> None:
 
 
 async def serve_out(me: Worker, neighbours: list[int]) -> None:
-    """Passive side: wait until none of those who ask is left."""
+    """On the passive side: wait until all neighbors on the active side have left."""
     for j in neighbours:
         await me.receive(BYE, j)
 
 
 async def hush(me: Worker) -> None:
-    """End the answering."""
+    """Stop the task that answers requests."""
     me.send(me.rank, "model")

@@ -1,4 +1,4 @@
-"""Workers push gradients to servers and are answered with parameters; a consistency rule says who waits."""
+"""Parameter server: workers push gradients and read parameters; a consistency rule decides who waits."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from flockstep.strategies.server_state import PushState, ServerState, without
 class ParameterServer(Strategy):
     """Parameter server (Dean et al. 2012; Li et al. 2014), cut into `shards` servers.
 
-    A worker computes g at the w it has read, pushes g, and reads again as `consistency` has workers come by parameters:
-    mostly the push asks for them too, and is answered when the read is admitted. A server applies what `consistency`
-    releases, as `rule` says, with the optimiser of the job rebuilt on the server. The staleness of a gradient is the
-    number of updates between the version it was computed on and the one it is applied to (Zhang et al. 2016). Shards
-    decide independently of each other. `filters` choose the entries that travel; others go with a later push.
+    A worker computes the gradient g at the parameters it has read, pushes g, and reads again. How it reads depends on
+    the access mode of `consistency`: in most modes the push also requests the parameters, and is answered when the read
+    is admitted. A server applies the gradients that `consistency` releases, with `rule` and the job's optimizer,
+    rebuilt on the server. The staleness of a gradient is the number of updates between the version it was computed on
+    and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other. `filters` choose
+    the entries that are sent; the others are added to a later push.
     """
 
     notes: ClassVar[Notes] = {"push": Pushed, "reply to push": Held, "reply to read": Fresh, "fresh": Fresh}
@@ -78,13 +79,15 @@ class ParameterServer(Strategy):
 
     @cached_property
     def _exact(self) -> bool:
-        """Whether gradients travel as they are."""
+        """Whether gradients are sent unchanged: no codec, no feedback, no filters."""
         return self.codec == Identity() and self.feedback == NoFeedback() and not self.filters
 
     @property
     def traits(self) -> Traits:
-        """As the consistency rule promises."""
-        own, ends = self.consistency, any(each.carries for each in self.filters)  # a last push must be known as such
+        own, ends = (
+            self.consistency,
+            any(each.carries for each in self.filters),
+        )  # the server must recognize a last push
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
         clips: Clips = "own" if own.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
         chosen = own.completeness, own.survives, results, True, True, ends, own.gathers, own.least
@@ -92,7 +95,9 @@ class ParameterServer(Strategy):
 
     @property
     def cell(self) -> Cell:
-        """As the consistency rule schedules; one that drops late gradients still has everyone on the same version."""
+        """The cell by the rule's class; a rule that drops late gradients is synchronous, because all workers use one
+        version.
+        """
         scheduling: dict[int, Scheduling] = {1: "sync", 2: "bounded async", 3: "async", 4: "sync"}
         when = scheduling[self.consistency.completeness]
         eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, SentCopies) else "ad hoc"
@@ -101,27 +106,24 @@ class ParameterServer(Strategy):
 
     @property
     def servers(self) -> int:
-        """One per shard."""
+        """One server per shard."""
         return self.shards
 
     def check(self, workers: int) -> None:
-        """The rule must make sense for so many workers."""
         self.consistency.check(workers)
 
     def worker_state(self, me: Worker) -> PushState:
-        """Nothing read, nothing dropped."""
         each = range(self.shards)
         return PushState([0] * self.shards, [None] * self.shards, [Outbox() for _ in each], [0] * self.shards)
 
     def master_state(self, me: Server) -> ServerState:
-        """Everyone computes on version 0."""
+        """Return the state in which all workers compute on version 0."""
         ranks = range(me.cluster.workers)
         state = ServerState(dict.fromkeys(ranks, 0), rule=self.rule.start(me), reading=dict.fromkeys(ranks, 0))
         self.consistency.keep(state.kept, 0, me.params)
         return state
 
     async def worker(self, me: Worker) -> None:
-        """Compute, push, come by the parameters for the next gradient."""
         state: PushState = me.state
         parts, full_step = slices(len(me.params), self.shards), self.consistency.full_step(me.workers)
         while me.training:
@@ -131,18 +133,19 @@ class ParameterServer(Strategy):
                 await self._access.exchange(me, state, parts, pushes, gradient, full_step)
 
     async def finish(self, me: Worker) -> None:
-        """Take what servers send last; leave."""
         await self._access.finish(me, me.state)
         await super().finish(me)
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
-        """The next gradient; None where the worker has given it up."""
+        """Return the worker's next gradient, or None if newer parameters arrived and the worker cancelled the
+        gradient.
+        """
         return self._access.gradient(me, state)
 
     def pushes(
         self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
-        """What each shard is sent of a gradient."""
+        """Return the push to each shard: its address, array and note."""
         pushes, lr = [], me.lr
         for i, part in enumerate(parts):
             data = gradient[part] if self._exact else self._encoded(me, state, i, gradient, part)
@@ -157,11 +160,11 @@ class ParameterServer(Strategy):
         return data
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """The gradient (K,) that a push stands for.
+        """Return the gradient (K,) that a push contains.
 
         Raises:
-            Diverged: it is not finite; what travels as it is has been looked at on arrival.
-            ProtocolError: the push is not of that size, or cannot be decoded.
+            Diverged: a decoded element is infinite or not a number; gradients sent unchanged are checked on arrival.
+            ProtocolError: the push has the wrong size or cannot be decoded.
         """
         if self._exact:
             gradient = message.payload
@@ -180,7 +183,7 @@ class ParameterServer(Strategy):
         return gradient
 
     async def master(self, me: Server) -> None:
-        """Collect, apply what is released, answer who is admitted; in the end apply what is left."""
+        """Collect pushes, apply what the rule releases, answer the reads it admits; at the end apply what is left."""
         state: ServerState = me.state
         state.reopen(me.version, me.departed)
         async for message in me.messages():
@@ -204,7 +207,7 @@ class ParameterServer(Strategy):
         self._settle(me, state, moved)
 
     def _settle(self, me: Server, state: ServerState, moved: bool, left: bool = False) -> None:
-        """Apply what is released now, answer who is admitted now."""
+        """Apply the gradients that the rule releases now, and answer the reads that it admits now."""
         own, view = self.consistency, self._view(me, state, moved or left)
         for group in own.released(state.pushes, view):
             self._apply(me, state, group)

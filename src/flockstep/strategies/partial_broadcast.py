@@ -1,4 +1,4 @@
-"""Every update to some peers; the rest dropped, or deferred."""
+"""Partial broadcast: every update is sent to some peers, and dropped or deferred for the others."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from flockstep.strategies.broadcast import Broadcast, BroadcastState, Steps, abs
 
 @dataclass
 class PartialState(BroadcastState):
-    """The ledger, and what each peer has not been sent yet: (n, K) sums, and how many updates are in each."""
+    """A worker's state: the exact sum of all updates, and for each peer the sum (row of an (n, K) array) of unsent
+    updates.
+    """
 
     owed: FlatArray
-    """In float64."""
+    """Sum of the updates not yet sent to each peer, of shape (n, K), in float64."""
     counts: list[int]
     held: FlatArray | None = None
-    """This worker's update while it waits for those that arrive."""
+    """This worker's update (K,) that waits to be averaged with arriving updates; None if there is none."""
 
 
 @dataclass(frozen=True)
 class PartialBroadcast(Strategy):
     """Partial communication (FAST, section 3, class 4): each update reaches each peer with probability `share` (q).
 
-    rest = "drop": an update that is not sent is lost to that peer; replicas never agree, and on non-IID data the mean
-    model fails. rest = "defer": it is added to what the peer is owed and travels with the next message, so that
-    communication is complete after all, with unbounded delay, and Statement 1 holds after the final flush. Deferring
-    costs n · K numbers of memory on each worker. With either, share = 1 is `broadcast`, bit for bit. rest = "average":
-    as "drop", but a worker moves by the mean of its own update and those that arrived since its last step, which is not
-    `broadcast` even with share = 1.
+    rest = "drop": an update that is not sent to a peer is lost to that peer; replicas never agree, and on non-IID data
+    the mean model fails. rest = "defer": the update is added to the next message to that peer, so that communication is
+    complete, with unbounded delay, and Statement 1 holds after the final flush. Deferring takes n · K numbers of memory
+    on each worker. With both, share = 1 is `broadcast`, bit for bit. rest = "average": as "drop", but a worker moves by
+    the mean of its own update and the updates that arrived since its last step, which differs from `broadcast` even
+    with share = 1.
     """
 
     notes: ClassVar[Notes] = Broadcast.notes
@@ -54,20 +56,18 @@ class PartialBroadcast(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Partial where updates are dropped, complete with unbounded delay where they are deferred."""
+        """Class 3 if updates are deferred, class 4 if they are dropped; any number of workers may die."""
         return Traits(completeness=3 if self.rest == "defer" else 4, survives=True, results=("mean", "rank0", "best"))
 
     cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> PartialState:
-        """Nothing is owed to begin with."""
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0
         ledger = Ledger.of(me.params) if me.workers > 1 else None
         wide = cast(me.params, "float64")
         return PartialState(ledger, zeros(wide, rows, len(wide)), [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Absorb what came, step, tell some."""
         state: PartialState = me.state
         averages = self.rest == "average" and me.workers > 1
         while me.training:
@@ -85,7 +85,7 @@ class PartialBroadcast(Strategy):
                     pay(me, state, peer)
 
     async def finish(self, me: Worker) -> None:
-        """Pay every debt, leave, absorb what is still in flight."""
+        """Send all deferred updates, leave, and add the updates still in transit."""
         state: PartialState = me.state
         if self.rest == "defer":
             for peer in me.peers:
@@ -93,7 +93,7 @@ class PartialBroadcast(Strategy):
                     pay(me, state, peer)
         average_arrived(me, state)
         me.leave(peers=True)
-        if self.rest == "average":  # what comes after the last step is part of no mean
+        if self.rest == "average":  # updates that arrive after the last step are part of no mean
             async for _ in me.messages():
                 pass
         else:
@@ -101,7 +101,7 @@ class PartialBroadcast(Strategy):
 
 
 def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: float) -> FlatArray:
-    """The optimizer's step, times `scale`, which `average_arrived` takes together with those of others."""
+    """Store the optimizer's step times `scale` as the held update, undo the step, and return the update."""
     before = copied(me.params)
     me.optimizer_step(gradient)
     state.held = on_grid(scale * (me.params - before))
@@ -110,7 +110,7 @@ def held_update(me: Worker, state: PartialState, gradient: FlatArray, scale: flo
 
 
 def average_arrived(me: Worker, state: PartialState) -> None:
-    """Move by the mean of the update that is held, if any, and of those that have arrived since the last one."""
+    """Move by the mean of the held update, if any, and the updates that have arrived since the last step."""
     if state.held is None or state.ledger is None:
         return
     messages = list(me.arrived("update"))
@@ -123,7 +123,9 @@ def average_arrived(me: Worker, state: PartialState) -> None:
 
 
 def pay(me: Worker, state: PartialState, peer: int) -> None:
-    """Send what a peer is owed; what the dtype of the parameters cannot hold of it stays owed."""
+    """Send a peer the sum of its deferred updates; the rounding error of the cast to the parameters' dtype stays
+    deferred.
+    """
     update = on_grid(cast(state.owed[peer], name_of(me.params)))
     me.send(peer, "update", update, Steps(state.counts[peer]))
     state.owed[peer] -= update

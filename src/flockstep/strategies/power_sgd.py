@@ -1,4 +1,4 @@
-"""PowerSGD: what is all-reduced are the factors of low-rank approximations of the gradient's matrices."""
+"""PowerSGD: all-reduce of the factors of low-rank approximations of the gradient's matrices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ START = 0x50574552
 
 @dataclass
 class Factors:
-    """What a worker remembers: all Q of the last step, equal on all workers, and what was left out of its gradient."""
+    """A worker's state: all Q of the last step, equal on all workers, and the error (K,) of its approximated
+    gradient.
+    """
 
     right: FlatArray
     error: FlatArray
@@ -37,12 +39,12 @@ class PowerSgd(Strategy):
     """PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithms 1 and 2).
 
     Every tensor of more than one dimension is a matrix M (n, m), whose rows are its first dimension. Each worker adds
-    what it left out before to its gradient, P ← M Q is all-reduced and orthonormalised, Q ← Mᵀ P all-reduced to its
-    mean, and the job's optimiser steps with P Qᵀ; the error kept is M less the worker's own P (Mᵀ P)ᵀ, as in the
-    paper, where the authors' code takes the mean Q. One-dimensional tensors, and matrices no larger than their factors,
-    are averaged as they are. The `rank`(n + m) elements of a matrix travel as float32, of float64 gradients as
-    float64. `warm_start` begins with the last Q; without it with a new random one, the same for all. `feedback=none`
-    forgets what was left out.
+    its error of earlier steps to its gradient, P ← M Q is all-reduced and orthonormalized, Q ← Mᵀ P is all-reduced to
+    its mean, and the job's optimizer steps with P Qᵀ. The new error is M minus the worker's own P (Mᵀ P)ᵀ, as in the
+    paper; the authors' code uses the mean Q. One-dimensional tensors, and matrices no larger than their factors, are
+    averaged unchanged. The `rank`(n + m) elements of a matrix are sent as float32, those of float64 gradients as
+    float64. `warm_start` starts from the last Q; without it every step draws a new random Q, the same on all workers.
+    `feedback=none` discards the error.
     """
 
     rank: int = field(default=2, metadata=searched(1, 8))
@@ -59,7 +61,7 @@ class PowerSgd(Strategy):
                 f"{self.feedback}; leave it out for residual"
             )
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(
         completeness=1,
         survives=False,
@@ -72,20 +74,19 @@ class PowerSgd(Strategy):
 
     @property
     def coding(self) -> Codec:
-        """Both factors of every matrix."""
+        """The codec that forms both factors of every matrix."""
         return Factoring(self.rank)
 
     def decodes(self, workers: int) -> int:
-        """Its own product for the error, and the mean."""
+        """2: a worker multiplies out its own product, for the error, and the mean."""
         return 2
 
     def worker_state(self, me: Worker) -> Factors:
-        """A random Q, the same everywhere; nothing left out."""
+        """Return a random Q, the same on all workers, and a zero error."""
         flat = kernels.of(me.params).as_floats(me.params)
         return Factors(self._random(flat, LowRank(me.shapes(), self.rank), 0), namespace(flat).zeros_like(flat))
 
     async def worker(self, me: Worker) -> None:
-        """Compute, exchange both factors, step."""
         layout = LowRank(me.shapes(), self.rank)
         while me.training:
             gradient = await me.gradient()
@@ -96,7 +97,7 @@ class PowerSgd(Strategy):
             me.optimizer_step(k.cast(flat, kernels.name_of(gradient)))
 
     async def _average(self, me: Worker, layout: LowRank, flat: FlatArray) -> None:
-        """Replace `flat` (K,) by what approximates the mean over all workers, the same bits everywhere."""
+        """Replace `flat` (K,) by the approximation of the mean over all workers, with the same bits on every worker."""
         state: Factors = me.state
         if self.feedback != NoFeedback():
             flat += state.error
@@ -124,16 +125,16 @@ class PowerSgd(Strategy):
             taken += part.stop - part.start
 
     def _columns(self, factors: FlatArray, parts: list[slice]) -> list[FlatArray]:
-        """Each of the factors that lie in a row, (n or m, rank)."""
+        """Return views of the concatenated factors as matrices of shape (n, rank) or (m, rank)."""
         return [factors[part].reshape(-1, self.rank) for part in parts]
 
     def _decompress(self, layout: LowRank, lefts: list[FlatArray], rights: FlatArray, out: FlatArray) -> None:
-        """out (K,) += P Qᵀ, for every matrix."""
+        """Add P Qᵀ of every matrix to `out` (K,)."""
         for m, p, q in zip(layout.matrices, lefts, self._columns(rights, layout.rights), strict=True):
             kernels.of(out).add_product(p, q, out[m.part])
 
     def _random(self, like: FlatArray, layout: LowRank, step: int) -> FlatArray:
-        """All Q in a row, of standard normal numbers, the same on every worker."""
+        """Return all Q concatenated, drawn from a standard normal distribution, the same on every worker."""
         columns = sum(m.columns for m in layout.matrices)
         drawn: FlatArray = kernels.of(like).gaussian(like, columns, self.rank, (START, step)).reshape(-1)
         return drawn

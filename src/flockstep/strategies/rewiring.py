@@ -1,4 +1,4 @@
-"""Edges around the dead: how neighbours that a worker joined stay joined without it."""
+"""Connections around dead workers: the neighbors of a dead worker are connected to each other."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ from flockstep.topologies.facts import Matrix, mixing
 
 
 def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
-    """A symmetric doubly stochastic W without those workers: symmetric, and doubly stochastic on the others.
+    """Return W with the dead workers removed: symmetric, and doubly stochastic on the other workers.
 
-    One after the other leaves, by rank; its neighbours keep what they gave to it, and give it to each other in a circle
-    as far as it goes: the two beside a gap in a ring close it. A connected graph stays connected.
+    The dead workers are removed one by one, by rank. The neighbors of a removed worker take back the weight they gave
+    to it, and are connected in a circle with as much of that weight as both ends have: the two neighbors beside a gap
+    in a ring close the ring. A connected graph stays connected.
+
+    Args:
+        weights: a symmetric doubly stochastic matrix W, of shape (n, n).
+        dead: the ranks of the dead workers.
     """
     mixing = weights.copy()
     for j in sorted(rank for rank in dead if rank >= 0):
@@ -39,9 +44,10 @@ def rewired(weights: Matrix, dead: set[Address]) -> Matrix:
 
 @lru_cache(maxsize=8)
 def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
-    """For each worker, those that may come to wait for it: within four edges, which new ones do not exceed.
+    """Return for each worker the workers that may come to wait for it: those within four edges, which new edges never
+    exceed.
 
-    Whoever leaves tells these; to tell everyone takes n² messages.
+    A worker that leaves notifies only these; to notify all would take n² messages.
     """
     near = np.eye(n) + sum(mixing(topology, n))
     for _ in range(2):
@@ -50,7 +56,7 @@ def within_reach(topology: Topology, n: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Bridge(Note, frozen=True):
-    """Beside a model over a new edge: the weight that its sender offers."""
+    """Note sent with a model over a new edge: the weight that its sender offers."""
 
     weight: float
 
@@ -59,18 +65,18 @@ class Bridge(Note, frozen=True):
 class Bridges:
     """A worker's exchanges over new edges.
 
-    Both ends send a model, and move by u times the difference of the two, in opposite directions: their sum stays. The
-    next exchange begins when the last is complete, so that the ends of a new edge need not be at the same step, and
-    nobody waits for one that does not know yet.
+    Both ends send a model, and move by u times the difference of the two models, in opposite directions, so that their
+    sum does not change. The next exchange starts when the last one is complete, so that the two ends need not be at the
+    same step, and no worker waits for one that does not know of the edge yet.
     """
 
     sent: dict[Address, tuple[FlatArray, float]] = field(default_factory=dict)
-    """Models that wait for their counterpart, and the weight offered with them, by receiver."""
+    """By receiver, the model that waits for the other end's model, and the weight offered with it."""
     heard: dict[Address, list[Message]] = field(default_factory=dict)
-    """Counterparts that came before, by sender."""
+    """By sender, the models that arrived before this worker sent its own."""
 
     def offer(self, me: Worker, weights: Matrix) -> None:
-        """Send the model over every new edge on which the last exchange is complete."""
+        """Send the model over every new edge whose last exchange is complete."""
         extra = rewired(weights, me.lost)[me.rank] - weights[me.rank]
         for j in map(int, np.flatnonzero(extra > 0)):
             if j != me.rank and j not in self.sent:
@@ -78,7 +84,7 @@ class Bridges:
                 me.send(j, "bridge", me.params, Bridge(float(extra[j])))
 
     def cross(self, me: Worker) -> None:
-        """Move by what has come in by now; does not wait."""
+        """Complete the exchanges whose models have arrived, without waiting."""
         for message in me.arrived("bridge"):
             self.heard.setdefault(message.source, []).append(message)
         for j in sorted(self.sent.keys() & self.heard.keys()):
@@ -87,13 +93,13 @@ class Bridges:
                 del self.heard[j]
 
     async def close(self, me: Worker) -> None:
-        """Complete the exchanges that the other end has begun as well."""
+        """Complete the exchanges that the other end has started too."""
         self.cross(me)
         for j in sorted(self.sent):
             try:
                 self._move(me, await me.receive("bridge", j))
             except PeerLost:
-                del self.sent[j]  # it has left without another model: neither end moves
+                del self.sent[j]  # j has left without sending a model: neither end moves
 
     def _move(self, me: Worker, message: Message) -> None:
         model, weight = self.sent.pop(message.source)

@@ -1,4 +1,4 @@
-"""L-BFGS with a coordinator, over many small portions of the data."""
+"""Sandblaster: L-BFGS with a coordinator, over many small portions of the data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard
 
 @dataclass
 class ShardState:
-    """What a server remembers: its slices, and what it has of the current evaluation.
+    """A server's state: its slices, and its part of the current evaluation.
 
-    Portions are added in their order, whatever the order of arrival; those that came early wait.
+    Portions are added in order of their number, whatever the order of arrival; those that arrive early wait in `early`.
     """
 
     shard: Shard
@@ -32,7 +32,7 @@ class ShardState:
 
 @dataclass
 class Fetched:
-    """Which evaluation's parameters a worker holds."""
+    """A worker's state: the evaluation whose parameters the worker holds."""
 
     evaluation: int = -1
 
@@ -42,11 +42,12 @@ class Sandblaster(Strategy):
     """Sandblaster L-BFGS (Dean et al. 2012, section 4.2), in `shards` servers, the first of which coordinates.
 
     An evaluation computes loss and gradient over the whole training set, cut into `portions` that workers take as they
-    become free; when none is left, those that have been out longest are given to idle workers too, up to `backups`
-    times each, and the first result counts. Gradients go to the shards, which hold the last `history` pairs and carry
-    out the coordinator's commands (dot, add, scale); the direction is the two-loop recursion's, the step is halved
-    until Armijo's condition holds. A portion's gradient is a worker's step for the books; who takes how many depends
-    on their speeds, and training ends when together they have taken what they were granted.
+    become free. If none is left, idle workers get backups of the portions that have been out longest, at most `backups`
+    for each portion, and the first result counts. Gradients go to the shards, which hold the last `history` pairs and
+    execute the coordinator's commands (dot, add, scale). The direction is that of the two-loop recursion, and the step
+    is halved until Armijo's condition holds. The gradient of a portion counts as one step of its worker; how many
+    portions a worker takes depends on its speed, and training ends when the workers together have taken the steps
+    granted to them.
     """
 
     notes: ClassVar[Notes] = {"work": Report, "reply to work": Work, ASK: Asked, f"reply to {ASK}": Answer}
@@ -61,34 +62,37 @@ class Sandblaster(Strategy):
             if getattr(self, name) < least:
                 raise ConfigurationError(f"{name} must be >= {least}, got {getattr(self, name)}; see flockstep list")
 
-    # One exact gradient at a time; any worker takes any portion, also one that a dead worker had.
+    # One exact gradient at a time; any worker can take any portion, including that of a dead worker.
     traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True)
 
     @property
     def cell(self) -> Cell:
-        """All gradients go into one model before it changes."""
         return Cell("central", "sync", "ad hoc", "single PS" if self.shards == 1 else "distributed PS")
 
     @property
     def servers(self) -> int:
-        """One per shard."""
+        """One server per shard."""
         return self.shards
 
     def worker_state(self, me: Worker) -> Fetched:
-        """Nothing fetched. Raises `ConfigurationError` where there are more portions than samples."""
+        """Return the state before the first fetch.
+
+        Raises:
+            ConfigurationError: there are more portions than training samples.
+        """
         if self.portions > (most := me.train_size):
             raise ConfigurationError(f"portions must be <= the number of training samples, {most}, got {self.portions}")
         return Fetched()
 
     def master_state(self, me: Server) -> ShardState:
-        """The start, and no pairs; the first server also coordinates."""
+        """Return the initial vectors without pairs; the first server also gets the coordinator."""
         start = cast(me.params, "float64")
         vectors = {"w": start, "trial": copied(start), "sum": zeros(start, len(start)), "g": zeros(start, len(start))}
         coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None
         return ShardState(Shard(vectors), coordinator=coordinator)
 
     async def worker(self, me: Worker) -> None:
-        """Take a portion, fetch what is new, compute, push to the shards, report."""
+        """Take a portion, fetch new parameters, compute, push the gradient to the shards, report the loss."""
         state: Fetched = me.state
         parts = slices(len(me.params), self.shards)
         report = Report(budget=me.steps or 0, size=me.train_size)
@@ -107,7 +111,7 @@ class Sandblaster(Strategy):
             report = Report(work.evaluation, work.portion, me.loss * (work.stop - work.start))
 
     async def master(self, me: Server) -> None:
-        """Serve the shard in the background; the first server coordinates meanwhile."""
+        """Serve the shard in the background; on the first server, also run the coordinator."""
         state: ShardState = me.state
         me.background("shard", _serve(me, state), again="afresh")
         if state.coordinator is not None:
@@ -118,7 +122,7 @@ class Sandblaster(Strategy):
 
 
 async def _serve(me: Server, state: ShardState) -> None:
-    """Answer fetches, add portions up, carry out commands."""
+    """Answer fetches, add up the gradients of portions, and execute commands."""
     vectors = state.shard.vectors
     while True:
         message = await me.receive("ask")
@@ -133,7 +137,7 @@ async def _serve(me: Server, state: ShardState) -> None:
 
 
 def _add(state: ShardState, message: Message) -> None:
-    """Add a portion's gradient, unless it is of an earlier evaluation or here already."""
+    """Add a portion's gradient, unless it belongs to an earlier evaluation or has been added already."""
     evaluation, portion = message.note.evaluation, message.note.portion
     if evaluation > state.evaluation:
         state.evaluation, state.added, state.early = evaluation, 0, {}

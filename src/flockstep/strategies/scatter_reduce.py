@@ -1,4 +1,4 @@
-"""Every worker serves 1/n of the parameters, in step: scatter the gradient, update one's slice, gather the slices."""
+"""Scatter-reduce: every worker is a synchronous server for 1/n of the parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.strategies.rules.base import mean_of
 
 @dataclass
 class SliceState:
-    """What a worker remembers: the optimiser's state of its own slice, and per slice what its codec dropped."""
+    """A worker's state: the optimizer state of its own slice, and for each slice the memory of the feedback."""
 
     optimizer: OptimizerState
     errors: list[FlatArray | None]
@@ -30,10 +30,11 @@ class SliceState:
 class ScatterReduce(Strategy):
     """Synchronous SGD with the server's work shared out, k = n (BigDL: Dai et al. 2019, section 3.3; CaffeOnSpark).
 
-    Worker i sends slice j of g_i to worker j, which averages the n slices in order of rank, steps its slice of w with
-    the job's optimiser, whose state only it keeps, and broadcasts the slice. With n workers and K parameters of s bytes
-    all workers together send 2(n-1)Ks bytes a step in 2(n-1) messages each; each sends 2(n-1)/n Ks where n divides K.
-    Equal in every bit to a parameter server under bulk synchronous parallel. `codec` is for the gradients, as there.
+    Worker i sends slice j of g_i to worker j. Worker j averages the n slices in order of rank, steps its slice of w
+    with the job's optimizer, whose state for that slice no other worker keeps, and broadcasts the slice. With n workers
+    and K parameters of s bytes, all workers together send 2(n-1)Ks bytes per step, in 2(n-1) messages each; each worker
+    sends 2(n-1)/n Ks bytes if n divides K. The result equals that of a parameter server under bulk synchronous parallel
+    in every bit. `codec` encodes the gradients, as there.
     """
 
     codec: Codec = field(default_factory=Identity)
@@ -42,18 +43,17 @@ class ScatterReduce(Strategy):
     def __post_init__(self) -> None:
         check_composition(self.codec, self.feedback)
 
-    # Synchronous; a dead worker takes its slice along.
+    # Synchronous: the slice of a dead worker is lost.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
     cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> SliceState:
-        """A fresh optimiser for the slice; nothing dropped."""
         assert me.optimizer is not None
         own = slices(len(me.params), me.workers)[me.rank]
         return SliceState(me.optimizer.init_slice(me.params, own), [None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, scatter, reduce and step one's slice, gather."""
+        """Compute a gradient, send its slices, average and step the own slice, receive the other slices."""
         parts = slices(len(me.params), me.workers)
         own = me.params[parts[me.rank]]
         while me.training:
@@ -70,13 +70,13 @@ class ScatterReduce(Strategy):
             me.record_round()
 
     def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
-        """Send every other worker the slice that it serves; return one's own, encoded as theirs are."""
+        """Send every other worker its slice of the gradient; return the own slice, encoded like the others."""
         state: SliceState = me.state
         ready = []
         for rank, part in enumerate(parts):
             data, state.errors[rank] = encoded(me, self.codec, self.feedback, gradient[part], state.errors[rank], part)
             ready.append(data)
-        for hop in range(1, me.workers):  # everyone begins with another receiver
+        for hop in range(1, me.workers):  # each worker begins with a different receiver
             rank = (me.rank + hop) % me.workers
             me.send(rank, "gradient", ready[rank])
         return ready[me.rank]

@@ -1,4 +1,4 @@
-"""What the programs of a parameter server remember, and what waits at its servers."""
+"""The states of a parameter server's programs, and the entries that wait at a server."""
 
 from __future__ import annotations
 
@@ -21,61 +21,65 @@ class Push(msgspec.Struct, frozen=True, eq=False, gc=False):
     rank: int
     timestamp: int
     version: int
-    """The server's version that it was computed on."""
+    """The server's version that the gradient was computed on."""
     lr: float
     gradient: FlatArray
 
 
 class Read(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A worker that waits for parameters."""
+    """A worker's request for parameters that waits to be admitted."""
 
     rank: int
     clock: int
     version: int
-    """The version that it has."""
+    """The version of the parameters that the worker has."""
     message: Message
 
 
 @dataclass
 class PushState:
-    """What a worker remembers, per shard: the version it read, what its codec dropped, and of eager servers more."""
+    """A worker's state, per shard: the version it has read, the feedback's memory, and with copies their clocks."""
 
     versions: list[int]
     errors: list[FlatArray | None]
     outboxes: list[Outbox]
-    """What filters withhold, and the lists of keys that each shard knows."""
+    """For each shard, the entries that filters withhold and the key lists that the shard knows."""
     clocks: list[int] = field(default_factory=list)
-    """The slowest clock that each shard's copy knows of (where it keeps copies)."""
+    """For each shard, the slowest clock that this worker's copy includes (only with copies)."""
     own: list[tuple[int, FlatArray]] = field(default_factory=list)
-    """This worker's own steps, by timestamp, that the copies may not hold yet (where it keeps copies)."""
+    """(timestamp, step (K,)) of this worker's own steps that its copies may not include yet (only with copies)."""
 
 
 @dataclass
 class ServerState:
-    """What a server remembers: how often each live worker pushed, what waits, and who computes on what."""
+    """A server's state: each live worker's clock, the waiting pushes and reads, and the version each worker computes
+    on.
+    """
 
     clocks: dict[int, int]
     slowest: int = 0
-    """The least of the clocks."""
+    """The smallest clock."""
     behind: int = 0
-    """How many clocks have stood at `slowest` since they were last counted; they are counted where none is left."""
+    """Number of clocks equal to `slowest` when last counted, less those that have moved; at 0 the clocks are counted
+    again.
+    """
     rule: Any = None
-    """What the update rule remembers."""
+    """The state of the update rule."""
     pushes: list[Push] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
     reading: dict[int, int] = field(default_factory=dict)
-    """Live worker that computes → the version that it computes on."""
+    """Rank of each live worker that is computing → the version that it computes on."""
     done: set[int] = field(default_factory=set)
-    """Workers that have left because they had no more to do; their clocks still count."""
+    """Ranks of workers that have left after their last step; their clocks still count."""
     inboxes: dict[int, Inbox] = field(default_factory=dict)
-    """The lists of keys of each worker whose pushes are filtered."""
+    """Rank → the key lists of a worker whose pushes are filtered."""
     kept: dict[int, FlatArray] = field(default_factory=dict)
-    """Old versions, where the consistency rule keeps them."""
+    """Version → old parameters (K,), if the consistency rule keeps them."""
     told: dict[int, int] = field(default_factory=dict)
-    """Worker → the newest version sent to it, where servers send new versions to those that are late."""
+    """Rank → the newest version sent to the worker, if servers send new versions to late workers."""
 
     def advance(self, rank: int, clock: int | None) -> bool:
-        """Set a worker's clock (None takes it out); return whether the slowest clock has moved."""
+        """Set a worker's clock, or remove the clock if `clock` is None; return whether the slowest clock has moved."""
         before, slowest = self.clocks.pop(rank, None), self.slowest
         self.reading.pop(rank, None)
         if clock is not None:
@@ -89,9 +93,10 @@ class ServerState:
         return self.slowest != slowest
 
     def depart(self, rank: int, lost: bool) -> bool:
-        """A worker has left. Returns whether the slowest clock has moved.
+        """Note that a worker has left; return whether the slowest clock has moved.
 
-        Where it died, its clock no longer counts; nor where it has left before, and others must do without it now.
+        The clock of a worker that died no longer counts; neither does that of a worker that had left before and is lost
+        now.
         """
         self.reads = [read for read in self.reads if read.rank != rank]
         if lost:
@@ -102,7 +107,7 @@ class ServerState:
         return False
 
     def reopen(self, version: int, departed: Collection[int]) -> None:
-        """Whoever had come to an end and is here again goes on, with the parameters of `version`: a run continues."""
+        """When a run continues, let the workers that had left and are back compute on the parameters of `version`."""
         back = self.done - set(departed)
         self.reading.update(dict.fromkeys(back, version))
         self.done -= back
@@ -111,6 +116,6 @@ class ServerState:
 
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
-    """What still waits of `waiting`, which `gone` is part of."""
+    """Return the entries of `waiting` that are not in `gone`."""
     ended = set(gone)
     return [one for one in waiting if one not in ended] if len(gone) < len(waiting) else []

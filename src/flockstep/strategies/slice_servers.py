@@ -1,4 +1,4 @@
-"""Every worker serves 1/n of the parameters to the others, without a barrier."""
+"""Every worker is an asynchronous server for 1/n of the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHANNEL = "slices"
 
 @dataclass
 class ServedState:
-    """What a worker remembers: the optimiser's state and the version of its own slice, and the versions it has read."""
+    """A worker's state: optimizer state and version of its own slice, and the version it has read of each slice."""
 
     optimizer: OptimizerState
     version: int
@@ -28,27 +28,26 @@ class ServedState:
 class SliceServers(Strategy):
     """Asynchronous parameter servers on the workers themselves, k = n (MXNet dist_async: Chen et al. 2015).
 
-    Worker j owns slice j of w, and steps it with the job's optimiser for every gradient's slice j that arrives, its own
-    included, on arrival. Whoever pushes a slice is answered with that slice as it then is. A worker serves while it
-    waits for its own answers and, in virtual time, while it computes; in a process of its own that is between
-    gradients, so that there a push waits for the gradient under way. The staleness of a gradient's slice is the number
-    of updates of that slice since it was read.
+    Worker j owns slice j of w, and steps it with the job's optimizer for slice j of every gradient on arrival, its own
+    included. The answer to a push is the slice as it is then. A worker serves its slice while it waits for its own
+    answers and, in virtual time, while it computes; in a separate process it serves between gradients, so a push waits
+    for the gradient in progress. The staleness of a gradient's slice is the number of updates of that slice since it
+    was read.
     """
 
     notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": Held}
 
-    # Nobody waits for a gradient; a dead worker takes its slice along.
+    # No worker waits for another's gradient; the slice of a dead worker is lost.
     traits = Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
     cell = Cell("central", "async", "ad hoc", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> ServedState:
-        """A fresh optimiser for the slice; everything read at version 0."""
         assert me.optimizer is not None
         own = slices(len(me.params), me.workers)[me.rank]
         return ServedState(me.optimizer.init_slice(me.params, own), 0, [0] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, push every slice to its owner, take what comes back; serve one's own all the while."""
+        """Compute a gradient, push every slice to its owner, receive the slices; meanwhile serve the own slice."""
         state: ServedState = me.state
         for rank in me.peers:
             me.background(CHANNEL, self._serve(me, rank), again="afresh")
@@ -58,12 +57,12 @@ class SliceServers(Strategy):
             await me.finished(me.background(CHANNEL, self._exchange(me, gradient)))
 
     async def finish(self, me: Worker) -> None:
-        """Serve until everyone is done; leave with the final slices."""
+        """Serve until all workers are done, exchange the final slices, leave."""
         await me.finished(me.background(CHANNEL, self._close(me)))
         me.leave()
 
     async def _serve(self, me: Worker, rank: int) -> None:
-        """Step one's slice for every push of worker `rank`, and answer; an empty push is the last."""
+        """Step the own slice for every push of worker `rank`, and answer with it; an empty push is the last."""
         state: ServedState = me.state
         own = me.params[slices(len(me.params), me.workers)[me.rank]]
         while (push := await me.receive("push", rank)).array is not None:
@@ -73,7 +72,7 @@ class SliceServers(Strategy):
         me.send(me.rank, "ended")
 
     async def _exchange(self, me: Worker, gradient: FlatArray) -> None:
-        """Step one's own slice, push the others; take their owners' answers."""
+        """Step the own slice, push the other slices and receive their owners' answers."""
         state: ServedState = me.state
         parts = slices(len(me.params), me.workers)
         me.record_update(me.rank, state.version - state.versions[me.rank], weight=1.0)

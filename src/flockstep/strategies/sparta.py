@@ -1,4 +1,4 @@
-"""Local steps, and after each an average of a few of the parameters."""
+"""SPARTA: local steps, and after each an average of a small part of the parameters."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Sparta(Strategy):
     """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3).
 
     After each local step, every worker replaces the same random share p of its parameters by their mean over the
-    workers; which ones follows from a common `seed`, so that no index travels: 2 (n-1)/n p K elements a worker and
-    step. Gradients and optimiser state stay local. With `full`, for example local_sgd(100, outer=nesterov), the whole
-    model is averaged too, now and then: SPARTA inside DiLoCo, which stands longer periods for it.
+    workers. The selection follows from a common `seed`, so that no index is sent: 2 (n-1)/n p K elements per worker and
+    step. Gradients and optimizer state stay local. With `full`, for example local_sgd(100, outer=nesterov), the whole
+    model is also averaged from time to time: SPARTA inside DiLoCo, which then tolerates longer periods.
     """
 
     p: float = field(default=0.005, metadata=searched(0.001, 0.3, whole=False))
@@ -39,7 +39,7 @@ class Sparta(Strategy):
 
     @property
     def traits(self) -> Traits:
-        """Part of every update reaches everyone, or with `full` all of it; a dead worker stops everyone."""
+        """Class 4, or that of `full`; a dead worker stops all workers."""
         if self.full is not None:
             return replace(self.full.traits, approximation="sent later")
         return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"), approximation="sent later")
@@ -47,11 +47,9 @@ class Sparta(Strategy):
     cell = Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings | None:
-        """That of the full averages."""
         return None if self.full is None else self.full.worker_state(me)
 
     async def worker(self, me: Worker) -> None:
-        """Step; average a few parameters, and all of them where that is due."""
         while me.training:
             me.optimizer_step(await me.gradient())
             if me.workers > 1:

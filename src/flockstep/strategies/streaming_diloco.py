@@ -1,4 +1,4 @@
-"""Local steps, and outer steps on one fragment of the model after the other while training goes on."""
+"""Streaming DiLoCo: local steps, and overlapped outer steps on one fragment of the model after another."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from flockstep.strategies.outer.nesterov import Nesterov
 
 @dataclass
 class Fragment:
-    """A part of the model, and what its outer optimiser remembers."""
+    """A fragment of the model and the state of its outer optimizer."""
 
     part: slice
     model: FlatArray
-    """What the outer optimiser made of it last, (its size,)."""
+    """The fragment after the last outer step, of the fragment's size."""
     outer: Any
     given: FlatArray
-    """What this worker gives to the mean that is under way: its part, or what its outer gradient is encoded as."""
+    """This worker's part in the mean in progress: its parameters, or its encoded outer gradient."""
     begun: int = 0
     under_way: bool = False
     dropped: Any = None
-    """What the feedback remembers."""
+    """The memory of the feedback."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class StreamingDiloco(Strategy):
     """Streaming DiLoCo with overlapping communication (Douillard et al. 2025, section 2 and algorithm 2).
 
     The model is cut into `fragments`. Fragment p is averaged after the steps t with t mod `period` = t_p, the offsets
-    t_p being spread evenly, so that at no time more than one fragment travels where there are as many offsets. The mean
-    arrives `overlap` (tau) steps later; then the outer optimiser, which has a state of its own for each fragment, moves
-    the fragment's global part theta, and the replica takes `alpha` of its own part and 1 - alpha of theta. Without
-    overlap there is nothing of one's own to keep: the part is replaced, and one fragment makes this plain DiLoCo.
-    Fragments are contiguous and of equal size; the authors take every F-th layer. What is under way at the end is
-    still merged. A lossy `codec` encodes each worker's outer gradient, theta less its own part, with `feedback`.
+    t_p being spread evenly, so that no two fragments start at the same step if `period` >= `fragments`. The mean is
+    used `overlap` (tau) steps later: the outer optimizer, with a separate state for each fragment, moves the fragment's
+    global parameters theta, and the replica takes `alpha` of its own parameters and 1 - alpha of theta. Without overlap
+    the replica's parameters are replaced by theta, and one fragment makes this plain DiLoCo. Fragments are contiguous
+    and of equal size; the authors take every F-th layer. A mean in progress at the end is still merged. A lossy `codec`
+    encodes each worker's outer gradient, theta minus its own parameters, with `feedback`.
     """
 
     period: int = field(default=100, metadata=searched(8, 256))
@@ -79,27 +79,27 @@ class StreamingDiloco(Strategy):
             )
         check_composition(self.codec, self.feedback)
 
-    # Every update reaches everyone within a period and the overlap; a dead worker stops everyone.
+    # Every update reaches all workers within a period and the overlap; a dead worker stops all workers.
     traits = Traits(completeness=2, survives=False, results=("mean", "rank0", "best"))
 
     @property
     def cell(self) -> Cell:
-        """Replicas meet at means, which they wait for only where these take longer than the overlap."""
+        """Replicas are averaged; workers wait for a mean only if it takes longer than the overlap."""
         return Cell("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> list[Fragment]:
-        """Each fragment begins at the common start."""
+        """Return the fragments, each starting from the initial parameters."""
         return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
 
     def _fragment(self, params: FlatArray, part: slice, workers: int) -> Fragment:
         return Fragment(part, copied(params), self.outer.start(params, workers), copied(params))
 
     def offset(self, index: int) -> int:
-        """t_p of the fragment p = index."""
+        """Return t_p of fragment p = `index`, in steps."""
         return index * self.period // self.fragments
 
     async def worker(self, me: Worker) -> None:
-        """Step; merge what is due, then begin what is due."""
+        """Step; merge the means that are due, then start those that are due."""
         fragments: list[Fragment] = me.state
         for index, fragment in enumerate(fragments):
             if fragment.under_way:  # a run that continues
@@ -117,7 +117,7 @@ class StreamingDiloco(Strategy):
         return self.codec == Identity() and self.feedback == NoFeedback()
 
     def _begin(self, me: Worker, index: int, fragment: Fragment) -> None:
-        """Send this worker's part on its way."""
+        """Start averaging this worker's part of a fragment."""
         part = me.params[fragment.part]
         fragment.begun, fragment.under_way = me.step, True
         if self._exact:
@@ -130,7 +130,7 @@ class StreamingDiloco(Strategy):
         me.background(f"fragment{index}", self._mean(me, fragment), "replayed")
 
     async def _mean(self, me: Worker, fragment: Fragment) -> FlatArray:
-        """The mean of the parts, or theta less the mean of what all outer gradients' encodings stand for."""
+        """Return the mean of the workers' parameters, or theta minus the mean of the decoded outer gradients."""
         model = fragment.model
         if self._exact:
             mean = copied(fragment.given)
@@ -142,7 +142,7 @@ class StreamingDiloco(Strategy):
         return model - total
 
     async def _merge(self, me: Worker, index: int, fragment: Fragment, begun: int) -> None:
-        """Take in a mean that was begun by that step, if one is under way; wait for it."""
+        """Wait for and merge a mean that was started at step `begun` or earlier, if one is in progress."""
         if not fragment.under_way or fragment.begun > begun:
             return
         mean: FlatArray = await me.finished(me.task(f"fragment{index}"))
@@ -156,7 +156,7 @@ class StreamingDiloco(Strategy):
             part[:] = fragment.model
 
     async def finish(self, me: Worker) -> None:
-        """Merge what is still on its way."""
+        """Merge the means in progress, then leave."""
         for index, fragment in enumerate(me.state):
             await self._merge(me, index, fragment, me.step)
         me.leave()

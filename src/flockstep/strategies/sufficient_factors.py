@@ -1,4 +1,4 @@
-"""Synchronous SGD whose fully connected layers travel as vectors instead of matrices, where that is smaller."""
+"""Sufficient factor broadcasting: fully connected layers are sent as factors if these are smaller."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ class SufficientFactors(Strategy):
     """Sufficient factor broadcasting, hybrid (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2).
 
     The gradient of an M × N layer over B samples is Uᵀ V with U (B, M) and V (B, N). A worker broadcasts U and V, adds
-    up everyone's products in order of rank, and all-reduces the rest: w ← w - η · (1/n) Σ g_i, as without factors up to
-    rounding, and equal in every bit on all workers. A layer's factors are sent if B (n - 1) (M + N) <= 2 (n - 1) MN / n
-    elements, that is, if a worker sends less than its part in a ring all-reduce. This is Poseidon's rule for as many
-    servers as workers.
+    up all workers' products in order of rank, and all-reduces the rest of the gradient: w ← w - η · (1/n) Σ g_i, as
+    without factors up to rounding, and equal in every bit on all workers. A layer's factors are sent if B (n - 1) (M +
+    N) <= 2 (n - 1) MN / n elements, that is, if a worker sends less than its part in a ring all-reduce. This is
+    Poseidon's rule for as many servers as workers.
     """
 
     collective: Collective = field(default_factory=Ring)
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
     cell = Cell("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> None:
-        """Nothing to remember, but layers must be there."""
+        """Check that the model has layers that can be factored; there is no state.
+
+        Raises:
+            CompositionError: the model has no such layer.
+        """
         require_layers(self, me)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, broadcast the factors, sum the rest, step."""
         layers = self.chosen(me.layers, me.workers)
         packing = Packing(len(me.params), layers)
         while me.training:
@@ -54,12 +57,16 @@ class SufficientFactors(Strategy):
             me.optimizer_step(rest)
 
     def chosen(self, layers: tuple[Layer, ...], workers: int) -> tuple[Layer, ...]:
-        """The layers whose factors are the smaller thing to send."""
+        """Return the layers that are smaller to send as factors."""
         return tuple(layer for layer in layers if workers > 1 and layer.factors * workers <= 2 * layer.dense)
 
 
 def require_layers(strategy: Strategy, me: Worker) -> None:
-    """Raise `CompositionError` unless the model has layers that can be factored."""
+    """Check that the model has layers that can be factored.
+
+    Raises:
+        CompositionError: the model has no such layer.
+    """
     if not me.layers:
         raise CompositionError(
             f"{strategy} sends factors of fully connected layers, and this model has none that can be factored; use a "

@@ -1,4 +1,4 @@
-"""A parameter server to which fully connected layers travel as vectors, where that is smaller."""
+"""A parameter server that receives fully connected layers as factors if these are smaller."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flockstep.strategies.server_state import PushState
 from flockstep.strategies.sufficient_factors import require_layers
 
 Rectangle = tuple[int, int, int, int]
-"""Where a layer lies: offset, rows, columns, products."""
+"""The position of a layer: offset, rows, columns, products."""
 
 
 class Factored(Pushed, frozen=True):
-    """Beside a gradient of which some layers are factors: also which."""
+    """Note sent with a gradient: also the layers that it contains as factors."""
 
     layers: list[Rectangle]
 
@@ -35,10 +35,10 @@ class Factored(Pushed, frozen=True):
 class FactorServer(ParameterServer):
     """Parameter server to which workers push activations and errors (Project Adam: Chilimbi et al. 2014, section 3.3).
 
-    For a fully connected M × N layer a worker pushes U (B, M), the errors, and V (B, N), the activations, where
-    B (M + N) < MN, and the server computes the gradient Uᵀ V; parameters come back whole. A shard that holds some rows
-    of a layer gets those columns of U, and all of V. Everything else is the parameter server of `consistency` and
-    `rule`, from which this differs by rounding alone.
+    For a fully connected M × N layer a worker pushes U (B, M), the errors, and V (B, N), the activations, if B (M + N)
+    < MN, and the server computes the gradient Uᵀ V; parameters are sent whole. A shard that holds some rows of a layer
+    gets the corresponding columns of U, and all of V. Everything else is as in the parameter server with `consistency`
+    and `rule`, from which the results differ by rounding alone.
     """
 
     notes: ClassVar[Notes] = {**ParameterServer.notes, "push": Factored}
@@ -59,23 +59,29 @@ class FactorServer(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        """As a parameter server, for declared jobs; the factors of the first layer are its inputs: the samples."""
+        """The traits of a parameter server, for declared jobs; the factors of the first layer contain its inputs, the
+        samples.
+        """
         return replace(super().traits, needs_job=True, samples="sent")
 
     def worker_state(self, me: Worker) -> PushState:
-        """As a parameter server's, but layers must be there."""
+        """Return a parameter server's state.
+
+        Raises:
+            CompositionError: the model has no layer that can be factored.
+        """
         require_layers(self, me)
         return super().worker_state(me)
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray]:
-        """The next gradient, with layers as factors where that is smaller."""
+        """Return the next gradient, with layers as factors if these are smaller."""
         layers = smaller(me)
         return me.gradient_in_factors(layers) if layers else me.gradient()
 
     def pushes(
         self, me: Worker, state: PushState, gradient: FlatArray, parts: Sequence[slice]
     ) -> list[tuple[Address, FlatArray, Pushed]]:
-        """What each shard is sent of a gradient, in the smaller form."""
+        """Return the push to each shard, with layers in the smaller form."""
         packing = Packing(len(me.params), smaller(me))
         return [
             (server(i), payload, Factored(state.versions[i], me.lr, [rectangle(layer) for layer in layers]))
@@ -83,7 +89,7 @@ class FactorServer(ParameterServer):
         ]
 
     def decode(self, me: Server, message: Message) -> FlatArray:
-        """The gradient (K,), multiplied out of its factors."""
+        """Return the gradient (K,), with the factors multiplied out."""
         gradient = unpacked(message, len(me.params))
         require_finite_update(me, message, gradient)
         return gradient
@@ -92,9 +98,10 @@ class FactorServer(ParameterServer):
 def divided(
     packed: FlatArray, packing: Packing, parts: Sequence[slice]
 ) -> Iterator[tuple[tuple[Layer, ...], FlatArray]]:
-    """For each part of the array: the layers, and rows of layers, that are smaller as factors, and its gradient packed.
+    """Yield for each slice of the array the layers, or rows of layers, that are smaller as factors, and its packed
+    gradient.
 
-    Rows that lie in two parts are sent as they are.
+    A row that lies in two slices is sent dense.
     """
     if len(parts) == 1 or not packing.layers:
         yield from ((tuple(packing.layers), packed[part] if len(parts) > 1 else packed) for part in parts)
@@ -111,20 +118,20 @@ def divided(
 
 
 def smaller(me: Worker) -> tuple[Layer, ...]:
-    """The layers that are smaller as factors."""
+    """Return the layers that are smaller as factors."""
     return tuple(layer for layer in me.layers if layer.factors < layer.dense)
 
 
 def rectangle(layer: Layer) -> Rectangle:
-    """What a push says of a layer that it holds factors of."""
+    """Return the position of a layer, as a push contains it."""
     return layer.offset, layer.rows, layer.columns, layer.products
 
 
 def unpacked(message: Message, size: int) -> FlatArray:
-    """The gradient (K,) that a push stands for.
+    """Return the gradient (K,) that a push contains.
 
     Raises:
-        ProtocolError: what it says does not fit its payload, or the model.
+        ProtocolError: the layers in the note do not fit the payload or the model.
     """
     layers, packed = message.note.layers, message.payload
     if not layers:

@@ -1,4 +1,4 @@
-"""What strategies promise."""
+"""The properties that a strategy guarantees, as data."""
 
 from __future__ import annotations
 
@@ -14,44 +14,59 @@ Approximation = Literal["none", "sent later", "lost"]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a composed strategy promises."""
+    """The properties that a composed strategy guarantees."""
 
     completeness: Literal[1, 2, 3, 4]
-    """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay,
-    3 complete with unbounded delay, 4 partial."""
+    """Class on FAST's spectrum of communication completeness: 1 synchronous, 2 complete with bounded delay, 3 complete
+    with unbounded delay, 4 partial.
+    """
     survives: bool | int
-    """Deaths of workers after which the others still go on: a number, False for none, True for any number."""
+    """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
     results: tuple[ResultPolicy, ...]
-    """The policies for choosing the resulting model that make sense; the first is the default."""
+    """The policies for choosing the resulting model that the strategy allows; the first is the default."""
     server_optimizer: bool = False
-    """Gradients are applied by the servers (or by slices), whose optimiser is rebuilt from the worker's."""
+    """Whether the servers (or the owners of slices) apply the gradients, with an optimizer rebuilt from the worker's.
+    """
     fixed_steps: bool = True
-    """Every worker takes exactly the steps that it was granted; otherwise all together take at most as many."""
+    """Whether every worker takes exactly the number of steps granted to it; otherwise the workers together take at most
+    the sum of the granted steps.
+    """
     needs_job: bool = False
-    """Workers ask for more than their next gradient, which only a declared job can give, not a script's own loop."""
+    """Whether workers ask for more than their next gradient; only a declared job provides that, a script's own loop
+    cannot.
+    """
     gathers: int = 0
-    """Gradients of different workers, whichever come first, that a step waits for; 0: of all of them or of none, -b: of
-    all but b."""
+    """Number of gradients of different workers, in order of arrival, that a step waits for: 0 for all of them or none,
+    -b for all but b.
+    """
     least: int = 1
-    """Workers that must be left for the others to go on."""
+    """Minimum number of live workers with which the run continues."""
     samples: Samples = "own"
-    """Whose training samples a worker sees: its own alone; those of `others`, on which it computes gradients; or its
-    own, of which messages carry some, as they are (`sent`)."""
+    """Whose training samples a worker receives: `own` for its own only; `others` if it computes gradients on samples of
+    other workers; `sent` if messages carry some of its own samples unchanged.
+    """
     clips: Clips = "own"
-    """What `flockstep.clip_grad_norm_` clips: each worker's own gradient, or the combined gradient of a step, on the
-    server with `server_optimizer`; none where no node holds the whole combined gradient."""
+    """What `flockstep.clip_grad_norm_` clips: `own` for each worker's own gradient; `combined` for the combined
+    gradient of a step, on the server if `server_optimizer`; `none` if no node holds the whole combined gradient.
+    """
     memory: Memory = "optimizer"
-    """What servers remember of past steps: what the worker's optimizer would; a velocity, as that optimizer's
-    `momentum`; or the state of an optimizer of their `own`, which a script cannot save or load."""
+    """What servers remember of past steps: `optimizer` for the state of the worker's optimizer; `velocity` for one
+    momentum buffer with that optimizer's `momentum`; `own` for the state of another optimizer, which a script cannot
+    save or load.
+    """
     approximation: Approximation = "none"
-    """What becomes of the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
-    there is none; a later step sends that part; the part is lost."""
+    """What happens to the part of an update that the strategy itself, without a codec, leaves out of a step's messages:
+    `none` if nothing is left out, `sent later` if a later step sends the part, `lost` if the part is never sent.
+    """
     curvature: bool = False
-    """Steps follow the curvature, not the job's optimizer, so that steps to a target cannot be compared."""
+    """Whether steps follow the curvature instead of the job's optimizer, so that step counts to a target are not
+    comparable.
+    """
     matrices: bool = False
-    """The strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of tensors."""
+    """Whether the strategy sends factors of the gradient's matrices, so that bytes depend on the shapes of the tensors.
+    """
     restarts: bool = True
-    """A run can be stopped and begun anew from what its nodes remember; otherwise something lies outside of them."""
+    """Whether a stopped run can be resumed from the states of its nodes; False if some state lies outside the nodes."""
 
     @property
     def alike(self) -> bool:
@@ -59,10 +74,12 @@ class Traits:
         return self.completeness == 1 and not self.server_optimizer
 
     def deaths(self, workers: int) -> int:
-        """Number of deaths among so many workers after which the others still go on."""
+        """Number of worker deaths, of `workers` workers, after which the others still continue."""
         most = workers - self.least
         return max(0, most if self.survives is True else min(int(self.survives), most))
 
     def held_up(self, workers: int) -> bool:
-        """Whether a step may wait for some other workers, so that those who make no steps hold it up."""
+        """Whether a step waits for some but not all of the `workers` workers, so that workers without steps
+        delay it.
+        """
         return 1 < (self.gathers if self.gathers > 0 else workers + self.gathers) < workers

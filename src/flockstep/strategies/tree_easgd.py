@@ -1,4 +1,4 @@
-"""Elastic averaging between the neighbours in a tree of workers."""
+"""Elastic averaging between neighbors in a tree of workers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass(frozen=True)
 class TreeElasticAveraging(Strategy):
-    """EASGD Tree (Zhang 2016, chapter 6): every node of a tree is a worker that meets its parent and its children.
+    """EASGD Tree (Zhang 2016, chapter 6): every node of a tree is a worker that exchanges with its parent and children.
 
-    Worker i > 0 is a child of (i - 1) div branching, as in the topology `tree`. A leaf sends its parameters to its
-    parent every `up` steps and hears its parent every `down` steps; between inner nodes both happen every `upper`
-    steps. On receipt of x, at the next step boundary, w ← w - alpha (w - x), whatever became of the sender meanwhile.
-    `alpha` none: 0.9 / (branching + 1). The thesis has branching 16 with 256 workers, periods 10 and 100. When a
-    worker dies, its children turn to its parent; those of worker 0 go on as trees of their own.
+    Worker i > 0 is a child of worker (i - 1) div branching, as in the topology `tree`. A leaf sends its parameters to
+    its parent every `up` steps, and its parent sends its own to the leaf every `down` steps; inner nodes exchange both
+    ways every `upper` steps. A worker that has received x moves at its next step boundary: w ← w - alpha (w - x).
+    `alpha` is 0.9 / (branching + 1) by default. The thesis uses branching 16 with 256 workers, and periods 10 and 100.
+    If a worker dies, its children exchange with its parent; the children of worker 0 continue as separate trees.
     """
 
     branching: int = 4
@@ -41,17 +41,16 @@ class TreeElasticAveraging(Strategy):
                 f"alpha must be in [0, 1], got {self.alpha}; leave it out for 0.9 / (branching + 1)"
             )
 
-    # A worker hears its neighbours only; workers may die.
+    # A worker exchanges with its neighbors only; workers may die.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
     cell = Cell("decentral", "bounded async", "ad hoc", "tree")
 
     @property
     def rate(self) -> float:
-        """alpha; unless it is given, 0.9 / (branching + 1)."""
+        """alpha, by default 0.9 / (branching + 1)."""
         return 0.9 / (self.branching + 1) if self.alpha is None else self.alpha
 
     async def worker(self, me: Worker) -> None:
-        """Move towards what came, step, tell those whose turn it is."""
         while me.training:
             for message in me.arrived("model"):
                 self.approach(me, message)
@@ -59,7 +58,7 @@ class TreeElasticAveraging(Strategy):
             me.send_all(self.due(me), "model", me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Move towards what is still to come."""
+        """Leave, and move towards the models still in transit."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "model":
@@ -71,7 +70,7 @@ class TreeElasticAveraging(Strategy):
         me.record_update(message.source, max(0, me.step - message.step))
 
     def due(self, me: Worker) -> list[int]:
-        """The neighbours that hear of this worker after the step that it has just taken."""
+        """Return the ranks of the neighbors that this worker sends its model to after its last step."""
         if me.step % self.up and me.step % self.down and me.step % self.upper:
             return []
         parent = self.parent(me.rank, me.lost)
@@ -81,11 +80,11 @@ class TreeElasticAveraging(Strategy):
         return [to for to, lower, period in edges if not me.step % (period if leaf(lower, me.workers) else self.upper)]
 
     def is_leaf(self, rank: int, workers: int) -> bool:
-        """Whether that worker has no children where everyone is alive."""
+        """Whether the worker `rank` has no children while all workers are alive."""
         return self.branching * rank + 1 >= workers
 
     def parent(self, rank: int, lost: set[int]) -> int | None:
-        """The nearest ancestor that is alive."""
+        """Return the rank of the nearest ancestor that is alive; None if there is none."""
         while rank > 0:
             rank = (rank - 1) // self.branching
             if rank not in lost:
@@ -93,6 +92,6 @@ class TreeElasticAveraging(Strategy):
         return None
 
     def children(self, rank: int, workers: int, lost: set[int]) -> list[int]:
-        """The workers whose nearest living ancestor this one is."""
+        """Return the ranks of the live workers whose nearest live ancestor is this worker."""
         others = range(rank + 1, workers)
         return [other for other in others if other not in lost and self.parent(other, lost) == rank]

@@ -1,4 +1,4 @@
-"""Gradients up a binomial tree, parameters down it."""
+"""A binomial tree that sums gradients upwards and distributes parameters downwards."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 class TreeServer(Strategy):
     """Synchronous SGD with a reduction tree (FireCaffe: Iandola et al. 2016, section 4).
 
-    Gradients are summed up a binomial tree: in round k worker r with bit k set sends its sum to r - 2^k. Worker 0, the
-    root, divides by n, steps the only optimiser, and the tree carries the parameters down the same edges. Everyone but
-    the root sends one gradient a step; the critical path has ceil(log2 n) messages each way, where a server that hears
-    every worker itself would take in n.
+    Gradients are summed up a binomial tree: in round k worker r with bit k set sends its sum to worker r - 2^k. Worker
+    0, the root, divides by n and steps the only optimizer; the parameters travel down the same edges. Every worker but
+    the root sends one gradient per step. The critical path has ceil(log2 n) messages each way, where a single server
+    would receive n.
     """
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
     cell = Cell("central", "sync", "binomial tree", "single PS")
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
-        """The root's optimiser state; the others have none."""
+        """Return the root's optimizer state; the other workers have no state."""
         assert me.optimizer is not None
         return me.optimizer.init(me.params) if me.rank == 0 else None
 
     async def worker(self, me: Worker) -> None:
-        """Compute, add what the children send, pass it on; take the parameters, pass them on."""
         parent, children = family(me.rank, me.workers)
         while me.training:
             total = copied(await me.gradient())
@@ -51,7 +50,9 @@ class TreeServer(Strategy):
 
 
 def family(rank: int, n: int) -> tuple[int | None, list[int]]:
-    """A worker's parent (None: it is the root) and its children, nearest first, in the binomial tree on 0..n-1."""
+    """Return a worker's parent (None for the root) and children, nearest first, in the binomial tree on workers 0 to
+    n-1.
+    """
     children, distance = [], 1
     while distance < n and not rank & distance:
         if rank + distance < n:
@@ -61,5 +62,5 @@ def family(rank: int, n: int) -> tuple[int | None, list[int]]:
 
 
 def depth(rank: int) -> int:
-    """Edges between a worker and the root: one for each bit of its rank."""
+    """Return the number of edges between a worker and the root: the number of bits set in its rank."""
     return int(np.bitwise_count(np.uint64(rank)))

@@ -1,4 +1,4 @@
-"""Scatter-reduce with a codec on both ways: what comes back is encoded too, and what that drops comes later."""
+"""Scatter-reduce with a codec in both directions: gradients and their mean are both encoded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flockstep.strategies.rules.base import mean_of
 
 @dataclass
 class Dropped:
-    """What a worker's feedback remembers: of the slices of its gradient, and of the mean of the slice that it owns."""
+    """A worker's state: the feedback's memory for each slice of its gradient, and for the mean of its own slice."""
 
     gradients: list[Any]
     mean: Any = None
@@ -33,11 +33,12 @@ class Dropped:
 class TwoWay(Strategy):
     """Error compensation on both ways (1-bit SGD: Seide et al. 2014; DoubleSqueeze: Tang et al. 2019, algorithm 1).
 
-    Worker i sends slice j of its gradient to worker j, encoded with `codec` and `feedback`; worker j takes the mean,
-    encodes it with the same codec and a `feedback` of its own, and sends it to everyone. All workers, the owner too,
-    step with what arrives, each with the job's optimiser, so that replicas are equal in every bit. With n workers and
-    codes of K elements in C bytes each sends about 2(n-1)/n C bytes a step. Seide et al. keep AdaGrad with the owner,
-    before the second encoding; here the optimiser comes after it. One worker encodes twice, too.
+    Worker i sends slice j of its gradient to worker j, encoded with `codec` and `feedback`. Worker j takes the mean,
+    encodes it with the same codec and a separate `feedback`, and sends it to all workers. All workers, the owner
+    included, step with the decoded mean, each with the job's optimizer, so that replicas are equal in every bit. With n
+    workers and C bytes for K encoded elements, each worker sends about 2(n-1)/n C bytes per step. Seide et al. run
+    AdaGrad on the owner before the second encoding; here the optimizer comes after it. A single worker encodes twice,
+    too.
     """
 
     codec: Codec = field(default_factory=Half)
@@ -51,16 +52,14 @@ class TwoWay(Strategy):
                 f"{self.feedback}; use residual, and momentum in the optimiser"
             )
 
-    # Synchronous; a dead worker stops everyone.
+    # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
     cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Dropped:
-        """Nothing dropped."""
         return Dropped([None] * me.workers)
 
     async def worker(self, me: Worker) -> None:
-        """Compute, scatter, take the mean of one's slice, gather the means, step."""
         parts = slices(len(me.params), me.workers)
         own = parts[me.rank]
         while me.training:
@@ -84,14 +83,14 @@ class TwoWay(Strategy):
             me.optimizer_step(total)
 
     def _scatter(self, me: Worker, gradient: FlatArray, parts: list[slice]) -> Bytes:
-        """Send every other worker its slice; return one's own, encoded as theirs are."""
+        """Send every other worker its slice of the gradient; return the own slice, encoded like the others."""
         state: Dropped = me.state
         ready = []
         for rank, part in enumerate(parts):
             memory = state.gradients[rank]
             data, state.gradients[rank] = encoded(me, self.codec, self.feedback, gradient[part], memory, part)
             ready.append(data)
-        for hop in range(1, me.workers):  # everyone begins with another receiver
+        for hop in range(1, me.workers):  # each worker begins with a different receiver
             rank = (me.rank + hop) % me.workers
             me.send(rank, "gradient", ready[rank])
         return ready[me.rank]

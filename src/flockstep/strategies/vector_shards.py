@@ -1,4 +1,4 @@
-"""Vectors that lie in slices on several servers, and L-BFGS over them by small commands."""
+"""Vectors sliced over several servers, and L-BFGS on them by small commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from flockstep.messages import Note, server
 from flockstep.nodes import Server
 
 ASK = "ask/shard"
-"""Tag of what is asked of a shard, in the channel of the background task that serves it; the note's `op` says what."""
+"""Tag of requests to a shard, in the channel of the background task that serves the shard; the note's `op` is the
+request.
+"""
 Operation = Literal["dot", "set", "add", "scale"]
 
 
 class Asked(Note, frozen=True):
-    """What is asked of a shard: its slice of the trial parameters, to add up a portion's gradient, or a command."""
+    """Note of a request to a shard: to send its trial parameters, to add a portion's gradient, or to execute a
+    command.
+    """
 
     op: Literal["fetch", "portion", "dot", "set", "add", "scale"]
     a: str = ""
@@ -29,7 +33,7 @@ class Asked(Note, frozen=True):
 
 
 class Answer(Note, frozen=True):
-    """The value of a dot product, otherwise 0."""
+    """Note of a shard's answer: the value of a dot product, otherwise 0."""
 
     value: float = 0.0
 
@@ -41,10 +45,10 @@ class Shard:
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
     def answer(self, asked: Asked) -> float:
-        """Carry out one command, as `_obey` says.
+        """Execute one command; return the value of a dot product, otherwise 0.
 
         Raises:
-            ProtocolError: there is no vector of that name.
+            ProtocolError: the shard has no vector of that name.
         """
         try:
             return self._obey(asked)
@@ -52,7 +56,7 @@ class Shard:
             raise ProtocolError(f"a shard has no vector {name} to {asked.op}; it has {sorted(self.vectors)}") from None
 
     def _obey(self, asked: Asked) -> float:
-        """Carry out one command; the value of a dot product, otherwise 0.
+        """Execute one command; return the value of a dot product, otherwise 0.
 
         dot a b: aᵀ b. set a b: a ← b. add a b by: a ← a + by b. scale a by: a ← by a.
         """
@@ -70,14 +74,14 @@ class Shard:
 
 
 async def tell(me: Server, op: Operation, a: str, b: str = "", by: float = 1.0) -> float:
-    """Send one command to every shard; the sum of their answers, in order of shards."""
+    """Send one command to every shard; return the sum of their answers, in order of shards."""
     asked = Asked(op, a, b, by)
     replies = await me.ask_all(ASK, [(server(i), None, asked) for i in range(me.cluster.servers)])
     return float(sum(reply.note.value for reply in replies))
 
 
 async def direction(me: Server, pairs: Sequence[int]) -> None:
-    """Vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, the oldest first."""
+    """Set vector d ← - H g by the two-loop recursion (Nocedal 1980); pair k is s{k}, y{k}, the oldest pair first."""
     await tell(me, "set", "d", "g")
     alphas: dict[int, float] = {}
     curvature = {k: await tell(me, "dot", f"s{k}", f"y{k}") for k in pairs}

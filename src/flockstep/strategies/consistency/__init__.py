@@ -1,4 +1,4 @@
-"""Which reads a parameter server admits now, and which gradients it applies now: one rule per file."""
+"""Consistency rules: which reads a parameter server admits now, and which gradients it applies now."""
 
 from flockstep.strategies.consistency.asynchronous import Asynchronous
 from flockstep.strategies.consistency.base import ClockRule, Consistency, Push, Read, View, by_timestamp

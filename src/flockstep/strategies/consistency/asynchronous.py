@@ -1,4 +1,4 @@
-"""No bound."""
+"""Asynchronous consistency: no bound on staleness."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ class Asynchronous(ClockRule):
     survives = True
 
     def full_step(self, workers: int) -> int:
-        """Each gradient is a full step."""
         return 1
 
     def admits(self, clock: int, slowest: int) -> bool:
-        """Always."""
         return True
 
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Each at once."""
         return [[push] for push in pending]

@@ -1,6 +1,7 @@
 """The contract of a consistency rule: which reads a parameter server admits now, and which gradients it applies now.
 
-A worker's clock counts the gradients it has pushed; a gradient's timestamp is that clock before it was pushed.
+A worker's clock counts the gradients that the worker has pushed; a gradient's timestamp is the worker's clock before
+the push.
 """
 
 from __future__ import annotations
@@ -21,91 +22,100 @@ from flockstep.strategies.server_state import Read as Read
 
 
 class View(msgspec.Struct, eq=False):
-    """What a rule may look at besides what is pending."""
+    """What a consistency rule may read besides the pending reads and gradients."""
 
     slowest: int
-    """The least clock of the live workers."""
+    """The smallest clock of the live workers."""
     workers: int
-    """Number of workers that the run began with (lambda, P or n in the literature)."""
+    """Number of workers at the start of the run (lambda, P or n in the literature)."""
     live: int
-    """Workers that have neither died nor come to their end."""
+    """Number of workers that have neither died nor finished."""
     lost: int
-    """Workers that died."""
+    """Number of workers that died."""
     version: int
-    """Updates applied so far."""
+    """Number of updates applied so far."""
     reading: Mapping[int, int]
-    """Live worker that waits for nothing → the version that it computes on."""
+    """Rank of each live worker that is not waiting → the version that the worker computes on."""
     params: FlatArray
-    """The parameters as they are now."""
+    """The current parameters, of shape (K,)."""
     kept: dict[int, FlatArray]
-    """Old versions that the rule has kept."""
+    """Version → copy of the parameters, for the old versions that the rule has kept."""
     moved: bool
-    """Whether the slowest clock has moved, or somebody has left, since the rule was asked last."""
+    """Whether the slowest clock has moved, or a worker has left, since the rule was last asked."""
     waiting: Callable[[int], bool]
-    """Whether a worker, by rank, has pushed a gradient that is neither applied nor dropped."""
+    """Whether the worker of a given rank has pushed a gradient that is neither applied nor dropped."""
 
 
 class Consistency(Component):
-    """Which reads are admitted, and which gradients are released, from what is pending."""
+    """A rule that decides which pending reads are admitted and which pending gradients are applied."""
 
     noun: ClassVar[str] = "consistency"
 
     @property
     def access(self) -> Access:
-        """How workers come by the parameters."""
+        """How workers obtain the parameters."""
         return Asks()
 
     @property
     def gathers(self) -> int:
-        """Gradients of different workers that a step waits for, as in `Traits`."""
+        """Number of gradients of different workers that a step waits for, as in `Traits.gathers`."""
         return 0
 
     @property
     @abstractmethod
     def completeness(self) -> Literal[1, 2, 3, 4]:
-        """FAST class: 1 synchronous, 2 bounded delay, 3 unbounded delay, 4 where gradients are dropped."""
+        """FAST class: 1 synchronous, 2 bounded delay, 3 unbounded delay, 4 if gradients are dropped."""
 
     @property
     @abstractmethod
     def survives(self) -> bool | int:
-        """Deaths after which the others still go on: a number, False for none, True for any number."""
+        """Number of worker deaths after which the other workers still continue: False for none, True for any number."""
 
     @property
     def least(self) -> int:
-        """Workers that must be left for the others to go on."""
+        """Minimum number of live workers with which the run continues."""
         return 1
 
     @abstractmethod
     def full_step(self, workers: int) -> int:
-        """Number of gradients that make a full step; each counts as its inverse, however many are released together."""
+        """Number of gradients c that make a full step; each gradient counts as 1/c, however many are applied
+        together.
+        """
 
     def check(self, workers: int) -> None:
-        """Raise `ConfigurationError` unless the rule makes sense for that many workers."""
+        """Check that the rule is valid for the given number of workers.
+
+        Raises:
+            ConfigurationError: the rule cannot work with `workers` workers.
+        """
 
     @abstractmethod
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Those that are answered now."""
+        """Return the reads that the server answers now."""
 
     @abstractmethod
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The groups of gradients to apply now, in order; m of them make m / full_step of a step along their mean."""
+        """Return the groups of gradients to apply now, in order; a group of m gradients makes m / full_step of a step
+        along its mean.
+        """
 
     def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
-        """There is a new version, which a rule may copy to `kept`."""
+        """Note a new version of the parameters; a rule that compares versions stores a copy in `kept`."""
 
     def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
-        """Those that will never be applied."""
+        """Return the pending gradients that will never be applied."""
         return []
 
     def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The groups to apply of what is left when everyone has gone."""
+        """Return the groups of remaining gradients to apply after all workers have left."""
         return []
 
 
 class ClockRule(Consistency):
-    """A rule that decides from the clocks alone; `slowest` is the least clock of the live workers.
+    """A rule that decides from the clocks alone; `slowest` is the smallest clock of the live workers.
 
-    As long as that stands still, nothing changes for those that wait already: only the newest is looked at.
+    As long as `slowest` does not change, the decision on older pending entries does not change either, so only the
+    newest entry is examined.
     """
 
     @abstractmethod
@@ -114,18 +124,16 @@ class ClockRule(Consistency):
 
     @abstractmethod
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """The groups of gradients to apply now, in order."""
+        """Return the groups of gradients to apply now, in order."""
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Those whose clocks are admitted."""
         return [read for read in (reads if view.moved else reads[-1:]) if self.admits(read.clock, view.slowest)]
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """As the clocks say."""
         return self.releases(pending if view.moved else pending[-1:], view.slowest)
 
 
 def by_timestamp(pushes: Sequence[Push]) -> list[list[Push]]:
-    """Groups of equal timestamp, oldest first, each in order of rank."""
+    """Group pushes by timestamp, oldest first, each group in order of rank."""
     ordered = sorted(pushes, key=attrgetter("timestamp", "rank"))
     return [list(group) for _, group in groupby(ordered, attrgetter("timestamp"))]

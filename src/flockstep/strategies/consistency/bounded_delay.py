@@ -1,4 +1,4 @@
-"""A task may start once all that lie tau before it have finished."""
+"""Bounded delay: a task may start once all tasks more than tau before it have finished."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 class BoundedDelay(ClockRule):
     """Bounded delay (Li et al. 2014, section 3.4): task t starts when all tasks up to t - tau - 1 have finished.
 
-    A task is a worker's push and pull; gradients are applied as they arrive, so that, unlike with `ssp`, a reader may
-    see some that are further ahead than its bound. As with `ssp`, every gradient counts the same whatever tau: with
-    `weight="mean"` as 1/n of a step, n being the number of workers that the run began with, an effective rate of
-    lr / n for a gradient, so that tau = 0 is bulk synchronous, bit for bit; with `weight="sum"` as a whole step, an
-    effective rate of lr, which is the sum over workers of the paper's algorithm 1, so that a bound that never binds is
-    asynchronous.
+    A task is a worker's push and pull. Gradients are applied as they arrive, so a reader may see gradients that are
+    further ahead than its bound, which `ssp` excludes. As with `ssp`, every gradient counts the same whatever tau is.
+    With `weight="mean"` a gradient counts as 1/n of a step, n being the number of workers at the start of the run, so
+    that its effective learning rate is lr / n and tau = 0 is bulk synchronous, bit for bit. With `weight="sum"` a
+    gradient counts as a whole step with learning rate lr, which is the sum over workers of the paper's algorithm 1, so
+    that a bound that never binds is asynchronous.
     """
 
     tau: int = field(default=4, metadata=SHOWN | searched(0, 16, log=False))
@@ -32,24 +32,23 @@ class BoundedDelay(ClockRule):
 
     @property
     def completeness(self) -> Literal[1, 2, 3, 4]:
-        """Bounded delay; none with tau = 0."""
+        """FAST class 2, bounded delay; 1 with tau = 0."""
         return 2 if self.tau else 1
 
     @property
     def survives(self) -> bool:
-        """A dead worker's clock no longer counts."""
+        """Whether workers may die: True for tau > 0, because a dead worker's clock no longer counts."""
         return self.tau > 0
 
     def full_step(self, workers: int) -> int:
-        """One gradient of each worker, or a single one."""
         return workers if self.weight == "mean" else 1
 
     def admits(self, clock: int, slowest: int) -> bool:
-        """t - tau <= slowest clock."""
+        """Whether clock - tau <= slowest."""
         return clock - self.tau <= slowest
 
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
-        """Each at once; with tau = 0 those of steps that everyone has pushed."""
+        """Each gradient by itself on arrival; with tau = 0, the gradients of the steps that all workers have pushed."""
         if self.tau:
             return [[push] for push in pending]
         return by_timestamp([push for push in pending if push.timestamp < slowest])

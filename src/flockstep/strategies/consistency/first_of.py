@@ -1,4 +1,4 @@
-"""The first gradients of a version; the rest is given up."""
+"""Rules that step on the first gradients of a version and cancel the rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 
 class FirstOf(Consistency):
-    """A step for the first `needed` gradients of the current version; workers that are late give up theirs.
+    """A step for the first `needed` gradients of the current version; late workers cancel their gradients.
 
-    Each gradient counts as 1/needed of a step, also towards the end of a run, where fewer workers have any left.
+    Each gradient counts as 1/needed of a step, also near the end of a run, when fewer workers have steps left.
     """
 
     access = GivesUp()
@@ -23,26 +23,27 @@ class FirstOf(Consistency):
 
     @property
     def survives(self) -> bool | int:
-        """Any number of deaths, as long as enough workers live."""
+        """True: any number of workers may die, as long as `needed` workers are left."""
         return True
 
     @abstractmethod
     def needed(self, workers: int) -> int:
-        """How many gradients make a step."""
+        """Number of gradients that make a step."""
 
     def full_step(self, workers: int) -> int:
-        """As many as a step takes."""
         return self.needed(workers)
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Those for whom there is a newer version."""
+        """Return the reads of workers for which there is a newer version."""
         return [read for read in reads if read.version < view.version]
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The first ones of this version, in order of rank; towards the end those of all who have not ended.
+        """Return the first `needed` gradients of this version, in order of rank.
+
+        Near the end of a run, a step takes the gradients of all workers that have not finished.
 
         Raises:
-            PeerLost: so many workers died that fewer are left than it takes.
+            PeerLost: after worker deaths, fewer workers are left than a step needs.
         """
         needed = self.needed(view.workers)
         if view.workers - view.lost < needed:
@@ -51,11 +52,11 @@ class FirstOf(Consistency):
                 f"{needed}; ask for fewer"
             )
         current = [push for push in pending if push.version == view.version]
-        needed = min(needed, view.live)  # who was late has skipped versions, and still has steps when others have none
+        needed = min(needed, view.live)  # late workers skipped versions and have steps left when others have none
         return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed > 0 else []
 
     def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
-        """Those of earlier versions."""
+        """Return the gradients of earlier versions."""
         return [push for push in pending if push.version < view.version]
 
     def _require(self, needed: int, workers: int, what: str) -> None:
@@ -69,8 +70,8 @@ class FirstOf(Consistency):
 class BackupWorkers(FirstOf):
     """Synchronous SGD with b backup workers (Chen et al. 2016; Abadi et al. 2016, section 4.4).
 
-    Of all workers, the first N = workers - b gradients of a version make the next one; the others are dropped, and who
-    still computes gives up. A step takes as long as the N-th fastest. Up to b workers may die.
+    The first N = workers - b gradients of a version make the next version. The other gradients are dropped, and workers
+    that are still computing cancel theirs. A step takes as long as the N-th fastest worker. Up to b workers may die.
     """
 
     b: int = field(default=1, metadata=SHOWN | searched(0, WORKERS, log=False))
@@ -81,75 +82,72 @@ class BackupWorkers(FirstOf):
 
     @property
     def gathers(self) -> int:
-        """All but b."""
+        """-b: a step waits for all workers but b."""
         return -self.b
 
     @property
     def survives(self) -> int:
-        """As many deaths as there are backup workers."""
+        """b: as many workers may die as there are backup workers."""
         return self.b
 
     def check(self, workers: int) -> None:
-        """Somebody must be left."""
         if workers > 1:
             self._require(
                 self.needed(workers), workers, f"b={self.b} leaves {self.needed(workers)} gradients for a step"
             )
 
     def needed(self, workers: int) -> int:
-        """N; a worker alone has no backup."""
+        """N = workers - b; 1 for a single worker, which has no backup."""
         return workers - self.b if workers > 1 else 1
 
 
 @dataclass(frozen=True)
 class KSync(FirstOf):
-    """K-sync SGD (Dutta et al. 2018, section 3.1): the first `k` learners of a step; the rest is cancelled."""
+    """K-sync SGD (Dutta et al. 2018, section 3.1): the gradients of the first `k` learners make a step; the rest are
+    cancelled.
+    """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     @property
     def gathers(self) -> int:
-        """k."""
         return self.k
 
     @property
     def least(self) -> int:
-        """A step takes the gradients of k workers."""
+        """k: a step needs the gradients of k workers."""
         return self.k
 
     def check(self, workers: int) -> None:
-        """There must be so many."""
         self._require(self.k, workers, f"k={self.k}")
 
     def needed(self, workers: int) -> int:
-        """K."""
         return self.k
 
 
 @dataclass(frozen=True)
 class KBatchSync(FirstOf):
-    """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches of a step, whoever computes them.
+    """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches make a step, whichever learner computes
+    them.
 
-    A learner that is done computes another batch on the same version until there are k; the rest is cancelled.
+    A learner that is done computes another batch on the same version until there are k batches; the rest are cancelled.
     """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
 
     def check(self, workers: int) -> None:
-        """Any number from 1 on will do."""
         if self.k < 1:
             raise ConfigurationError(f"k must be >= 1 batches, got {self.k}; 1 steps after each")
 
     def needed(self, workers: int) -> int:
-        """K."""
         return self.k
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Everyone."""
+        """Return all reads."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The first ones of this version, in order of rank and clock."""
+        """Return the first k gradients of this version, in order of rank and clock."""
         current = [push for push in pending if push.version == view.version]
         first = sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))
         return [first] if len(current) >= self.k else []

@@ -1,4 +1,4 @@
-"""A step for every c gradients."""
+"""n-softsync: a step for every c gradients."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 class SoftSync(Consistency):
     """n-softsync (Gupta, Zhang & Wang 2016; Zhang et al. 2016, section 3).
 
-    The server steps along the mean of c = floor(workers / n) gradients, whoever they are from and however old; nobody
-    waits. n = 1 steps after as many gradients as there are workers, n = workers after each, as `asynchronous` does. In
-    the long run the mean staleness is (workers - 1) / c. What is left at the end makes a shorter step: each gradient
-    counts as 1/c of one.
+    The server steps along the mean of c = floor(workers / n) gradients, of any workers and any age; no worker waits. n
+    = 1 steps after as many gradients as there are workers; n = workers steps after each gradient, as `asynchronous`
+    does. The long-run mean staleness is (workers - 1) / c. Gradients left over at the end make a shorter step: each
+    gradient counts as 1/c of a step.
     """
 
     n: int = field(default=1, metadata=SHOWN | searched(1, WORKERS))
@@ -30,23 +30,21 @@ class SoftSync(Consistency):
     survives = True
 
     def check(self, workers: int) -> None:
-        """At least one gradient makes a step."""
         if self.n > workers:
             raise ConfigurationError(f"n must be <= workers, {workers}, got {self.n}; use asynchronous for n = workers")
 
     def full_step(self, workers: int) -> int:
-        """c."""
+        """c = floor(workers / n)."""
         return workers // self.n
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Everyone."""
+        """Return all reads."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """The first c, if there are as many."""
+        """Return the first c gradients as one group, once there are c."""
         c = self.full_step(view.workers)
         return [list(pending[:c])] if len(pending) >= c else []
 
     def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """What is left."""
         return [list(pending)] if pending else []

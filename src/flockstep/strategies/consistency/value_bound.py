@@ -1,4 +1,4 @@
-"""A bound on how far values may have moved."""
+"""Value-bounded consistency: a bound on how far parameter values may have moved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 class ValueBound(Consistency):
     """Value-bounded asynchronous parallel, VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4).
 
-    Gradients are applied on arrival. A worker is admitted while no parameter has moved by `delta` or more since the
-    oldest version that somebody still computes on. If nobody computes, whoever waits is admitted: a single update may
-    exceed the bound, and then nothing else could ever bring it down. With `decreasing`, the bound is delta / sqrt(t) in
-    the t-th version (Dai et al. 2015, theorem 3).
+    Gradients are applied on arrival. A read is admitted while no parameter has moved by `delta` or more since the
+    oldest version that some worker still computes on. If no worker computes, all waiting reads are admitted: a single
+    update may exceed the bound, and no later event could then reduce the drift. With `decreasing`, the bound is delta /
+    sqrt(t) in the t-th version (Dai et al. 2015, theorem 3).
     """
 
     delta: float = field(default=0.1, metadata=SHOWN | searched(0.01, 1.0, whole=False))
@@ -34,25 +34,25 @@ class ValueBound(Consistency):
     survives = True
 
     def full_step(self, workers: int) -> int:
-        """Each gradient is a full step."""
         return 1
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """All, or none."""
+        """Return all reads if the drift is below the bound or no worker computes, otherwise none."""
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
         return list(reads) if not view.reading or self._drift(view) < bound else []
 
     def _drift(self, view: View) -> float:
-        """The largest absolute change since the oldest version that somebody computes on; older ones are dropped."""
+        """Return the largest absolute change since the oldest version that a worker computes on; delete older
+        copies.
+        """
         oldest = min(view.reading.values())
         for version in [version for version in view.kept if version < oldest]:
             del view.kept[version]
         return float(abs(view.params - view.kept[oldest]).max()) if len(view.params) else 0.0
 
     def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
-        """Every version, until nobody computes on it any more."""
+        """Store a copy of every version; `_drift` deletes the copies that no worker needs."""
         kept[version] = copied(params)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """Each at once."""
         return [[push] for push in pending]

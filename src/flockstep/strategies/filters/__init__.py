@@ -1,1 +1,1 @@
-"""What a worker leaves out of a push, and how it names what it leaves in."""
+"""Filters: which entries of an update a worker sends, and how a push identifies the entries."""

@@ -14,17 +14,23 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Filter(Component):
-    """Decides which entries of an update travel now; several filters together send what all of them let through."""
+    """Decides which entries of an update are sent now; several filters together send what all of them let through."""
 
     noun: ClassVar[str] = "filter"
     carries: ClassVar[bool] = True
-    """An entry that it withholds is added to the next update; otherwise it is gone."""
+    """Whether an entry that the filter withholds is added to the next update; otherwise the entry is dropped."""
 
     @property
     def lists(self) -> int:
-        """How many lists of keys both ends remember, so that one that is sent again travels as its hash."""
+        """Number of key lists that both ends remember, so that a repeated list is sent as its hash."""
         return 0
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """Which entries of `update`, (K,), to send, where `params` are the sender's parameters; None: all."""
+        """Return a mask of shape (K,) of the entries to send, or None for all.
+
+        Args:
+            update: the update, of shape (K,), including what earlier filters withheld.
+            params: the sender's parameters, of shape (K,).
+            random: the sender's random generator.
+        """
         return None

@@ -1,4 +1,4 @@
-"""A list of keys that was sent before travels as its hash."""
+"""A key list that was sent before is sent as its hash."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flockstep.strategies.filters.base import Filter
 
 @dataclass(frozen=True)
 class KeyCaching(Filter):
-    """Key caching (Li, Andersen, Park et al. 2014, section 3.4), beside a filter whose choice repeats itself.
+    """Key caching (Li, Andersen, Park et al. 2014, section 3.4), for use with a filter that repeats its choices.
 
-    Sender and receiver remember the last `remembered` distinct lists, and forget the same ones. It lets everything
-    through; where all entries travel, there is no list.
+    Sender and receiver remember the last `remembered` distinct key lists, and forget the same ones. The filter lets
+    every entry through; an update sent in full has no key list.
     """
 
     remembered: int = 16
@@ -24,5 +24,4 @@ class KeyCaching(Filter):
 
     @property
     def lists(self) -> int:
-        """As given."""
         return self.remembered

@@ -1,4 +1,4 @@
-"""Entries that an l1 penalty holds at zero do not travel."""
+"""Entries that an l1 penalty keeps at zero are not sent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flockstep.strategies.filters.base import Filter, Mask
 class Kkt(Filter):
     """KKT filter (Li, Andersen, Smola & Yu 2014, section 3.3), for the penalty l1 ||w||_1 of the rule `proximal`.
 
-    Zero is optimal for an entry whose gradient is at most l1 in magnitude (Karush, Kuhn and Tucker's condition), so one
-    that is zero here, and whose gradient is at most l1 - slack, is not sent, and dropped: it would change nothing.
-    A worker sees its own gradient alone, hence the slack.
+    Zero is optimal for a parameter whose gradient is at most l1 in magnitude (the Karush-Kuhn-Tucker condition). So an
+    entry whose parameter is zero and whose gradient is at most l1 - slack is dropped: sending it would change nothing.
+    `slack` allows for a worker knowing its own gradient only.
     """
 
     carries: ClassVar[bool] = False
@@ -32,6 +32,6 @@ class Kkt(Filter):
         require(0 <= self.slack <= self.l1, "slack of kkt", "in [0, l1]", self.slack, "use 0 for none")
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """What is not zero, or would not stay zero."""
+        """Send the entries whose parameters are not zero, or would not stay zero."""
         mask: Mask = (params != 0) | ~(abs(update) <= self.l1 - self.slack)
         return mask

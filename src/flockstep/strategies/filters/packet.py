@@ -1,4 +1,4 @@
-"""A filtered update on the wire: which entries, then their values."""
+"""The wire format of a filtered update: its keys, then their values."""
 
 from __future__ import annotations
 
@@ -19,37 +19,43 @@ from flockstep.strategies.filters.base import Filter
 
 Keys = npt.NDArray[np.uint32]
 Lists = dict[bytes, Keys]
-"""Hash → list of keys, the one used last at the end."""
+"""Hash → list of keys, the most recently used at the end."""
 
 LISTED, HASHED = range(1, 3)
-"""First byte of a packet: the number of keys (4 bytes) and the keys (4 bytes each) follow; their hash does.
+"""First byte of a packet. LISTED: the number of keys (4 bytes) and the keys (4 bytes each) follow. HASHED: the hash of
+the key list follows.
 
-Where that would be no smaller than all entries, these are sent instead, as the codec has them, which the size tells: so
-no packet is larger than the update without filters, for which receivers are prepared.
+If keys and values would take no fewer bytes than the whole update, the whole update is sent instead, encoded by the
+codec; the receiver recognizes it by its size. So no packet is larger than the update without filters, for which
+receivers are prepared.
 """
 HASH_BYTES = 8
 FAR = 1 << 60
-"""A step of no run."""
+"""A step beyond the end of any run."""
 
 
 @dataclass
 class Outbox:
-    """What a sender remembers of one receiver."""
+    """A sender's state for one receiver."""
 
     pending: FlatArray | None = None
-    """What filters have withheld."""
+    """The withheld part of earlier updates, of shape (K,); None if there is none."""
     lists: Lists = field(default_factory=dict)
 
 
 @dataclass
 class Inbox:
-    """What a receiver remembers of one sender."""
+    """A receiver's state for one sender."""
 
     lists: Lists = field(default_factory=dict)
 
 
 def check_filters(filters: Sequence[Filter], codec: Codec) -> None:
-    """Raise `CompositionError` unless the codec's size tells how many entries were encoded."""
+    """Check that the receiver can tell the number of encoded entries from a message's size.
+
+    Raises:
+        CompositionError: the codec's size does not depend on the number of entries alone.
+    """
     if filters and not (codec.exact_size and codec.wire_bytes(2, "float32") > codec.wire_bytes(1, "float32")):
         raise CompositionError(
             f"filters need a codec whose bytes tell how many elements they are, got {codec}; use identity or half"
@@ -69,9 +75,10 @@ def pack(
     random: np.random.Generator,
     flush: bool = False,
 ) -> Bytes:
-    """The bytes to send for `update`, (K,), and all that is pending; what filters withhold is pending afterwards.
+    """Encode `update` (K,) plus the pending entries; store in `outbox` what the filters withhold.
 
-    `flush` sends everything. What the codec loses of the values is not kept. Without filters: the encoded update alone.
+    `flush` sends every entry. The codec's error in the values is not kept. Without filters, the result is the encoded
+    update alone.
     """
     if not filters:
         return codec.encode(update, random)
@@ -85,7 +92,7 @@ def pack(
             if chosen.carries:
                 kept |= ~mask
             else:
-                wanted = xp.where(mask, wanted, 0)  # dropped for good
+                wanted = xp.where(mask, wanted, 0)  # dropped permanently
     outbox.pending = xp.where(kept, wanted, 0) if kept.any() else None
     keys, dtype = np.flatnonzero(on_host(sent)).astype(np.uint32), name_of(wanted)
     room = codec.wire_bytes(len(wanted), dtype) - codec.wire_bytes(len(keys), dtype)
@@ -97,10 +104,10 @@ def pack(
 
 
 def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtype: str, inbox: Inbox) -> FlatArray:
-    """The update that `data` stands for: zero where nothing was sent.
+    """Return the update that `data` contains, with zeros for the entries that were not sent.
 
     Raises:
-        ProtocolError: `data` cannot be a packet for `size` elements, or names a list of keys that never came.
+        ProtocolError: `data` cannot be a packet for `size` elements, or refers to a key list that was never sent.
     """
     if not filters:
         return codec.decode(data, size, dtype)
@@ -113,7 +120,7 @@ def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtyp
 
 
 def _write_keys(keys: Keys, room: int, lists: Lists, remembered: int) -> Bytes | None:
-    """What names the keys in less than `room` bytes, or None."""
+    """Return the encoded keys, or None if they take `room` bytes or more."""
     plain = keys.astype("<u4").tobytes()
     digest = _digest(plain) if remembered else b""
     known = len(keys) > 0 and np.array_equal(lists.get(digest, ()), keys)
@@ -127,7 +134,7 @@ def _write_keys(keys: Keys, room: int, lists: Lists, remembered: int) -> Bytes |
 
 
 def _read_keys(data: Bytes, size: int, lists: Lists, remembered: int) -> tuple[Keys, int]:
-    """The keys, and where the values begin."""
+    """Return the keys, and the position in `data` where the values begin."""
     kind = int(data[0]) if len(data) else -1
     if kind == HASHED and len(data) > HASH_BYTES:
         digest = _plain(data[1 : 1 + HASH_BYTES])
@@ -161,7 +168,7 @@ def _digest(plain: bytes) -> bytes:
 
 
 def _remember(lists: Lists, digest: bytes, keys: Keys, limit: int) -> None:
-    """Make it the last; forget the one that was not used for longest. Both ends do this in the same order."""
+    """Make a key list the most recently used, and forget the least recently used; both ends do so in the same order."""
     lists.pop(digest, None)
     lists[digest] = keys
     if len(lists) > limit:

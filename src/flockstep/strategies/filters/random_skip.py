@@ -1,4 +1,4 @@
-"""A random share of the entries waits."""
+"""Each entry is withheld with a fixed probability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.strategies.filters.base import Filter, Mask
 class RandomSkip(Filter):
     """Random skip filter (Li, Andersen, Smola & Yu 2014): each entry is left out with probability `share`.
 
-    The paper leaves open what becomes of it; here it waits and goes with the next update that is let through.
+    The paper does not say what happens to a skipped entry; here it is added to the next update that lets it through.
     """
 
     share: float = field(default=0.5, metadata=SHOWN)
@@ -26,5 +26,4 @@ class RandomSkip(Filter):
         require(0 <= self.share < 1, "share of random_skip", "in [0, 1)", self.share, "use 0 to skip nothing")
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """One draw an entry."""
         return beside(random.random(len(update)) >= self.share, update)

@@ -1,4 +1,4 @@
-"""Entries that did not change do not travel."""
+"""Zero entries are not sent."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from flockstep.strategies.filters.base import Filter, Mask
 
 @dataclass(frozen=True)
 class Support(Filter):
-    """Sparse pushes (Li, Andersen, Park et al. 2014, section 3.1): the keys and values of what is not zero.
+    """Sparse pushes (Li, Andersen, Park et al. 2014, section 3.1): the keys and values of the non-zero entries.
 
-    It withholds nothing. Inputs that are zero in a whole batch leave their weights' gradients at zero.
+    The filter withholds nothing. Inputs that are zero in a whole batch leave their weights' gradients at zero.
     """
 
     def lets_through(self, update: FlatArray, params: FlatArray, random: np.random.Generator) -> Mask | None:
-        """What is not zero."""
         mask: Mask = update != 0
         return mask

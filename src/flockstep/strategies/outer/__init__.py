@@ -1,1 +1,1 @@
-"""What is made of the mean of the replicas."""
+"""Outer optimizers: how the mean of the replicas becomes the next model."""

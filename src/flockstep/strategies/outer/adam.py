@@ -1,4 +1,4 @@
-"""A step of Adam along the way that the replicas went."""
+"""Adam as outer optimizer: a step of Adam along the replicas' mean change."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flockstep.strategies.outer.base import Outer
 class OuterAdam(Outer):
     """Adam as outer optimizer (FedAdam: Reddi et al. 2021, algorithm 2).
 
-    With Delta = mean_i theta_i - theta: m ← beta1 m + (1 - beta1) Delta, v ← beta2 v + (1 - beta2) Delta²,
-    theta ← theta + lr m / (sqrt(v) + eps), from m = 0 and v = eps²; the bias of m and v is not corrected, unlike in
-    the optimizer adam. `eps` is the paper's tau, the degree of adaptivity: beside a Delta much larger than eps every
-    element moves by about lr whatever the replicas did.
+    With Delta = mean_i theta_i - theta: m ← beta1 m + (1 - beta1) Delta, v ← beta2 v + (1 - beta2) Delta², theta ←
+    theta + lr m / (sqrt(v) + eps), starting from m = 0 and v = eps². Unlike in the optimizer adam, the bias of m and v
+    is not corrected. `eps` is the paper's tau, the degree of adaptivity: if Delta is much larger than eps, every
+    element moves by about lr whatever the size of Delta.
     """
 
     lr: float = field(default=0.3, metadata=searched(0.01, 1.0, whole=False))
@@ -34,13 +34,11 @@ class OuterAdam(Outer):
         require(0 < self.eps < math.inf, "eps of outer adam", "> 0 and finite", self.eps, "use for example 0.1")
 
     def start(self, model: FlatArray, workers: int) -> OptimizerState:
-        """m = 0 and v = eps²."""
         require_visible(self.eps, model)
         xp = namespace(model)
         return OptimizerState(slots={"mean": xp.zeros_like(model), "square": xp.full_like(model, self.eps**2)})
 
     def move(self, model: FlatArray, mean: FlatArray, state: OptimizerState) -> None:
-        """Step along Delta."""
         m, v = state.slots["mean"], state.slots["square"]
         delta = mean - model
         m *= self.beta1

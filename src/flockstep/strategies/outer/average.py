@@ -1,4 +1,4 @@
-"""The mean is the next model."""
+"""Plain averaging: the mean of the replicas is the next model."""
 
 from __future__ import annotations
 
@@ -16,5 +16,4 @@ class Average(Outer):
     moves: ClassVar[bool] = False
 
     def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
-        """Take the mean."""
         model[:] = mean

@@ -1,4 +1,4 @@
-"""The contract of an outer optimiser."""
+"""The contract of an outer optimizer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,37 @@ from flockstep.expression import Component
 
 
 class Outer(Component):
-    """What becomes of the model that all replicas began from, given the mean of those that they ended with.
+    """Computes the next model from the model that all replicas started from and the mean of the replicas.
 
-    Elementwise: a part of the model, with a state of its own, moves as it would within the whole.
+    An outer optimizer is elementwise: a slice of the model, with its own state, moves as it would within the whole
+    model.
     """
 
     noun: ClassVar[str] = "outer"
     moves: ClassVar[bool] = True
-    """Otherwise the mean itself is the next model, and neither the last one nor a state is kept."""
+    """Whether the optimizer moves the previous model; if not, the mean is the next model and no state is kept."""
 
     @property
     def resets(self) -> bool:
-        """Whether every worker's own optimizer forgets its state after each mean."""
+        """Whether every worker's own optimizer is reset after each average."""
         return False
 
     def start(self, model: FlatArray, workers: int) -> Any:
-        """What it remembers before the first mean; `model`, (K,), is what the replicas begin from."""
+        """Return the state before the first average; `model`, (K,), is what the replicas start from."""
         return None
 
     @abstractmethod
     def move(self, model: FlatArray, mean: FlatArray, state: Any) -> None:
-        """Turn `model`, (K,), from which all replicas began, into the next one, in place."""
+        """Update `model` in place from the mean of the replicas.
+
+        Args:
+            model: the parameters that all replicas started from, of shape (K,).
+            mean: the mean of the replicas, of shape (K,).
+            state: what `start` returned, updated in place.
+        """
 
     def result(self, model: FlatArray, state: Any) -> FlatArray:
-        """The model, (K,), that training ends with right after a mean; `model` is what replicas would begin from."""
+        """Return the result (K,) of training that ends right after an average; `model` is what replicas would start
+        from.
+        """
         return model

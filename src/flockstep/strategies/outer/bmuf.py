@@ -12,7 +12,7 @@ from flockstep.strategies.outer.base import Outer
 
 @dataclass
 class Blocks:
-    """What the filter remembers: W_t, (K,), its last change Delta_t, (K,), and eta."""
+    """The filter's state: W_t (K,), its last change Delta_t (K,), and the block momentum eta."""
 
     model: FlatArray
     change: FlatArray
@@ -23,10 +23,10 @@ class Blocks:
 class Bmuf(Outer):
     """Incremental block training with blockwise model-update filtering (Chen & Huo 2016, section 2).
 
-    With G = mean_i w_i - W_g: Delta ← eta Delta + zeta G, W ← W + Delta. Replicas go on from W_g = W (classical block
-    momentum), or with `nesterov` from W_g = W + eta Delta; the result is W either way. The block momentum eta is
-    1 - 1/n unless it is given. `reset` zeroes the workers' own momentum after every block, as CNTK's resetSGDMomentum
-    does. With eta = 0 and zeta = 1 it is plain averaging, up to rounding.
+    With G = mean_i w_i - W_g: Delta ← eta Delta + zeta G, W ← W + Delta. Replicas continue from W_g = W (classical
+    block momentum), or with `nesterov` from W_g = W + eta Delta; the result is W in both cases. The block momentum eta
+    is 1 - 1/n by default. `reset` zeroes the workers' own momentum after every block, as CNTK's resetSGDMomentum does.
+    With eta = 0 and zeta = 1 this is plain averaging, up to rounding.
     """
 
     momentum: float | None = None
@@ -44,16 +44,13 @@ class Bmuf(Outer):
 
     @property
     def resets(self) -> bool:
-        """As `reset` says."""
         return self.reset
 
     def start(self, model: FlatArray, workers: int) -> Blocks:
-        """Delta = 0."""
         momentum = 1 - 1 / workers if self.momentum is None else self.momentum
         return Blocks(copied(model), namespace(model).zeros_like(model), momentum)
 
     def move(self, model: FlatArray, mean: FlatArray, state: Blocks) -> None:
-        """Filter the change of the block."""
         eta = state.momentum
         state.change *= eta
         state.change += self.zeta * (mean - model)
@@ -63,5 +60,5 @@ class Bmuf(Outer):
             model += eta * state.change
 
     def result(self, model: FlatArray, state: Blocks) -> FlatArray:
-        """W, not the point ahead of it."""
+        """Return W, not the look-ahead point."""
         return state.model

@@ -1,4 +1,4 @@
-"""A step with Nesterov momentum along the way that the replicas went."""
+"""Nesterov momentum as outer optimizer: DiLoCo's step along the replicas' mean change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flockstep.strategies.outer.base import Outer
 
 @dataclass(frozen=True)
 class Nesterov(Outer):
-    """DiLoCo's outer optimiser (Douillard et al. 2023, section 2 and algorithm 1).
+    """DiLoCo's outer optimizer (Douillard et al. 2023, section 2 and algorithm 1).
 
-    With Delta = theta - mean_i theta_i: v ← momentum v + Delta, theta ← theta - lr (Delta + momentum v), in PyTorch's
-    form of Nesterov momentum, as the authors have it. lr 1 and momentum 0 give the mean, up to rounding.
+    With Delta = theta - mean_i theta_i: v ← momentum v + Delta, theta ← theta - lr (Delta + momentum v), PyTorch's form
+    of Nesterov momentum, as in the authors' code. lr = 1 and momentum = 0 give the mean, up to rounding.
     """
 
     lr: float = field(default=0.7, metadata=searched(0.1, 1.5, whole=False))
@@ -26,13 +26,11 @@ class Nesterov(Outer):
         self.optimizer()
 
     def optimizer(self) -> SGD:
-        """The optimiser that is handed Delta as a gradient."""
+        """Return the SGD optimizer that receives Delta as a gradient."""
         return SGD(self.lr, self.momentum, nesterov=self.momentum > 0)
 
     def start(self, model: FlatArray, workers: int) -> OptimizerState:
-        """v = 0."""
         return self.optimizer().init(model)
 
     def move(self, model: FlatArray, mean: FlatArray, state: OptimizerState) -> None:
-        """Step along Delta."""
         self.optimizer().step(model, model - mean, state, self.lr)

@@ -1,1 +1,1 @@
-"""When replicas meet."""
+"""Periods: after how many local steps replicas are averaged."""

@@ -1,4 +1,4 @@
-"""Meet the more often the smaller the loss is."""
+"""AdaComm: average more often as the loss falls."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from flockstep.strategies.periods.base import Period
 
 @dataclass
 class Losses:
-    """H, the step at which it changes next, learning rates, and this worker's losses since the last meeting."""
+    """A worker's state: H, the step of its next change, learning rates, and the losses since the last average."""
 
     length: int
     change: int
     initial: float
     """eta_0, the largest learning rate so far."""
     rate: float
-    """The learning rate that H was chosen for."""
+    """The learning rate at which H was chosen."""
     total: float = 0.0
     count: int = 0
     first: float | None = None
-    """F_0, the mean loss of all workers before their first meeting."""
+    """F_0, the mean loss of all workers before their first average; None until then."""
 
 
 @dataclass(frozen=True)
 class Adaptive(Period):
-    """AdaComm (Wang & Joshi 2019, section 4): few meetings while much is to gain, more as noise begins to count.
+    """AdaComm (Wang & Joshi 2019, section 4): few averages at first, more as the loss falls and noise dominates.
 
-    Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) first), F being the mean training loss of all workers since
-    their last meeting, eta the learning rate and eta_0 the largest so far, so that a warm-up shortens no period. Where
-    that is no less than H was at the same learning rate, H ← decay H; a schedule that changes the rate at every step,
-    such as cosine, leaves H to the formula alone. A smaller rate allows for longer periods, here at most `first`: the
-    authors saw training diverge where a decay of the rate made H jump. Their blocks are in seconds; steps, unlike
-    clocks, are the same on every worker. Workers agree on F by averaging one number of 8 bytes.
+    Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) · first), F being the mean training loss of all workers
+    since their last average, eta the learning rate and eta_0 the largest learning rate so far, so that a warm-up
+    shortens no period. If that is not below the H chosen at the same learning rate, H ← decay · H; a schedule that
+    changes the rate at every step, such as cosine, leaves H to the formula alone. A smaller rate allows longer periods,
+    here at most `first`: the authors saw training diverge when a decay of the rate made H jump. Their blocks are in
+    seconds; steps, unlike clocks, are the same on every worker. Workers agree on F by averaging one number of 8 bytes.
     """
 
     needs_job: ClassVar[bool] = True
@@ -58,21 +58,21 @@ class Adaptive(Period):
 
     @property
     def every_step(self) -> bool:
-        """H begins at 1, and never exceeds that."""
+        """Whether H is always 1; H never exceeds `first`."""
         return self.first == 1
 
     def start(self, me: Worker) -> Losses:
-        """H is `first` for one block."""
+        """Return the state with H = `first` for one block."""
         return Losses(self.first, self.block, me.lr, me.lr)
 
     def due(self, me: Worker, state: Losses, since: int) -> bool:
-        """After H steps."""
+        """Record the step's loss; return whether H steps have been taken."""
         state.total += me.loss
         state.count += 1
         return since >= state.length
 
     async def met(self, me: Worker, state: Losses, collective: Collective) -> None:
-        """Agree on the loss where it is needed; choose H."""
+        """Agree on the mean loss of all workers when it is needed, and choose the next H."""
         state.initial = max(state.initial, me.lr)
         changes = me.step >= state.change
         if changes or state.first is None:
@@ -89,7 +89,13 @@ class Adaptive(Period):
         state.total, state.count = 0.0, 0
 
     def chosen(self, ratio: float, length: int, same_rate: bool = True) -> int:
-        """The next H, given eta_0 / eta · F / F_0, H, and whether H was chosen for the learning rate of now."""
+        """Return the next H.
+
+        Args:
+            ratio: eta_0 / eta · F / F_0.
+            length: the current H.
+            same_rate: whether the current H was chosen at the current learning rate.
+        """
         wanted = math.ceil(math.sqrt(ratio) * self.first) if 0 <= ratio < math.inf else length
         if wanted < length or not same_rate:
             return max(1, min(wanted, self.first))

@@ -11,11 +11,11 @@ from flockstep.nodes import Worker
 
 
 class Period(Component):
-    """How many local steps (H) replicas take between two meetings; all of them must come to the same answer."""
+    """Decides after how many local steps (H) the replicas are averaged; all workers must decide the same."""
 
     noun: ClassVar[str] = "period"
     needs_job: ClassVar[bool] = False
-    """It goes by the loss, which only a declared job can tell."""
+    """Whether the period depends on the loss, which only a declared job provides."""
 
     @property
     def every_step(self) -> bool:
@@ -23,12 +23,12 @@ class Period(Component):
         return False
 
     def start(self, me: Worker) -> Any:
-        """What it remembers, before the first step; it belongs to the worker's state."""
+        """Return the period's state before the first step; the state is kept in the worker's."""
         return None
 
     @abstractmethod
     def due(self, me: Worker, state: Any, since: int) -> bool:
-        """Whether replicas meet now; asked once after every step, `since` steps after the last meeting."""
+        """Whether replicas are averaged now; called once after every step, `since` steps after the last average."""
 
     async def met(self, me: Worker, state: Any, collective: Collective) -> None:
-        """Replicas have just met: the time to agree with the others on what is to come."""
+        """Called right after an average, so that the workers can agree on the next period."""

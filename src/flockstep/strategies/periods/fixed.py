@@ -1,4 +1,4 @@
-"""Meet every H steps."""
+"""A fixed period: an average every H steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ class Fixed(Period):
 
     @property
     def every_step(self) -> bool:
-        """H = 1."""
         return self.period == 1
 
     def due(self, me: Worker, state: Any, since: int) -> bool:
-        """After H steps."""
         return since >= self.period

@@ -1,4 +1,4 @@
-"""Meet after every step at first, and every H steps later."""
+"""Post-local SGD's period: an average after every step at first, and every H steps later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.strategies.periods.base import Period
 
 @dataclass
 class Phase:
-    """Whether the second phase has begun, and the largest learning rate so far."""
+    """A worker's state: whether the second phase has begun, and the largest learning rate so far."""
 
     local: bool
     peak: float
@@ -23,8 +23,8 @@ class Phase:
 class PostLocal(Period):
     """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local ones.
 
-    Without a `start_at` the second phase begins with the first step whose learning rate is below one before it, as the
-    authors advise; with `inf` it never does.
+    Without `start_at`, the second phase begins with the first step whose learning rate is below an earlier one, as the
+    authors advise; with `inf` it never begins.
     """
 
     start_at: float | None = None
@@ -40,15 +40,14 @@ class PostLocal(Period):
 
     @property
     def every_step(self) -> bool:
-        """There is no second phase, or it is like the first."""
+        """True if there is no second phase, or if H = 1 in the second phase."""
         return self.period == 1 or self.start_at == math.inf
 
     def start(self, me: Worker) -> Phase:
-        """The first phase."""
         return Phase(False, me.lr)
 
     def due(self, me: Worker, state: Phase, since: int) -> bool:
-        """After each step of the first phase, and after H of the second."""
+        """True after each step of the first phase, and after H steps of the second phase."""
         state.local |= me.lr < state.peak if self.start_at is None else me.run_step > self.start_at
         state.peak = max(state.peak, me.lr)
         return since >= (self.period if state.local else 1)

@@ -1,4 +1,4 @@
-"""Meet by a table of periods."""
+"""A table of periods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flockstep.strategies.periods.base import Period
 class Scheduled(Period):
     """H = periods[i] from step starts[i] on, as in local SGD with growing or shrinking periods.
 
-    Growing ones suit a falling learning rate (Haddadpour et al. 2019), shrinking ones a falling loss (Wang & Joshi
-    2019). What counts is H at the last step taken.
+    Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &
+    Joshi 2019). H is that of the last step taken.
     """
 
     periods: tuple[int, ...] = (1, 4, 16)
@@ -33,10 +33,8 @@ class Scheduled(Period):
 
     @property
     def every_step(self) -> bool:
-        """Every H is 1."""
         return max(self.periods) == 1
 
     def due(self, me: Worker, state: Any, since: int) -> bool:
-        """After as many steps as the table says."""
         begun = sum(me.run_step > start for start in self.starts)
         return since >= self.periods[begun - 1]

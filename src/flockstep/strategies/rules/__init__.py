@@ -1,1 +1,1 @@
-"""How a server applies the gradients that its consistency rule has released."""
+"""Update rules: how a server applies the gradients that its consistency rule releases."""

@@ -1,4 +1,4 @@
-"""A stale gradient is corrected to first order for what has happened since."""
+"""DC-ASGD: a first-order correction of stale gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 @dataclass
 class Memory:
-    """What the server remembers: w_bak of each worker, and the moving mean of squared gradients."""
+    """The rule's state: w_bak of each worker, and the moving mean of squared gradients."""
 
     initial: FlatArray
     backups: dict[int, FlatArray]
-    """Rank → the parameters it read last; workers that read the same version share the array."""
+    """Rank → the parameters (K,) that the worker read last; workers that read the same version share the array."""
     copied: int
-    """The version that was copied last."""
+    """Version of the parameters in the most recent copy."""
     latest: FlatArray
     mean_square: FlatArray | None
 
@@ -32,12 +32,13 @@ class Memory:
 class DelayCompensated(Rule):
     """Delay-compensated asynchronous SGD (Zheng et al. 2017, algorithm 2 and section 5).
 
-    The gradient of worker m, computed at w_bak(m) which it read, becomes g + lambda g * g * (w - w_bak(m)), where g * g
-    stands for the diagonal of the Hessian; then the job's optimiser steps along it. `form="constant"` (DC-ASGD-c):
-    lambda = lambda0, 0.04 in the paper. `form="adaptive"` (DC-ASGD-a): lambda = lambda0 / sqrt(MS + eps) elementwise,
-    MS ← m MS + (1 - m) g², lambda0 = 2. The paper keeps one MS on the server, and so does this; the authors' code keeps
-    one for each worker. With one worker, or lambda0 = 0, it is the plain rule, bit for bit. `lambda0=none` takes the
-    paper's. Memory: a copy of the parameters for each version that some worker still computes on.
+    The gradient g of worker m, computed at the parameters w_bak(m) that it read, becomes g + lambda g * g * (w -
+    w_bak(m)), where g * g approximates the diagonal of the Hessian; then the job's optimizer steps along the result.
+    `form="constant"` (DC-ASGD-c): lambda = lambda0, 0.04 in the paper. `form="adaptive"` (DC-ASGD-a): lambda = lambda0
+    / sqrt(MS + eps) elementwise, MS ← m MS + (1 - m) g², lambda0 = 2. The paper keeps one MS on the server, and so does
+    this rule; the authors' code keeps one per worker. With one worker, or with lambda0 = 0, this is the plain rule, bit
+    for bit. `lambda0=none` is the paper's value. Memory: a copy of the parameters for each version that some worker
+    still computes on.
     """
 
     compares_reads: ClassVar[bool] = True
@@ -53,13 +54,13 @@ class DelayCompensated(Rule):
 
     @property
     def strength(self) -> float:
-        """lambda0, the paper's where none is given."""
+        """lambda0, by default the paper's value."""
         if self.lambda0 is not None:
             return self.lambda0
         return 2.0 if self.form == "adaptive" else 0.04
 
     def start(self, me: Server) -> Memory:
-        """Everyone starts from the parameters as they are."""
+        """Return the state in which every worker has read the initial parameters."""
         initial = copied(me.params)
         mean_square = None
         if self.form == "adaptive":
@@ -74,7 +75,7 @@ class DelayCompensated(Rule):
         state.backups[rank] = state.latest
 
     def apply(self, me: Server, state: Memory, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """Compensate each, step along the mean."""
+        """Compensate each gradient, and step along the mean."""
         compensated = []
         for push in group:
             rate = self._lambda(state, push.gradient)
@@ -85,7 +86,7 @@ class DelayCompensated(Rule):
         return equal_weights(group, share)
 
     def _lambda(self, state: Memory, gradient: FlatArray) -> Any:
-        """lambda_t, after the moving mean took this gradient in; a scalar or one for each element."""
+        """Update the moving mean with this gradient, and return lambda: a scalar, or an array of shape (K,)."""
         if state.mean_square is None:
             return self.strength
         state.mean_square *= self.m
@@ -94,7 +95,7 @@ class DelayCompensated(Rule):
 
 
 def compensate(gradient: FlatArray, curvature: FlatArray | None, params: FlatArray, backup: FlatArray) -> FlatArray:
-    """g(w_bak) + h * (w - w_bak): what the gradient at w is to first order, where h is the Hessian's diagonal."""
+    """Return g(w_bak) + h * (w - w_bak), the gradient at w to first order, where h is the Hessian's diagonal."""
     if curvature is None:
         return gradient
     result: FlatArray = gradient + curvature * (params - backup)

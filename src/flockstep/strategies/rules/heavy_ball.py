@@ -1,4 +1,4 @@
-"""Heavy-ball momentum of any sign, in place of the momentum of the job's optimiser."""
+"""Heavy-ball momentum of any sign, in place of the momentum of the job's optimizer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 class HeavyBall(Rule):
     """v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train with sgd.
 
-    The optimiser's own momentum is not applied besides; its weight decay is, g' = share (g + weight_decay w).
+    The job's own momentum is not applied; its weight decay is: g' = share (g + weight_decay w).
     """
 
     @abstractmethod
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """mu, given the number of workers and the job's optimiser."""
+        """Return mu, given the number of workers and the job's optimizer."""
 
     memory = "velocity"
 
     def start(self, me: Server) -> None:
-        """At rest; where the programs begin anew, with the velocity that the optimizer's state holds.
+        """Start from a zero velocity, or from the velocity in the optimizer's state when programs restart.
 
         Raises:
             CompositionError: the job does not train with sgd in its heavy-ball form.
@@ -36,7 +36,6 @@ class HeavyBall(Rule):
         me.optimizer_state.slots.setdefault("momentum", namespace(me.params).zeros_like(me.params))
 
     def apply(self, me: Server, state: None, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """One step."""
         sgd = heavy_ball(me.optimizer)
         momentum, gradient = self.explicit(me.cluster.workers, sgd), mean_of([push.gradient for push in group])
         sgd.step_with(momentum, me.params, gradient, me.optimizer_state, group[0].lr, share)
@@ -45,7 +44,11 @@ class HeavyBall(Rule):
 
 
 def heavy_ball(optimizer: Optimizer) -> SGD:
-    """The optimiser, if its momentum is of the heavy-ball form."""
+    """Return the optimizer if it is sgd with heavy-ball momentum.
+
+    Raises:
+        CompositionError: the optimizer is not.
+    """
     if not isinstance(optimizer, SGD) or optimizer.nesterov or optimizer.dampening:
         raise CompositionError(
             f"a rule that sets the momentum needs sgd without nesterov and dampening, got {optimizer}; use for example "

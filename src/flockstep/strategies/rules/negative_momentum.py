@@ -12,7 +12,7 @@ from flockstep.strategies.rules.heavy_ball import HeavyBall
 
 @dataclass(frozen=True)
 class NegativeMomentum(HeavyBall):
-    """Negative momentum (Mitliagkas, Zhang, Hadjis & Ré 2016, section 5): damps what asynchrony brings too much of.
+    """Negative momentum (Mitliagkas, Zhang, Hadjis & Ré 2016, section 5): damps the momentum that asynchrony causes.
 
     v ← momentum v + g, w ← w - lr v with momentum in (-1, 0], in place of the momentum of the job's sgd.
     """
@@ -24,5 +24,4 @@ class NegativeMomentum(HeavyBall):
         require(-1 < self.momentum <= 0, "momentum of negative_momentum", needs, self.momentum, "use for example -0.25")
 
     def explicit(self, workers: int, optimizer: SGD) -> float:
-        """As given."""
         return self.momentum

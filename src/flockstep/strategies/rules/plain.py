@@ -1,4 +1,4 @@
-"""The optimiser's step along the mean."""
+"""The plain rule: the job's optimizer steps along the mean."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 
 @dataclass(frozen=True)
 class Plain(Rule):
-    """One step of the job's optimiser along the mean of the released gradients."""
+    """One step of the job's optimizer along the mean of the released gradients."""
 
     clips: ClassVar[Literal["combined", "none"]] = "combined"
 
     def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """Average, step."""
         me.update(mean_of([push.gradient for push in group]), group[0].lr, share)
         return equal_weights(group, share)

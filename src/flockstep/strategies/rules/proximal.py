@@ -1,4 +1,4 @@
-"""A proximal step after the optimiser's: sparse models."""
+"""A proximal step for an l1 penalty after the optimizer's step, for sparse models."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flockstep.strategies.rules.plain import Plain
 class Proximal(Plain):
     """Delayed proximal gradient for an l1 penalty (Li, Andersen, Smola & Yu 2014, algorithm 2).
 
-    After the optimiser's step, w ← sign(w) max(0, |w| - lr l1), the proximal operator of lr l1 ||w||_1: a user function
-    on the server in the paper's terms. For a share of a full step the threshold is that share of lr l1; whatever else
-    the optimizer scales its step by is not applied to the threshold.
+    After the optimizer's step, w ← sign(w) max(0, |w| - lr l1), the proximal operator of lr l1 ||w||_1: in the paper's
+    terms a user function on the server. For a share of a full step, the threshold is that share of lr l1; other factors
+    by which the optimizer scales its step do not apply to the threshold.
     """
 
     l1: float = field(default=1e-4, metadata=SHOWN)
@@ -30,7 +30,6 @@ class Proximal(Plain):
         require(0 <= self.l1 < math.inf, "l1 of proximal", ">= 0 and finite", self.l1, "use 0 for no penalty")
 
     def apply(self, me: Server, state: Any, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """Step, shrink."""
         weights = super().apply(me, state, group, share)
         if self.l1:
             xp = namespace(me.params)

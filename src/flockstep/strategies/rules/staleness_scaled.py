@@ -1,4 +1,4 @@
-"""Stale gradients count less."""
+"""A learning rate divided by the staleness of each gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.strategies.rules.base import Rule, mean_of
 
 @dataclass
 class Seen:
-    """The staleness of every gradient so far: how many there were, and their sum."""
+    """The rule's state: number and total staleness of the gradients so far."""
 
     gradients: int = 0
     staleness: int = 0
@@ -28,11 +28,11 @@ class StalenessScaled(Rule):
     """Staleness-aware learning rate: alpha_0 / tau (Zhang, Gupta, Lian & Liu 2016; Gupta, Zhang & Wang 2016).
 
     `by="gradient"` (Zhang et al., equation 6): each gradient counts with alpha_0 / max(1, tau), so that a group of c
-    moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts with alpha_0
-    / max(1, <tau>), where <tau> is `known`, the protocol's mean (n in n-softsync), or else the mean as observed up to
-    and including this group. A gradient's factor is the share of a step that it stands for, so that with momentum and
-    adaptive optimizers too it moves w by that much of itself over all later steps, and leaves the momentum of earlier
-    gradients as it is. Without staleness it is the plain rule, bit for bit.
+    gradients moves w by - sum_i alpha(tau_i) g_i / c. `by="mean"` (Gupta et al., section 3.2): every gradient counts
+    with alpha_0 / max(1, <tau>), where <tau> is `known`, the protocol's mean staleness (n in n-softsync), or by default
+    the mean observed up to and including this group. A gradient's factor is the share of a step that the gradient
+    makes, so that with momentum and adaptive optimizers, too, the gradient moves w by that factor over all later steps,
+    and the momentum of earlier gradients does not change. Without staleness this is the plain rule, bit for bit.
     """
 
     by: Literal["gradient", "mean"] = "gradient"
@@ -47,11 +47,10 @@ class StalenessScaled(Rule):
             raise ConfigurationError(f"known must be a mean staleness >= 0, got {self.known}; it is n in n-softsync")
 
     def start(self, me: Server) -> Seen:
-        """Nothing seen."""
         return Seen()
 
     def apply(self, me: Server, state: Seen, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """The mean weight is the share of a step that is taken along the weighted mean."""
+        """Step along the weighted mean; the mean weight is the share of the step that is taken."""
         ages = [me.version - push.version for push in group]
         state.gradients += len(ages)
         state.staleness += sum(ages)
@@ -66,7 +65,7 @@ class StalenessScaled(Rule):
 
 
 def weighted_mean(gradients: Sequence[FlatArray], weights: Sequence[float]) -> FlatArray:
-    """sum_i weight_i g_i / sum_i weight_i; with equal weights the mean, in the same bits."""
+    """Return sum_i weight_i g_i / sum_i weight_i; with equal weights the plain mean, with the same bits."""
     if len(set(weights)) == 1:
         return mean_of(gradients)
     total: FlatArray = namespace(gradients[0]).zeros_like(gradients[0])

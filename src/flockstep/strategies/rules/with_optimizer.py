@@ -1,4 +1,4 @@
-"""The servers step with an optimiser of their own."""
+"""Servers step with an optimizer of their own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
 class WithOptimizer(Rule):
     """One step of `optimizer` along the mean, in place of the job's (Dean et al. 2012: Downpour with Adagrad).
 
-    The optimizer's own learning rate counts, not that of the workers, also in the weights on the record. Workers go on
-    with the job's optimizer where a strategy lets them step locally. Optimizers are elementwise, so each shard keeps
-    the state of its own slice.
+    The learning rate is the optimizer's own, not that of the workers, also in the recorded weights. If a strategy lets
+    workers step locally, they do so with the job's optimizer. The optimizer must be elementwise, so that each shard
+    keeps the state of its own slice.
     """
 
     optimizer: Optimizer = field(default_factory=Adagrad, metadata=SHOWN)
@@ -35,12 +35,11 @@ class WithOptimizer(Rule):
             )
 
     def start(self, me: Server) -> OptimizerState:
-        """A fresh state; where the programs begin anew, the one so far."""
+        """Return a fresh optimizer state, or the previous state when programs restart."""
         kept: OptimizerState | None = getattr(me.state, "rule", None)
         return self.optimizer.init(me.params) if kept is None else kept
 
     def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:
-        """Average, step."""
         mean = mean_of([push.gradient for push in group])
         self.optimizer.step(me.params, mean, state, self.optimizer.lr, share)
         me.version += 1

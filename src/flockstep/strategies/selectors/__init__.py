@@ -1,1 +1,1 @@
-"""Which parameters are averaged where only a few are."""
+"""Selectors: which parameters are averaged if only a few are."""

@@ -13,18 +13,27 @@ from flockstep.expression import Component
 
 
 class Selector(Component):
-    """Which of the parameters are averaged after a step: the same on every worker, without a word about it.
+    """Decides which parameters are averaged after a step, the same on every worker, without communication.
 
-    A selection follows from a common seed and the number of the step alone, so that nothing has to be remembered.
+    A selection depends on the common seed and the number of the step alone, so that a selector has no state.
     """
 
     noun: ClassVar[str] = "selector"
 
     @abstractmethod
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
-        """About a `share` of range(size), ascending, at the turn numbered `turn`, from 0."""
+        """Return about a fraction `share` of the indices range(size), ascending.
+
+        Args:
+            size: number of parameters K.
+            share: fraction of the parameters to pick, in (0, 1].
+            seed: the seed that all workers share.
+            turn: number of the step, from 0.
+        """
 
 
 def parts_for(size: int, share: float) -> int:
-    """Into how many parts `size` elements are cut so that each holds at most about a `share` of them: ceil(1/share)."""
+    """Return ceil(1/share): the number of parts of `size` elements, each holding at most about a fraction `share` of
+    them.
+    """
     return max(1, min(size, math.ceil(1 / share)))

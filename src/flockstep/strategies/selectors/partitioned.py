@@ -1,4 +1,4 @@
-"""One part after the other of an order drawn anew in every pass."""
+"""One part after another of a random partition that is redrawn in every pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from flockstep.strategies.selectors.base import Selector, parts_for
 
 @dataclass(frozen=True)
 class Partitioned(Selector):
-    """A random partition into ceil(1/p) parts, redrawn when each of them has had its turn.
+    """A random partition into ceil(1/p) parts, redrawn when every part has been averaged once.
 
-    Every parameter is averaged exactly once in each pass, in other company every time.
+    Every parameter is averaged exactly once per pass, each time with a different set of parameters.
     """
 
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
-        """The next part of this pass's order."""
         count = parts_for(size, share)
         order = np.random.default_rng((seed, turn // count)).permutation(size)
         return np.sort(order[slices(size, count)[turn % count]])

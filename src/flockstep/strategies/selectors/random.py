@@ -1,4 +1,4 @@
-"""Each parameter by itself, with the same probability."""
+"""Each parameter is selected independently, with the same probability."""
 
 from __future__ import annotations
 
@@ -15,5 +15,4 @@ class RandomSelector(Selector):
     """Independent draws: after T turns a parameter has been averaged with probability 1 - (1 - p)^T."""
 
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
-        """A Bernoulli mask."""
         return np.flatnonzero(np.random.default_rng((seed, turn)).random(size) < share)

@@ -1,4 +1,4 @@
-"""One part after the other of an order drawn once."""
+"""One part after another of a random order that is drawn once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from flockstep.strategies.selectors.base import Selector, parts_for
 
 @dataclass(frozen=True)
 class Shuffled(Selector):
-    """Shuffled-sequential: the parameters in a random order, cut into ceil(1/p) parts, again and again the same.
+    """Shuffled-sequential: the parameters in a random order, cut into ceil(1/p) parts, the same parts in every pass.
 
     Every parameter is averaged exactly once in ceil(1/p) turns.
     """
 
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
-        """The next part of the order."""
         count = parts_for(size, share)
         order = np.random.default_rng(seed).permutation(size)
         return np.sort(order[slices(size, count)[turn % count]])
