@@ -1,1 +1,1 @@
-"""Array → bytes → array, with a wire size that is known beforehand."""
+"""Codecs: array → bytes → array, with a wire size that is known in advance."""

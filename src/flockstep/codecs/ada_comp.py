@@ -1,4 +1,4 @@
-"""AdaComp: of every bin of elements those that the newest gradient brings near the bin's largest."""
+"""AdaComp: of every bin, the elements that the newest gradient brings close to the bin's largest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
 from flockstep.errors import ConfigurationError, ProtocolError
 
 CAP = 1.5
-"""A common value up to twice the mean of what it stands for brings the whole nearer; above, it leads away."""
+"""Cap on the common value, as a multiple of the mean magnitude it stands for. Up to a factor of 2 the decoded array is
+closer to the original than zeros are; beyond 2 it is not.
+"""
 
 
 @dataclass(frozen=True)
 class AdaComp(Streamed):
-    """Chen et al. (2017, algorithm 2): G = R + dW, H = G + dW; of every bin send the j with |H_j| ≥ max |G|, as
-    sign(G_j) times the mean of all bins' max |G|, and keep R = G less what was sent. Tensor by tensor.
+    """Chen et al. (2017, algorithm 2): with G = R + dW and H = G + dW, send in every bin the elements j with |H_j| ≥
+    max |G|, as sign(G_j) times the mean of all bins' max |G|; keep R = G minus what was sent.
 
-    R is the error kept and dW the array of `encode_residual`; without an error R = 0. `bin`: elements; the paper has 50
-    for convolutions, 500 for others. Two things go beyond it, so that every encoding is a contraction: the largest of a
-    bin is sent where no |H_j| suffices, and the mean is capped at 1.5 times that of the |G_j| sent, which matters only
-    where bins differ by orders of magnitude.
+    R is the error kept and dW the array given to `encode_residual`; without an error R = 0. Tensors are encoded
+    separately. `bin` is a number of elements; the paper has 50 for convolutions and 500 for other layers. Two additions
+    to the paper make every encoding a contraction: if no |H_j| of a bin suffices, the largest element is sent, and the
+    mean is capped at 1.5 times the mean of the |G_j| sent, which matters only if bins differ by orders of magnitude.
 
-    On the wire: the common value (float32; float64 for float64), how many are sent of each bin, then place in the bin
-    and sign of each, in as few whole bits as they need; the array itself where that is not smaller.
+    The encoding holds the common value (float32; float64 for float64 arrays), the number of elements sent of each bin,
+    then each element's place in its bin and its sign, in as few whole bits as needed. If that is not smaller than the
+    array, the array itself is sent.
     """
 
     bin: int = 50
@@ -42,22 +45,21 @@ class AdaComp(Streamed):
             raise ConfigurationError(f"adacomp needs a bin of 1 to 65536 elements, got {self.bin}; 50 is usual")
 
     contraction = True
-    """By 1/(2d²) at least."""
+    """With delta of at least 1/(2d²) for d elements."""
 
     exact_size = False
-    """The data decide."""
+    """The size depends on the data."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """At most the array."""
         return plain_bytes(size, dtype)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """As with nothing kept so far."""
+        """Encode the array as with R = 0."""
         flat = array.reshape(-1)
         return self._sent(flat, flat)[0]
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """The bytes for G = error + array; the error becomes R."""
+        """Encode G = error + array; `error` becomes R."""
         flat = array.reshape(-1)
         error += flat
         data, plain = self._sent(error, flat)
@@ -68,10 +70,10 @@ class AdaComp(Streamed):
         return data
 
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """From how many are sent of each bin, and where.
+        """Decode the indices from the numbers of elements per bin and the places in the bins.
 
         Raises:
-            ProtocolError: too many of a bin, places that do not ascend, or lengths that do not fit.
+            ProtocolError: a bin has too many elements, places do not ascend, or lengths do not match.
         """
         k, start, bins, wide = kernels.of(data), self._head(size, dtype), -(-size // self.bin), factor_dtype(dtype)
         if not size or len(data) < start:
@@ -91,11 +93,11 @@ class AdaComp(Streamed):
         return indices, k.cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """||x||², for what is sent only comes nearer."""
+        """Return ||x||²: no sent element moves further from its value than zero is."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """With bins and a common value of its own for every tensor."""
+        """Return the codec that encodes every tensor with its own bins and common value."""
         return Parts.of([self] * len(shapes), shapes) if len(shapes) != 1 else self
 
     def _head(self, size: int, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""Adaptive threshold: a bound that is estimated from the array, so that about as many elements exceed it as asked."""
+"""Adaptive threshold: a bound estimated from the array, so that about the wanted number of elements exceed it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from flockstep.codecs.top import check_ratio
 from flockstep.expression import searched
 
 SAMPLES = 128
-"""How many elements of the sample should exceed the threshold."""
+"""Number of elements of the sample that should exceed the threshold."""
 
 
 @dataclass(frozen=True)
 class AdaptiveThreshold(Counted):
-    """About `ratio`·d elements: all of at least a magnitude that is estimated from a sample, whatever their number.
+    """About `ratio`·d elements: every element whose magnitude reaches a threshold estimated from a sample.
 
-    `sample`: the magnitude that a share `ratio` of the sample reaches (Dryden et al. 2016, who sample to
-    find the threshold of a fixed proportion; they choose it apart for either sign and send means, here one threshold
-    serves both and values travel). `gaussian`: mean + c·std of x, with c such that a normal distribution has that share
-    beyond ±c (Shi et al. 2019, Gaussian-k); both are taken of the sample, and their up to four corrections
-    are left out, since any number of elements may travel. At least the largest element is sent.
+    `sample`: the threshold is the magnitude that a fraction `ratio` of the sample reaches (Dryden et al. 2016 sample to
+    find the threshold of a fixed proportion, separately for either sign, and send means; here one threshold serves both
+    signs and values are sent). `gaussian`: the threshold is mean + c·std of x, with c such that a normal distribution
+    has the fraction `ratio` beyond ±c (Shi et al. 2019, Gaussian-k); mean and std are those of the sample, and the
+    paper's up to four corrections are left out, because any number of elements may be sent. At least the largest
+    element is sent.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -41,7 +42,7 @@ class AdaptiveThreshold(Counted):
         check_ratio("adaptive_threshold", self.ratio)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """What reaches the threshold."""
+        """Choose the elements that reach the threshold, or the largest if none does."""
         k, size = kernels.of(array), len(array)
         stride = max(1, int(size * self.ratio) // SAMPLES)
         offset = kernels.seed_from(random) % stride

@@ -1,4 +1,4 @@
-"""Damped: an unbiased codec, shrunk until it is a contraction."""
+"""Damped: an unbiased codec, scaled down until it is a contraction."""
 
 from __future__ import annotations
 
@@ -31,61 +31,53 @@ class Damped(Codec):
             )
 
     contraction = True
-    """By 1 / (1 + omega)."""
+    """With delta = 1 / (1 + omega)."""
 
     @property
     def exact_size(self) -> bool:
-        """As of the codec."""
         return self.codec.exact_size
 
     @property
     def shares_seed(self) -> bool:
-        """As of the codec."""
         return self.codec.shares_seed
 
     def factor(self, size: int) -> float:
-        """1 / (1 + omega)."""
+        """Return 1 / (1 + omega) for arrays of `size` elements."""
         omega = self.codec.variance(size)
         assert omega is not None
         return 1 / (1 + omega)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """As of the codec."""
         return self.codec.wire_bytes(size, dtype)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """The codec's bytes."""
         return self.codec.encode(array, random)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """What the codec decodes, divided by 1 + omega."""
+        """Return what the codec decodes, divided by 1 + omega."""
         decoded = self.codec.decode(data, size, dtype)
         shrunk: FlatArray = kernels.of(decoded).cast(decoded * self.factor(size), dtype)
         return shrunk
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """As the codec does, with a smaller scale."""
         self.codec.add_decoded(data, out, scale * self.factor(len(out)))
 
     def error_bound(self, array: FlatArray) -> float:
-        """omega / (1 + omega) ||x||²."""
+        """Return omega / (1 + omega) ||x||²."""
         return (1 - self.factor(array.size)) * float(np.sum(np.square(array.astype(np.float64))))
 
     def sparse_parts(self, size: int) -> list[slice]:
-        """As of the codec."""
         return self.codec.sparse_parts(size)
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """Damped, for these tensors."""
         return replace(self, codec=self.codec.on(shapes))
 
     def at(self, step: int) -> Codec:
-        """Damped, at that step."""
         return replace(self, codec=self.codec.at(step))
 
 
 def damped(codec: Codec) -> Codec:
-    """`codec` as a contraction; of several tensors' codecs only those that are none, each by a factor of its own."""
+    """Return `codec` as a contraction; of the members of `Parts`, damp only those that are not contractions."""
     if isinstance(codec, Parts):
         return replace(codec, codecs=tuple(c if c.contraction or c.lossless else Damped(c) for c in codec.codecs))
     return Damped(codec)

@@ -22,11 +22,11 @@ from flockstep.expression import searched
 class Dct(Codec):
     """The `k` largest coefficients of the orthonormal DCT-II of every chunk (Peng, Quesnelle & Kingma 2024, section 3).
 
-    Tensors of more than one dimension are matrices whose rows are their first dimension, cut into chunks × chunks;
+    Tensors of more than one dimension are matrices whose rows are their first dimension, cut into chunk × chunk blocks;
     others are cut into chunks of one row. As in the authors' code, a chunk's side is the largest divisor of the
-    tensor's that is no larger than `chunk`, so nothing is padded, and a side that is prime has chunks of one. Of every
-    chunk k indices, in the fewest whole bits, and k values travel, as float32, of float64 arrays as float64. A tensor
-    for which that were no less than its elements travels as it is.
+    tensor's side that is at most `chunk`, so nothing is padded, and a side of prime length above `chunk` has chunks of
+    length one. Of every chunk, k indices are sent, in the fewest whole bits, and k values as float32 (float64 for
+    float64 arrays). A tensor for which that takes no fewer bytes than its elements is sent unchanged.
     """
 
     k: int = field(default=32, metadata=searched(1, 64))
@@ -38,29 +38,28 @@ class Dct(Codec):
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
 
     contraction = True
-    """By k ÷ elements of a chunk: the transform keeps lengths (Parseval)."""
+    """With delta = k / (elements of a chunk), because the transform preserves norms (Parseval)."""
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
-        """The tensors of an array of that size."""
+        """Return the shapes of the tensors in an array of that size."""
         return ((size,),)
 
     def tilings(self, size: int, dtype: str) -> tuple[Tiling, ...]:
-        """What becomes of the tensors of an array of that size."""
+        """Return how each tensor of an array of that size is cut into chunks."""
         return tilings(self.shapes_of(size), self.k, self.chunk, dtype)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Indices and values, and the elements of what travels as it is."""
         return sum(t.wire_bytes(dtype) for t in self.tilings(size, dtype))
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Tensor by tensor: the indices of all chunks, then the values."""
+        """Encode tensor by tensor: the indices of all chunks, then the values."""
         k, flat = kernels.of(array), array.reshape(-1)
         pieces = [k.as_bytes(flat[:0])] * 2
         for t in self.tilings(len(flat), kernels.name_of(flat)):
             if not t.kept:
                 pieces.append(k.as_bytes(flat[t.part]))
                 continue
-            with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+            with np.errstate(over="ignore", invalid="ignore"):  # checked below
                 matrix = k.as_floats(flat[t.part]).reshape(t.rows, t.columns)
                 spectrum = transformed(k.tiles(matrix, t.height, t.width))
             if first_not_finite(spectrum.reshape(-1)) >= 0:
@@ -72,7 +71,7 @@ class Dct(Codec):
         return joined
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The transform back of what was sent.
+        """Apply the inverse transform to the coefficients that were sent.
 
         Raises:
             ProtocolError: wrong length, an index beyond its chunk or out of order, a value that is not finite.
@@ -95,7 +94,7 @@ class Dct(Codec):
         return joined
 
     def _split(self, data: Bytes, size: int, dtype: str) -> Iterator[tuple[Tiling, Bytes]]:
-        """What was sent of every tensor."""
+        """Yield each tensor's tiling and bytes."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"dct needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}")
         begin = 0
@@ -104,7 +103,9 @@ class Dct(Codec):
             begin += t.wire_bytes(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """(1 - k ÷ elements of a chunk) ||x||² of every tensor, whatever it holds."""
+        """Sum (1 - k / (elements of a chunk)) ||x||² over the tensors; the bound does not depend on the
+        direction of x.
+        """
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for t in self.tilings(len(flat), array.dtype.name):
             if t.kept:
@@ -112,20 +113,20 @@ class Dct(Codec):
         return total
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """That cuts these tensors."""
+        """Return the codec that transforms each of these tensors separately."""
         return OnTensors(self.k, self.chunk, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
-        """What travels as it is, whatever the dtype."""
+        """Return the slices of the tensors that are sent unchanged for every dtype."""
         return [t.part for t in self.tilings(size, "float64") if not t.kept]
 
 
 @dataclass(frozen=True)
 class OnTensors(Dct):
-    """DeMo's compressor for arrays that hold tensors of these shapes."""
+    """DeMo's compressor for arrays that are concatenated tensors of the given shapes."""
 
     shapes: tuple[Shape, ...] = ()
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
-        """These; an array of another size is one tensor."""
+        """The given shapes; an array of another size is treated as one tensor."""
         return self.shapes if sum(map(math.prod, self.shapes)) == size else super().shapes_of(size)

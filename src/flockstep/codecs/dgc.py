@@ -1,4 +1,4 @@
-"""Deep gradient compression's choice of elements: sampled top-k that warms up."""
+"""Deep gradient compression's choice of elements: sampled top-k with a warm-up of the sparsity."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 
 STAGES = 4
-"""Ratios before the last one: 25 %, 6.25 %, 1.5625 %, 0.4 %; the published ones."""
+"""Number of ratios before the final one: 25 %, 6.25 %, 1.5625 %, 0.4 %, as published."""
 
 
 @dataclass(frozen=True)
 class Dgc(Largest):
     """The `ratio`·d largest elements, found by a sample's threshold and re-selection (Lin et al. 2018, section 3).
 
-    `warmup` is in steps: over its four quarters, 25 %, 6.25 %, 1.5625 % and 0.4 % are sent (section 3.3: a sparsity of
-    75, 93.75, 98.4375 and 99.6 %), never fewer than `ratio`. For momentum correction and masking take the feedback
-    `momentum`; for tensors of one dimension as they are, `by_size(dgc)`.
+    `warmup` is a number of steps: in its four quarters 25 %, 6.25 %, 1.5625 % and 0.4 % of the elements are sent
+    (section 3.3: a sparsity of 75, 93.75, 98.4375 and 99.6 %), never fewer than `ratio`. For momentum correction and
+    masking use the feedback `momentum`; to send tensors of one dimension uncompressed use `by_size(dgc)`.
     """
 
     ratio: float = field(default=0.001, metadata=searched(0.001, 0.25, whole=False))
@@ -34,7 +34,7 @@ class Dgc(Largest):
             raise ConfigurationError(f"dgc needs a warmup of 0 or more steps, got {self.warmup}; 0 means none")
 
     def at(self, step: int) -> Codec:
-        """With the ratio of that step."""
+        """Return the codec with the ratio of the given step."""
         warm = self._with(values=self.values.at(step), warmup=0)
         if step >= self.warmup:
             return warm

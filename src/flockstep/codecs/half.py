@@ -14,19 +14,21 @@ from flockstep.codecs.rounded import Rounded
 
 @dataclass(frozen=True)
 class Half(Rounded):
-    """Round to the nearest IEEE float16: 2 bytes an element, 11 significant bits.
+    """Round to the nearest IEEE float16: 2 bytes per element, 11 significant bits.
 
-    Finite values beyond ±65504 become ±65504; infinities and NaN stay what they are. Magnitudes below 2⁻²⁵ become zero.
-    Rounding is deterministic, hence biased. It contracts any array of d elements whose largest magnitude lies
-    in [2⁻²⁴, 65504], by delta ≥ 8/(9d); what falls outside that range, residual feedback keeps and sends later. Arrays
-    of float16 travel as they are.
+    Finite values beyond ±65504 become ±65504; infinities and NaN do not change. Magnitudes below 2⁻²⁵ become zero.
+    Rounding is deterministic, hence biased. It contracts any array of d elements whose largest magnitude lies in [2⁻²⁴,
+    65504], with delta ≥ 8/(9d); residual feedback keeps what lies outside that range and sends it later. Arrays of
+    float16 are sent unchanged.
     """
 
     form: ClassVar[str] = "float16"
     whole: ClassVar[tuple[str, ...]] = ("float16",)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Half a unit in the last place of each element: 2⁻¹¹ of it, at least 2⁻²⁵; what is cut off beyond ±65504."""
+        """Sum the squares of half a unit in the last place (2⁻¹¹ of the element, at least 2⁻²⁵) or the excess over
+        ±65504.
+        """
         x = np.abs(array.astype(np.float64))
         off = np.maximum(np.maximum(x * 2.0**-11, 2.0**-25), x - LARGEST["float16"])
         return float(np.sum(np.square(off)))

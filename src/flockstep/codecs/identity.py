@@ -14,26 +14,21 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """The elements as they are, little-endian: what travels when nothing is compressed."""
+    """The elements unchanged, little-endian: no compression."""
 
     lossless = True
-    """Nothing changes."""
 
     unbiased = True
-    """Nothing changes."""
 
     linear = True
-    """Sums are sums."""
 
     contraction = True
-    """Nothing is lost."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """The bytes of the array itself."""
         return size * kernels.numpy_dtype(dtype).itemsize
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """A copy of the array's bytes."""
+        """Return a copy of the array's bytes."""
         k = kernels.of(array)
         data: Bytes = k.as_bytes(k.copied(array))
         if isinstance(data, np.ndarray):
@@ -41,7 +36,7 @@ class Identity(Codec):
         return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The array in `data`; may share its memory.
+        """Return the array in `data`; it may share memory with `data`.
 
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements.
@@ -54,9 +49,8 @@ class Identity(Codec):
         return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """All of it."""
+        """Return the whole array."""
         return self.decode(data, size, dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """None."""
         return 0.0

@@ -19,8 +19,8 @@ LEVELS = 127
 class Int8(Levels):
     """q = round(x / absmax * 127) in 8 bits, absmax being the largest magnitude of a block (Dettmers et al. 2022, §2).
 
-    Rounded to the nearest, an element is off by at most absmax / 254; `stochastic` rounds up or down at random, so that
-    the mean is kept. 8 + 32 / block bits an element.
+    Rounding to the nearest changes an element by at most absmax / 254; `stochastic` rounds up or down at random, so
+    that the mean is preserved. 8 + 32 / block bits per element.
     """
 
     block: int = 1024
@@ -32,29 +32,30 @@ class Int8(Levels):
 
     @property
     def unbiased(self) -> bool:
-        """If it rounds at random."""
+        """Whether the rounding is stochastic."""
         return self.stochastic
 
     @property
     def contraction(self) -> bool:
-        """In blocks below 254²: of each, b (absmax / 254)² at most is lost, and ||x||² is absmax² at least."""
+        """True for blocks of b < 254² elements: a block loses at most b (absmax / 254)², and its ||x||² is at least
+        absmax².
+        """
         return self.block < 4 * LEVELS**2
 
     def grid(self) -> tuple[int, int, bool]:
-        """127 on either side."""
         return LEVELS, self.block, self.stochastic
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """The largest magnitudes."""
+        """Return the largest magnitude of every block."""
         found: FlatArray = k.block_scales(floats, self.block)
         return found
 
     def variance(self, size: int) -> float | None:
-        """b / 254²: a rounding between two neighbours has a variance of (absmax / 127)² / 4 at most."""
+        """b / 254² with stochastic rounding: an element's variance is at most (absmax / 127)² / 4. None without."""
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """(absmax / 254)² an element, with a ten-thousandth more for the rounding of x / absmax * 127."""
+        """Return (absmax / 254)² per element, plus a ten-thousandth for the rounding of x / absmax * 127."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = np.abs(array.reshape(-1).astype(np.float64))

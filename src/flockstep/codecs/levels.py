@@ -1,4 +1,4 @@
-"""Blocks of elements as whole multiples of a fraction of their scale: what int8, QSGD and TernGrad have in common."""
+"""Blocks of elements as integer multiples of a fraction of their scale: the base of int8, QSGD and TernGrad."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from flockstep.codecs.quantiser import Quantiser
 
 
 class Levels(Quantiser):
-    """Blocks of elements, each as whole multiples of its scale / levels: the scales, then all codes, packed."""
+    """Encodes every element of a block as an integer multiple of scale / levels: all scales, then all codes, packed."""
 
     @abstractmethod
     def grid(self) -> tuple[int, int, bool]:
-        """Multiples on either side of zero, elements of a block, and whether these are rounded at random."""
+        """Return the number of levels on either side of zero, the elements per block, and whether rounding is
+        stochastic.
+        """
 
     @abstractmethod
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """The scale of every block; one that is not finite where a block is not."""
+        """Return the scale of every block; the scale of a block that is not finite is not finite."""
 
     @property
     def bits(self) -> int:
-        """The fewest bits that tell -levels to levels from each other."""
+        """The fewest bits that distinguish the integers from -levels to levels."""
         return (2 * self.grid()[0]).bit_length()
 
     def _scale_bytes(self, size: int, dtype: str) -> int:
         return -(-size // self.grid()[1]) * (8 if dtype == "float64" else 4)
 
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """A scale a block, and the bits of the codes."""
         return self._scale_bytes(size, dtype) + (size * self.bits + 7) // 8
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """Scales, then codes."""
         k = kernels.of(floats)
         levels, block, at_random = self.grid()
         scales = self.scales(k, floats)
@@ -48,14 +48,17 @@ class Levels(Quantiser):
         return data
 
     def _read(self, data: Bytes, size: int, dtype: str) -> tuple[Any, Bytes]:
-        """The step of every block, and the codes."""
+        """Return the step size of every block, and the packed codes.
+
+        Raises:
+            ProtocolError: a scale is negative or not finite.
+        """
         k, head = kernels.of(data), self._scale_bytes(size, dtype)
         scales = k.copied(k.from_bytes(data[:head], dtype))
         self.require(first_not_finite(scales) < 0 and not bool((scales < 0).any()), size, dtype)
         return k.steps(scales, self.grid()[0]), data[head:]
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Code times step."""
         levels, block, _ = self.grid()
         step, codes = self._read(data, size, dtype)
         array, top = kernels.of(data).dequantise(codes, step, block, levels, self.bits, size)
@@ -64,7 +67,6 @@ class Levels(Quantiser):
         return decoded
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """The same, with steps that are scaled already."""
         levels, block, _ = self.grid()
         step, codes = self._read(data, len(out), kernels.name_of(out))
         top = kernels.of(data).add_dequantised(codes, step * float(scale), block, levels, self.bits, out)

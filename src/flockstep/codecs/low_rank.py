@@ -1,4 +1,4 @@
-"""Which tensors of a flat array are worth a low-rank factorisation, and where their factors lie."""
+"""The layout of low-rank factorization: which tensors of a flat array are factored, and where their factors are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flockstep.errors import Diverged
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of the flat array as a matrix: rows are its first dimension, columns all others together."""
+    """A tensor of the flat array as a matrix: rows are its first dimension, columns all other dimensions together."""
 
     part: slice
     rows: int
@@ -27,7 +27,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Which tensors of these shapes are factored, matrix ≈ P (rows, rank) Qᵀ (rank, columns), and which are dense.
+    """The tensors that are factored, as matrix ≈ P (rows, rank) Qᵀ (rank, columns), and those that are dense.
 
     Tensors of one dimension are dense, and so are matrices that are no larger than their factors.
     """
@@ -35,11 +35,11 @@ class LowRank:
     shapes: tuple[Shape, ...]
     rank: int
     ratio: float = 1.0
-    """Bytes of an element of a factor ÷ bytes of an element of the array."""
+    """Bytes of a factor's element divided by bytes of an element of the array."""
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Those that are factored, in order."""
+        """The factored tensors, in order."""
         found, start = [], 0
         for shape in self.shapes:
             size = math.prod(shape)
@@ -50,50 +50,50 @@ class LowRank:
 
     @cached_property
     def dense(self) -> tuple[slice, ...]:
-        """Parts of the flat array that travel as they are, in order; neighbours joined."""
+        """The slices of the flat array that are sent dense, in order; adjacent slices are joined."""
         edges = [0, *(edge for m in self.matrices for edge in (m.part.start, m.part.stop)), self.size]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return tuple(slice(a, b) for a, b in pairs if a < b)
 
     @property
     def size(self) -> int:
-        """Elements of the flat array."""
+        """Number of elements of the flat array."""
         return sum(map(math.prod, self.shapes))
 
     @cached_property
     def dense_size(self) -> int:
-        """Elements that travel as they are."""
+        """Number of elements that are sent dense."""
         return self.size - sum(m.rows * m.columns for m in self.matrices)
 
     @cached_property
     def lefts(self) -> list[slice]:
-        """Where each P lies when all of them lie in a row."""
+        """The slice of each P in the concatenation of all P."""
         return _neighbours([m.rows * self.rank for m in self.matrices])
 
     @cached_property
     def rights(self) -> list[slice]:
-        """Where each Q lies when all of them lie in a row."""
+        """The slice of each Q in the concatenation of all Q."""
         return _neighbours([m.columns * self.rank for m in self.matrices])
 
 
 @lru_cache(maxsize=1024)
 def low_rank(shapes: tuple[Shape, ...], rank: int, ratio: float = 1.0) -> LowRank:
-    """The layout, made once for all arrays of these tensors."""
+    """Return the cached layout for tensors of these shapes."""
     return LowRank(shapes, rank, ratio)
 
 
 def _neighbours(sizes: Sequence[int]) -> list[slice]:
-    """Slices of these sizes, one after the other from 0."""
+    """Return adjacent slices of these sizes, starting at 0."""
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def factor_dtype(dtype: str) -> np.dtype[np.floating]:
-    """The dtype of the factors of arrays of that dtype."""
+    """Return the dtype of the factors of an array of the given dtype."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def not_finite(codec: str, flat: FlatArray, part: slice) -> Diverged:
-    """The error for a part of an array in which there are infinities or NaN, or numbers of which these come."""
+    """Return the error for a slice of an array that contains infinities or NaN, or whose products overflow."""
     where = first_not_finite(flat[part])
     what = "numbers so large that their products overflow"
     if where >= 0:

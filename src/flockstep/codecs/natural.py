@@ -1,4 +1,4 @@
-"""Natural compression: every element as a power of two next to it, chosen at random."""
+"""Natural compression: every element becomes one of the two nearest powers of two, chosen at random."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from flockstep.codecs.base import Bytes
 from flockstep.codecs.quantiser import Quantiser, scale_dtype
 
 TOP = {"float32": 127, "float64": 1023}
-"""Exponents of the largest powers of two."""
+"""Exponent of the largest power of two, by dtype."""
 
 
 @dataclass(frozen=True)
 class Natural(Quantiser):
-    """sign(x) 2^⌊log₂|x|⌋ or the power above, so that the mean is kept (Horváth et al. 2019, definition 2.1).
+    """sign(x) 2^⌊log₂|x|⌋ or the power above, so that the mean is preserved (Horváth et al. 2019, definition 2.1).
 
-    Sign and exponent: 9 bits an element, of float64 12. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero stay as
-    they are. Magnitudes beyond 2^127 (float64: 2^1023) become that, and those below the normal numbers zero or the
-    smallest of them. The random bits have steps of 2⁻²³.
+    Sign and exponent take 9 bits per element, 12 for float64. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero do
+    not change. Magnitudes beyond 2^127 (2^1023 for float64) become that power, and subnormal magnitudes become zero or
+    the smallest normal number. The random bits have a resolution of 2⁻²³.
     """
 
     unbiased = True
-    """Up to the largest power of two."""
+    """For magnitudes up to the largest power of two."""
 
     contraction = True
-    """By 7/8."""
+    """With delta = 7/8."""
 
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """A byte an element, and the packed rest of 1 or 4 bits."""
         return size + (size * (4 if dtype == "float64" else 1) + 7) // 8
 
     def _top(self, dtype: str) -> int:
-        return 2 * TOP[dtype]  # as the field that has the exponent plus TOP
+        return 2 * TOP[dtype]  # as the biased exponent field, exponent plus TOP
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """The low 8 bits of all exponents, then what is left of these and the signs."""
+        """Encode the low 8 bits of all exponents, then the remaining exponent bits and the signs."""
         k = kernels.of(floats)
         low, high, finite = k.to_powers(floats, self._top(kernels.name_of(floats)), kernels.seed_from(random))
         self.refuse(floats, not finite)
@@ -46,14 +45,12 @@ class Natural(Quantiser):
         return data
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The powers of two."""
         array, top = kernels.of(data).from_powers(data[:size], data[size:], dtype)
         self.require(top <= self._top(dtype), size, dtype)
         decoded: FlatArray = array
         return decoded
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """Straight from the exponents."""
         size, dtype = len(out), kernels.name_of(out)
         top = kernels.of(data).add_powers(data[:size], data[size:], out, scale)
         self.require(top <= self._top(dtype), size, dtype)
@@ -63,7 +60,9 @@ class Natural(Quantiser):
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:
-        """1/8 of ||x||², what is cut off at the top, and what is too small."""
+        """Return ||x||² / 8, plus the squares of what is cut off at the top and of what is lost below the normal
+        numbers.
+        """
         dtype = array.dtype.name
         if self.as_it_is(array.size, dtype):
             return 0.0

@@ -18,29 +18,28 @@ from flockstep.codecs.quantiser import Quantiser, computed_in, scale_dtype
 
 @dataclass(frozen=True)
 class OneBit(Quantiser):
-    """x ≥ 0 becomes the mean of all such, x < 0 the mean of the others (Seide et al. 2014, section 2.2).
+    """x ≥ 0 becomes the mean of all such elements, x < 0 the mean of the others (Seide et al. 2014, section 2.2).
 
-    Each column of a matrix has means of its own; any other tensor, and an array of which it is not known what tensors
-    it holds, has two in all. The sum of either side is kept. Made for residual feedback, without which what is left
-    out never arrives. d + 64 bits a column or tensor of d elements.
+    Each column of a matrix has its own two means; any other tensor, and an array whose tensors are unknown, has two
+    means. The sum of either side is preserved. Use residual feedback: without it, what an encoding leaves out is lost.
+    d + 64 bits per column or tensor of d elements.
     """
 
     contraction = True
-    """The squared means are what is not lost: of the larger side at least ||x||² / d."""
+    """Of the side with the larger sum, the means preserve at least ||x||² / d."""
 
     def columns(self, size: int) -> int:
-        """Groups of elements with means of their own."""
+        """Return the number of groups of elements that have their own means."""
         return 1
 
     def _head(self, size: int, dtype: str) -> int:
         return 2 * self.columns(size) * (8 if dtype == "float64" else 4) if size else 0
 
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """Two means a group, and a bit an element."""
         return self._head(size, dtype) + (size + 7) // 8
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """The means of x ≥ 0, those of x < 0, the signs."""
+        """Encode the means of x ≥ 0, the means of x < 0, and the signs."""
         k, columns = kernels.of(floats), self.columns(len(floats))
         bits, sums = k.signs(floats) if columns == 1 else k.column_signs(floats.reshape(-1, columns))
         return self._joined(floats, bits, self._means(floats, sums))
@@ -58,7 +57,7 @@ class OneBit(Quantiser):
         return data
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """The same, with sum and remainder taken on the way over the array."""
+        """Encode as the base class does, computing sums and remainder in one pass each."""
         k, size, dtype = kernels.of(array), len(error), kernels.name_of(error)
         if not computed_in(error) or kernels.name_of(array) != dtype or self.as_it_is(size, dtype):
             return super().encode_residual(array, error, random)
@@ -74,7 +73,11 @@ class OneBit(Quantiser):
         return self._joined(error, bits, means)
 
     def _read(self, data: Bytes, size: int, dtype: str) -> tuple[Any, Bytes]:
-        """(2, columns) means, and the signs."""
+        """Return the means, of shape (2, columns), and the packed signs.
+
+        Raises:
+            ProtocolError: a mean is not finite or has the wrong sign.
+        """
         k, head = kernels.of(data), self._head(size, dtype)
         means = k.copied(k.from_bytes(data[:head], dtype)).reshape(2, -1)
         sound = first_not_finite(means.reshape(-1)) < 0 and bool((means[0] >= 0).all() and (means[1] <= 0).all())
@@ -82,7 +85,7 @@ class OneBit(Quantiser):
         return means, data[head:]
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The mean of its side, for every element."""
+        """Return for every element the mean of its side."""
         means, bits = self._read(data, size, dtype)
         k = kernels.of(data)
         columns: FlatArray = (
@@ -93,7 +96,6 @@ class OneBit(Quantiser):
         return columns
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """Straight from the signs."""
         k = kernels.of(data)
         means, bits = self._read(data, len(out), kernels.name_of(out))
         if self.columns(len(out)) > 1:
@@ -102,7 +104,7 @@ class OneBit(Quantiser):
             k.add_signs(bits, *(scale * mean for mean in means.reshape(-1).tolist()), out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """The sum of (x - mean of its side)², which is what is lost."""
+        """Return the sum of (x - mean of its side)², which is the exact error."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = array.astype(np.float64).reshape(-1, self.columns(array.size))
@@ -110,17 +112,17 @@ class OneBit(Quantiser):
         return float(np.sum(np.square(x - np.where(x >= 0, *means.astype(np.float64)))))
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """Every tensor on its own, matrices column by column."""
+        """Return the codec that encodes tensors separately, and matrices column by column."""
         columns = (OneBitColumns(shape[1]) if len(shape) == 2 and shape[1] > 1 else self for shape in shapes)
         return Parts.of(columns, shapes)
 
 
 @dataclass(frozen=True)
 class OneBitColumns(OneBit):
-    """1-bit SGD of a matrix of `width` columns, row after row; an array that is none has two means in all."""
+    """1-bit SGD of a row-major matrix of `width` columns; an array that is not such a matrix has two means."""
 
     width: int = 1
 
     def columns(self, size: int) -> int:
-        """The columns of the matrix."""
+        """Return the number of columns of the matrix."""
         return 1 if size % self.width else self.width

@@ -22,10 +22,10 @@ from flockstep.expression import searched
 class PowerSgd(Codec):
     """One step of subspace iteration from a random start (Vogels, Karimireddy & Jaggi 2019, section 3).
 
-    Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension: with Gaussian Ω,
-    P ← orthonormal(M Ω) and Q ← Mᵀ P travel, `rank`(n + m) elements of float32 (of float64 for float64 arrays), and
-    stand for P Qᵀ = P Pᵀ M. Tensors of one dimension, and matrices that are no larger than their factors, travel as
-    they are; so does an array of which nothing is known. The strategy of the same name begins with the last Q instead.
+    Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension. With Gaussian Ω, P
+    ← orthonormal(M Ω) and Q ← Mᵀ P are sent, `rank`(n + m) elements of float32 (float64 for float64 arrays), and decode
+    to P Qᵀ = P Pᵀ M. Tensors of one dimension, and matrices that are no larger than their factors, are sent unchanged;
+    so is an array whose tensors are unknown. The strategy of the same name starts from the last Q instead.
     """
 
     rank: int = field(default=2, metadata=searched(1, 8))
@@ -35,26 +35,25 @@ class PowerSgd(Codec):
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
 
     contraction = True
-    """By rank ÷ min(n, m), in the mean over Ω."""
+    """With delta = rank / min(n, m), in the mean over Ω."""
 
     def layout(self, size: int, dtype: str) -> LowRank:
-        """What is factored of an array of that size."""
+        """Return the layout of the factors for an array of the given size and dtype."""
         return LowRank(((size,),), self.rank)
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """The factors, and what is not factored."""
         layout = self.layout(size, dtype)
         factors = self.rank * sum(m.rows + m.columns for m in layout.matrices)
         return factors * factor_dtype(dtype).itemsize + layout.dense_size * numpy_dtype(dtype).itemsize
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """All P, all Q, then what is not factored."""
+        """Encode all P, all Q, then the elements that are not factored."""
         k, flat, seed = kernels.of(array), array.reshape(-1), seed_from(random)
         layout = self.layout(len(flat), kernels.name_of(flat))
         lefts, rights = [], []
         for index, m in enumerate(layout.matrices):
             matrix = k.as_floats(flat[m.part]).reshape(m.rows, m.columns)
-            with np.errstate(over="ignore", invalid="ignore"):  # is looked for below
+            with np.errstate(over="ignore", invalid="ignore"):  # checked below
                 lefts.append(k.orthonormal(matrix @ k.gaussian(matrix, m.columns, self.rank, (seed, index))))
                 rights.append(matrix.T @ lefts[-1])
             if first_not_finite(rights[-1].reshape(-1)) >= 0:
@@ -65,7 +64,7 @@ class PowerSgd(Codec):
         return joined
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The products of the factors, and what was not factored.
+        """Return the products of the factors, and the elements that are not factored.
 
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements, or a factor is not finite.
@@ -76,13 +75,12 @@ class PowerSgd(Codec):
         return decoded
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale P Qᵀ."""
         for part, piece in self._add_products(data, out, scale):
-            with np.errstate(invalid="ignore"):  # a NaN stays one
+            with np.errstate(invalid="ignore"):  # NaN remains NaN
                 out[part] += piece if scale == 1 else kernels.of(out).cast(piece * scale, kernels.name_of(out))
 
     def _add_products(self, data: Bytes, out: FlatArray, scale: float) -> Iterator[tuple[slice, FlatArray]]:
-        """Add what was factored; yield what was not, and where it belongs."""
+        """Add the products of the factors to `out`; yield the dense slices and their elements."""
         k, dtype = kernels.of(out), kernels.name_of(out)
         layout = self.layout(len(out), dtype)
         lefts, rights, dense = self._split(data, layout, len(out), dtype)
@@ -91,7 +89,7 @@ class PowerSgd(Codec):
         yield from zip(layout.dense, dense, strict=True)
 
     def _split(self, data: Bytes, layout: LowRank, size: int, dtype: str) -> tuple[list[FlatArray], ...]:
-        """Every P, every Q, and what was not factored."""
+        """Return every P, every Q, and the dense elements."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(
                 f"powersgd needs {self.wire_bytes(size, dtype)} bytes for {size} {dtype}, got {len(data)}"
@@ -110,10 +108,10 @@ class PowerSgd(Codec):
         return *found, [dense[a:b] for a, b in pairwise(starts)]
 
     def error_bound(self, array: FlatArray) -> float:
-        """(1 - rank ÷ min(n, m)) ||M||² for every matrix, in the mean over Ω.
+        """Return (1 - rank / min(n, m)) ||M||² for every matrix, in the mean over Ω.
 
-        A Gaussian column takes 1/rank(M) of the energy in the mean, since it weighs directions by their singular
-        values; what it leaves has one direction less, and the next column takes its share of that.
+        A Gaussian column captures 1/rank(M) of the energy in the mean, because it weighs directions by their singular
+        values. The remainder has one direction less, and the next column captures its fraction of that.
         """
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for m in self.layout(len(flat), array.dtype.name).matrices:
@@ -121,21 +119,21 @@ class PowerSgd(Codec):
         return total
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """That factors the matrices among these tensors."""
+        """Return the codec that factors the matrices among these tensors."""
         return OnTensors(self.rank, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
-        """What is not factored, whatever the dtype."""
+        """Return the slices that are not factored for any dtype."""
         return list(self.layout(size, "float64").dense)
 
 
 @dataclass(frozen=True)
 class OnTensors(PowerSgd):
-    """PowerSGD's compressor for arrays that hold tensors of these shapes."""
+    """PowerSGD's compressor for arrays that are concatenated tensors of the given shapes."""
 
     shapes: tuple[Shape, ...] = ()
 
     def layout(self, size: int, dtype: str) -> LowRank:
-        """What is factored; nothing of an array of another size."""
+        """Return the layout for the given shapes; an array of another size has no factors."""
         whole = low_rank(self.shapes, self.rank, factor_dtype(dtype).itemsize / numpy_dtype(dtype).itemsize)
         return whole if whole.size == size else super().layout(size, dtype)

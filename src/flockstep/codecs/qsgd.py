@@ -1,4 +1,4 @@
-"""QSGD: every element as one of a few multiples of its bucket's norm, chosen at random."""
+"""QSGD: every element becomes one of a few multiples of its bucket's norm, chosen at random."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.expression import searched
 class Qsgd(Levels):
     """||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded up or down so that the mean is kept (Alistarh et al. 2017, §3).
 
-    One norm for every `bucket` of elements, and -s..s in the fewest whole bits that hold them; s is `levels`.
+    One norm per `bucket` of elements, and the integers -s..s in the fewest whole bits that hold them; s is `levels`.
     E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
     """
 
@@ -33,19 +33,18 @@ class Qsgd(Levels):
             raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
-    """By the random rounding."""
+    """Because the rounding is stochastic."""
 
     @property
     def contraction(self) -> bool:
-        """Where the variance stays below 1."""
+        """Whether the variance is below 1."""
         return (self.variance(self.bucket) or 0.0) < 1
 
     def grid(self) -> tuple[int, int, bool]:
-        """Rounded at random."""
         return self.levels, self.bucket, True
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """The norms."""
+        """Return the norm of every bucket."""
         found: FlatArray = k.block_scales(floats, self.bucket, True)
         return found
 
@@ -55,7 +54,7 @@ class Qsgd(Levels):
         return min(d / self.levels**2, math.sqrt(d) / self.levels)
 
     def error_bound(self, array: FlatArray) -> float:
-        """The variance times ||x||²."""
+        """Return the variance times ||x||²."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         return (self.variance(array.size) or 0.0) * float(np.sum(np.square(array.astype(np.float64))))

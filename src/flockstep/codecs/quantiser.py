@@ -1,4 +1,4 @@
-"""What codecs that send few bits of every element have in common."""
+"""The base of codecs that send a few bits of every element."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from flockstep.codecs.low_rank import not_finite
 from flockstep.errors import ProtocolError
 
 LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120}
-"""The largest numbers of the dtypes that are computed with as float32."""
+"""The largest finite number of each dtype that is computed with as float32."""
 
 
 def scale_dtype(dtype: str) -> str:
-    """The dtype of the scales of an array of `dtype`, in which it is computed with, too."""
+    """Return the dtype of the scales of an array of `dtype`, in which the codec also computes."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def computed_in(array: Any) -> bool:
-    """Whether kernels may work on an array where it is: contiguous float32 or float64."""
+    """Whether kernels may work on an array in place: it is contiguous and float32 or float64."""
     contiguous = not isinstance(array, np.ndarray) or array.flags.c_contiguous
     return contiguous and kernels.name_of(array) in ("float32", "float64")
 
 
 class Quantiser(Codec):
-    """Few bits an element; where that would be more than the array itself has, the array is sent as it is.
+    """Encodes every element in a few bits; if that takes no fewer bytes than the array, the array is sent unchanged.
 
-    A NaN or an infinity raises `Diverged`, save in an array sent as it is. What would be decoded beyond the range of
-    the array's dtype becomes its largest number.
+    A NaN or an infinity raises `Diverged`, except in an array sent unchanged. A decoded value beyond the range of the
+    array's dtype becomes the dtype's largest number.
     """
 
     @abstractmethod
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """The bytes of the code for `size` elements."""
+        """Return the number of bytes of the code for `size` elements."""
 
     @abstractmethod
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """The code of a flat array of float32 or float64; `Diverged` where that is not finite."""
+        """Return the code of a flat array of float32 or float64.
+
+        Raises:
+            Diverged: an element is infinite or not a number.
+        """
 
     @abstractmethod
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The array of float32 or float64 that the code, whose length is right, stands for."""
+        """Return the array of float32 or float64 that a code of the right length encodes."""
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
         """out += scale * uncoded, for contiguous float32 and float64."""
@@ -54,18 +58,17 @@ class Quantiser(Codec):
         out += decoded * scale
 
     def as_it_is(self, size: int, dtype: str) -> bool:
-        """Whether such an array is sent as it is."""
+        """Whether an array of this size and dtype is sent unchanged."""
         return self.coded_bytes(size, dtype) >= size * kernels.numpy_dtype(dtype).itemsize
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Those of the code, at most those of the array itself."""
         return min(self.coded_bytes(size, dtype), size * kernels.numpy_dtype(dtype).itemsize)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """The code, or the array.
+        """Return the code, or the array's own bytes if these are not more.
 
         Raises:
-            Diverged: there is a NaN or an infinity in it.
+            Diverged: an encoded element is infinite or not a number.
         """
         k, flat = kernels.of(array), array.reshape(-1)
         if self.as_it_is(len(flat), kernels.name_of(flat)):
@@ -75,14 +78,14 @@ class Quantiser(Codec):
             return self.coded(k.as_floats(flat), random)
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """The code of `error + array`, which comes off `error` again without an array in between."""
+        """Encode `error + array`, and subtract the decoded values from `error` without an array in between."""
         error += array.reshape(-1)
         data = self.encode(error, random)
         self.add_decoded(data, error, -1.0)
         return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The array that the code stands for.
+        """Return the array that `data` encodes.
 
         Raises:
             ProtocolError: wrong length, impossible scales or codes.
@@ -99,7 +102,7 @@ class Quantiser(Codec):
         return cast
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * decode(data), straight from the code; what is refused may leave `out` spoiled.
+        """out += scale * decode(data), directly from the code; refused data may leave `out` partly changed.
 
         Raises:
             ProtocolError: as of `decode`.
@@ -112,12 +115,20 @@ class Quantiser(Codec):
         self.add_uncoded(data, out, scale)
 
     def refuse(self, floats: FlatArray, found: bool) -> None:
-        """Raise the `Diverged` that names what is not finite, if `found`."""
+        """Raise the error that names the element that is not finite, if `found`.
+
+        Raises:
+            Diverged: `found` is true.
+        """
         if found:
             raise not_finite(registry.name_of(type(self)), floats, slice(0, len(floats)))
 
     def require(self, sound: bool, size: int, dtype: str) -> None:
-        """Raise `ProtocolError` unless the code is `sound`."""
+        """Check that a code is possible.
+
+        Raises:
+            ProtocolError: `sound` is false.
+        """
         if not sound:
             name = registry.name_of(type(self))
             raise ProtocolError(f"{name} got scales or codes that cannot be for {size} {dtype}")

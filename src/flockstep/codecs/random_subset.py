@@ -1,4 +1,4 @@
-"""Random-k: elements chosen by a seed that all share, so that no indices need to be sent."""
+"""Random-k: elements chosen by a shared seed, so that no indices are sent."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SEED_BYTES = 8
 class RandomK(Sparsifier):
     """k = `ratio`·d elements, at least one, each subset as likely (Stich, Cordonnier & Jaggi 2018, definition 2.2).
 
-    In front of the values stands the seed, 8 bytes, which follows from the step of the run and is the same for all who
-    take part: sums of encodings are encodings of sums. (With values that are rounded at random everyone has a seed of
-    their own.) E||x - C(x)||² = (1 - k/d) ||x||². `scaled`: receivers multiply by d/k, which makes it unbiased, with
-    variance d/k - 1, and no contraction. A NaN that is not chosen does not show.
+    The encoding holds the seed, 8 bytes, and the values. The seed follows from the step of the run and is the same for
+    all senders, so that the sum of encodings is the encoding of the sum; if values are rounded at random, every sender
+    has its own seed. E||x - C(x)||² = (1 - k/d) ||x||². With `scaled`, receivers multiply by d/k, which makes the codec
+    unbiased, with variance d/k - 1, and not a contraction. A NaN that is not chosen is not noticed.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -38,53 +38,52 @@ class RandomK(Sparsifier):
 
     @property
     def unbiased(self) -> bool:
-        """Where it is scaled."""
+        """Whether the codec is `scaled` and its values are unbiased."""
         return self.scaled and self.values.unbiased
 
     @property
     def contraction(self) -> bool:
-        """Where it is not scaled."""
+        """Whether the codec is not `scaled` and its values are a contraction or unbiased."""
         return not self.scaled and super().contraction
 
     @property
     def linear(self) -> bool:
-        """As of the values, for the elements are the same."""
+        """Whether the codec of the values is linear; all senders choose the same elements."""
         return self.values.linear
 
     @property
     def shares_seed(self) -> bool:
-        """All send the same elements, but for values rounded at random: equal draws would round all the same way."""
+        """True unless values are rounded at random: with equal draws, all senders would round alike."""
         return self.values.lossless or not self.values.unbiased
 
     def variance(self, size: int) -> float | None:
-        """d/k - 1, where it is scaled; more with the variance of the values."""
+        """d/k - 1 if `scaled`, more with the variance of the values; None otherwise."""
         more = self.values.variance(self.count(size)) if not self.values.lossless else 0.0
         return self.factor(size) * (1 + more) - 1 if self.unbiased and more is not None else None
 
     def factor(self, size: int) -> float:
-        """d/k, where it is scaled."""
+        """d/k if `scaled`, otherwise 1."""
         return size / self.count(size) if self.scaled and size else 1.0
 
     def count(self, size: int) -> int:
-        """k."""
         return wanted(self.ratio, size)
 
     def head_bytes(self, size: int) -> int:
-        """Of the seed."""
+        """Return the number of bytes of the seed."""
         return SEED_BYTES
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """Whatever the seed says."""
+        """Choose the elements that the seed determines."""
         k = kernels.of(array)
         seed = kernels.seed_from(random) << 32 | kernels.seed_from(random)
         chosen = k.subset(array, len(array), self.count(len(array)), seed)
         return k.number_bytes(array, seed, SEED_BYTES), chosen
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """From the seed.
+        """Return the indices that the seed in `data` determines, and the length of the seed.
 
         Raises:
-            ProtocolError: there is none.
+            ProtocolError: `data` is shorter than a seed.
         """
         if len(data) < SEED_BYTES:
             raise ProtocolError(f"{self} needs {SEED_BYTES} bytes for its seed, got {len(data)}")
@@ -92,15 +91,14 @@ class RandomK(Sparsifier):
         return kernels.of(data).subset(data, size, self.count(size), seed), SEED_BYTES
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The values."""
         if self.is_plain(data, size, dtype):
             return Identity().terms(data, size, dtype)
         return self.values.terms(data[SEED_BYTES:], self.count(size), dtype)
 
     def left_out(self, array: FlatArray) -> float:
-        """||x||², whatever is chosen; scaled (d/k - 1) ||x||², in the mean over seeds."""
+        """||x||², whichever elements are chosen; if `scaled`, (d/k - 1) ||x||² in the mean over seeds."""
         return super().left_out(array) * (self.factor(array.size) - 1 if self.scaled else 1)
 
     def error_bound(self, array: FlatArray) -> float:
-        """That of what is left out; scaled, with the values' error scaled too."""
+        """The norm of what is left out plus the values' error, which is scaled if the codec is."""
         return self.left_out(array) + self.factor(array.size) ** 2 * self.values.error_bound(array.reshape(-1))

@@ -1,4 +1,4 @@
-"""What codecs of two bytes an element share: rounding to a shorter float."""
+"""The base of codecs with two bytes per element: rounding to a shorter float."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from flockstep.errors import ProtocolError
 
 
 class Rounded(Codec):
-    """Every element as the nearest float of `form`; arrays of types in `whole` travel as they are."""
+    """Rounds every element to the nearest float of `form`; arrays of dtypes in `whole` are sent unchanged."""
 
     form: ClassVar[str]
-    """float16 or bfloat16."""
+    """The dtype that elements are rounded to: float16 or bfloat16."""
     whole: ClassVar[tuple[str, ...]]
-    """Types of two bytes that are sent as they are."""
+    """Dtypes of two bytes that are sent unchanged."""
 
     contraction = True
-    """Of what lies in its range."""
+    """For arrays within the range of `form`."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Two bytes an element."""
         return 2 * size
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """The rounded elements, little-endian."""
+        """Return the rounded elements, little-endian."""
         k = kernels.of(array)
         if kernels.name_of(array) in self.whole:
             unchanged: Bytes = k.as_bytes(k.copied(array))
@@ -38,7 +37,7 @@ class Rounded(Codec):
         return data
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """The rounded elements, as `dtype`.
+        """Return the rounded elements, as `dtype`.
 
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements.
@@ -58,7 +57,6 @@ class Rounded(Codec):
         kernels.of(out).add_widened(self._rounded(data, len(out), kernels.name_of(out)), out, scale)
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """The rounded elements of `error + array`; `error` becomes what rounding left."""
         error += array.reshape(-1)
         data = self.encode(error, random)
         self.add_decoded(data, error, -1.0)

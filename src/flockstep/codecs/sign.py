@@ -20,30 +20,28 @@ from flockstep.codecs.quantiser import Quantiser
 class Sign(Quantiser):
     """(||x||₁ / d) sign(x), a scale for every tensor of d elements (Karimireddy et al. 2019, algorithm 2).
 
-    ||C(x) - x||² = (1 - ||x||₁² / (d ||x||²)) ||x||². With `scaled` false ±1 alone is sent, as signSGD does (Bernstein
-    et al. 2018). The sign of zero is +1. d + 32 bits, or d.
+    ||C(x) - x||² = (1 - ||x||₁² / (d ||x||²)) ||x||². With `scaled` false only ±1 is sent, as in signSGD (Bernstein et
+    al. 2018). The sign of zero is +1. d + 32 bits if scaled, otherwise d bits.
     """
 
     scaled: bool = True
 
     @property
     def contraction(self) -> bool:
-        """If scaled: ||x||₁² ≥ ||x||²."""
+        """Whether the codec is scaled: ||x||₁² ≥ ||x||²."""
         return self.scaled
 
     def _head(self, size: int, dtype: str) -> int:
         return (8 if dtype == "float64" else 4) if size and self.scaled else 0
 
     def coded_bytes(self, size: int, dtype: str) -> int:
-        """The scale, and a bit an element."""
         return self._head(size, dtype) + (size + 7) // 8
 
     def as_it_is(self, size: int, dtype: str) -> bool:
-        """Never without a scale, so that every receiver sees signs."""
+        """False without a scale, so that every receiver gets signs."""
         return self.scaled and super().as_it_is(size, dtype)
 
     def coded(self, floats: FlatArray, random: np.random.Generator) -> Bytes:
-        """The scale, the signs."""
         k = kernels.of(floats)
         bits, sums = k.signs(floats)
         # The difference of the two sums is that of the magnitudes.
@@ -62,19 +60,17 @@ class Sign(Quantiser):
         return scale
 
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Plus or minus the scale."""
         scale, bits = self._scale(data, size, dtype), data[self._head(size, dtype) :]
         array: FlatArray = kernels.of(data).from_signs(bits, scale, -scale, size, dtype)
         return array
 
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
-        """Straight from the signs."""
         dtype = kernels.name_of(out)
         high = scale * self._scale(data, len(out), dtype)
         kernels.of(data).add_signs(data[self._head(len(out), dtype) :], high, -high, out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """What is lost, ||x||² - ||x||₁² / d; unscaled the sum of (|x| - 1)²."""
+        """||x||² - ||x||₁² / d, the exact error; without a scale the sum of (|x| - 1)²."""
         x = np.abs(array.reshape(-1).astype(np.float64))
         if not self.scaled:
             return float(np.sum(np.square(x - 1)))
@@ -83,5 +79,5 @@ class Sign(Quantiser):
         return float(np.sum(np.square(x - x.mean())))
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """Every tensor with a scale of its own."""
+        """Return the codec that gives every tensor its own scale."""
         return Parts.of([self] * len(shapes), shapes)

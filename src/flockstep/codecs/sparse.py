@@ -1,4 +1,4 @@
-"""What codecs that send only some of the elements have in common."""
+"""The base of codecs that send only some of the elements."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from flockstep.errors import CompositionError
 
 
 class Sparsifier(Streamed):
-    """Some elements travel, with where they belong; the others become zero.
+    """Some elements are sent, with their positions; the others decode to zero.
 
-    On the wire: a head that says which elements, then their values in the array's dtype, or as the codec `values`
-    encodes them. Where that would not be smaller than the array, the array itself is sent: as many bytes as the array
-    has mean the array. A NaN or an infinity among what is chosen raises `Diverged`.
+    The encoding holds a head, which determines the chosen elements, and their values in the array's dtype or as the
+    codec `values` encodes them. If that is not smaller than the array, the array itself is sent: data of the array's
+    length is the array. A NaN or an infinity among the chosen elements raises `Diverged`.
 
-    `topk(0.01) + qsgd(4)` is `topk(0.01, values=qsgd(4))`. Under residual feedback an unbiased values codec's error is
-    left out of what is kept (as in SparCML, Renggli et al. 2019), since it averages out; that of a biased
-    one is kept. Where values are copied, what is decoded and what is kept add up to the array bit for bit.
+    `topk(0.01) + qsgd(4)` is `topk(0.01, values=qsgd(4))`. Residual feedback does not keep the error of an unbiased
+    values codec (as in SparCML, Renggli et al. 2019), because it averages out; it keeps that of a biased one. If values
+    are copied, the decoded array and the error kept add up to the array bit for bit.
     """
 
     values: Codec
 
     @abstractmethod
     def count(self, size: int) -> int:
-        """How many of `size` elements are sent; at most, where the data decide."""
+        """Return the number of elements sent of `size`, or at most sent if it depends on the data."""
 
     @abstractmethod
     def head_bytes(self, size: int) -> int:
-        """Bytes before the values; at most, where the data decide."""
+        """Return the number of bytes before the values, or at most before them if it depends on the data."""
 
     @abstractmethod
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """The head, and the ascending indices, of the elements of a flat array to send."""
+        """Return the head for, and the ascending indices of, the elements of a flat array to send."""
 
     @abstractmethod
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """The ascending indices that an encoding's head says, and the head's length in bytes.
+        """Return the ascending indices that an encoding's head determines, and the head's length in bytes.
 
         Raises:
-            ProtocolError: it is no head for `size` elements.
+            ProtocolError: `data` has no valid head for `size` elements.
         """
 
     def factor(self, size: int) -> float:
-        """What receivers multiply values with."""
+        """Return the factor by which receivers multiply the values."""
         return 1.0
 
     def __add__(self, other: Codec) -> Self:
-        """This choice of elements, whose values travel as `other` encodes them."""
+        """Return the same choice of elements, with the values encoded by `other`."""
         if not isinstance(other, Codec):
             return NotImplemented
         if isinstance(self.values, Sparsifier):
@@ -66,29 +66,27 @@ class Sparsifier(Streamed):
 
     @property
     def contraction(self) -> bool:
-        """For unbiased values, as far as elements are left out: all that residual feedback keeps of the error."""
+        """Whether the values' codec is a contraction or unbiased; feedback does not keep the error of unbiased
+        values.
+        """
         return self.values.contraction or self.values.unbiased
 
     @property
     def exact_size(self) -> bool:
-        """As of the values."""
         return self.values.exact_size
 
     @property
     def shares_seed(self) -> bool:
-        """As of the values."""
         return self.values.shares_seed
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Head and values, or the array itself where that is no more."""
         return min(plain_bytes(size, dtype), self.head_bytes(size) + self.values.wire_bytes(self.count(size), dtype))
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Head and values of what was chosen, or the array."""
         return self._sent(array.reshape(-1), random)[0]
 
     def encode_residual(self, array: FlatArray, error: FlatArray, random: np.random.Generator) -> Bytes:
-        """As `encode` does for error + array; keeps what was not chosen, and a biased values codec's error."""
+        """Encode error + array; `error` keeps what was not chosen, and the error of a biased values codec."""
         if self.factor(len(error)) != 1:
             return super().encode_residual(array, error, random)
         k, dtype = kernels.of(error), kernels.name_of(error)
@@ -104,32 +102,28 @@ class Sparsifier(Streamed):
         return data
 
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """From head and values.
-
-        Raises:
-            ProtocolError: either cannot be.
-        """
         indices, head = self.locate(data, size)
         values, factor = self.values.decode(data[head:], len(indices), dtype), self.factor(size)
         return indices, values if factor == 1 else kernels.of(data).cast(values * factor, dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """All of ||x||², and what the values codec may add to it."""
+        """Return the norm of what is left out plus the error of the values codec."""
         return self.left_out(array) + self.values.error_bound(array.reshape(-1))
 
     def left_out(self, array: FlatArray) -> float:
-        """What the squared norm of the elements that are not sent is at most."""
+        """Return an upper bound of the squared norm of the elements that are not sent."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
     def at(self, step: int) -> Codec:
-        """With the values codec of that step."""
         return self._with(values=self.values.at(step))
 
     def _with(self, **changes: Any) -> Self:
         return replace(self, **changes)  # type: ignore[type-var]  # every class that is not abstract is a dataclass
 
     def _sent(self, flat: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices | None, int]:
-        """The bytes for a flat array, the indices that they say (None: the array as it is), and the head's length."""
+        """Return the encoding of a flat array, its indices (None if the array itself is sent), and the head's
+        length.
+        """
         k, dtype = kernels.of(flat), kernels.name_of(flat)
         plain = plain_bytes(len(flat), dtype)
         if not (self.exact_size and self.wire_bytes(len(flat), dtype) == plain):

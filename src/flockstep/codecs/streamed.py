@@ -1,4 +1,4 @@
-"""What codecs that send indices and values have in common: the array itself where they would not be smaller."""
+"""The base of codecs that send indices and values, or the array itself if that is not larger."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import Diverged, ProtocolError
 
 Indices = Any
-"""Ascending: uint32 in numpy, int64 in torch, which indexes with nothing else."""
+"""Ascending indices: uint32 in numpy, int64 in torch, which accepts no other index type."""
 
 
 def plain_bytes(size: int, dtype: str) -> int:
-    """Of the array itself."""
+    """Return the number of bytes of the uncompressed array."""
     return size * kernels.numpy_dtype(dtype).itemsize
 
 
 def refuse(codec: Codec, value: float, place: int) -> Diverged:
-    """The error for a NaN or an infinity."""
+    """Return the error for a NaN or an infinity."""
     return Diverged(
         f"cannot encode {value} at element {place} with {codec}; lower the learning rate or clip the gradient"
     )
 
 
 class Streamed(Codec):
-    """Decodes by way of its indices and values, unless the bytes are as many as the array has: then they are it."""
+    """Decodes from indices and values. A payload as long as the array is the uncompressed array itself."""
 
     @abstractmethod
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """The indices and values of an encoding that is not the array itself, and not longer.
+        """Return the indices and values of an encoding that is not the array itself.
 
         Raises:
-            ProtocolError: it cannot be one for `size` elements.
+            ProtocolError: `data` cannot be the encoding of `size` elements.
         """
 
     sparse = True
-    """Most elements are zero."""
 
     def is_plain(self, data: Bytes, size: int, dtype: str) -> bool:
-        """Whether `data` are the bytes of the array itself."""
+        """Whether `data` is the uncompressed array."""
         plain = plain_bytes(size, dtype)
         return len(data) == plain and (not self.exact_size or self.wire_bytes(size, dtype) == plain)
 
     def stream(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
-        """Ascending indices and values of what was sent.
+        """Return the ascending indices and the values of the elements that were sent.
 
         Raises:
             ProtocolError: as of `decode`.
@@ -59,10 +58,10 @@ class Streamed(Codec):
         return self.read(data, size, dtype)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """What was sent where it belongs, zero elsewhere.
+        """Return the sent elements at their positions, and zeros elsewhere.
 
         Raises:
-            ProtocolError: indices do not ascend or reach beyond the array, or lengths do not fit.
+            ProtocolError: indices do not ascend or exceed the array, or lengths do not match.
         """
         k = kernels.of(data)
         if self.is_plain(data, size, dtype):
@@ -72,7 +71,7 @@ class Streamed(Codec):
         return scattered
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
-        """out += scale * decode(data), only where something was sent."""
+        """out += scale * decode(data), touching only the elements that were sent."""
         k, dtype = kernels.of(out), kernels.name_of(out)
         if self.is_plain(data, len(out), dtype):
             super().add_decoded(data, out, scale)

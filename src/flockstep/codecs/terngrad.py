@@ -17,17 +17,17 @@ from flockstep.codecs.parts import Parts
 from flockstep.errors import ConfigurationError
 
 WHOLE = 1 << 62
-"""A block that holds every tensor."""
+"""Block size that exceeds every tensor."""
 
 
 @dataclass(frozen=True)
 class TernGrad(Levels):
     """s sign(x) b, b being 1 with probability |x| / s, s = max|x| of the tensor (Wen et al. 2017, §3).
 
-    Before that magnitudes are cut off at `clip` times the standard deviation; inf leaves them. It is taken about
-    zero, the mean that the paper's argument assumes: about the mean it would be zero for a constant tensor, of which
-    nothing would be left. What is cut off biases the codec. 2 bits an element and a scale a tensor, that of its sender:
-    the paper's sharing of the largest among all is left out, for sums of codes do not travel.
+    Magnitudes are first cut off at `clip` times the standard deviation; inf does not cut. The deviation is about zero,
+    the mean that the paper's argument assumes: about its own mean, a constant tensor would have deviation zero and be
+    cut off entirely. Cutting biases the codec. 2 bits per element, and a scale per tensor, that of its sender: the
+    paper shares the largest scale among all workers, which is not needed here because sums of codes are never sent.
     """
 
     clip: float = 2.5
@@ -38,29 +38,28 @@ class TernGrad(Levels):
 
     @property
     def unbiased(self) -> bool:
-        """Where nothing is cut off."""
+        """Whether nothing is cut off."""
         return math.isinf(self.clip)
 
     def grid(self) -> tuple[int, int, bool]:
-        """One on either side."""
         return 1, WHOLE, True
 
     def scales(self, k: Any, floats: FlatArray) -> FlatArray:
-        """The largest magnitude that is left."""
+        """Return the tensor's largest magnitude after the cut."""
         top: FlatArray = k.block_scales(floats, WHOLE)
         if math.isinf(self.clip):
             return top
-        # A norm that saturates would cut off too much.
+        # A saturated norm would cut off too much.
         limit = k.block_scales(floats, WHOLE, True) * (self.clip / math.sqrt(len(floats)))
         scale: FlatArray = top.clip(max=limit)
         return scale
 
     def variance(self, size: int) -> float | None:
-        """(√d - 1) / 2 where nothing is cut off: the largest that max|x| ||x||₁ / ||x||² - 1 can be."""
+        """(√d - 1) / 2 if nothing is cut off, the maximum of max|x| ||x||₁ / ||x||² - 1; otherwise None."""
         return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """c (s - c) an element, c being what is left of its magnitude, and what was cut off, squared."""
+        """Sum c (s - c), c being an element's magnitude after the cut, and the squares of what was cut off."""
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = np.abs(array.reshape(-1).astype(np.float64))
@@ -69,5 +68,5 @@ class TernGrad(Levels):
         return float(np.sum(kept * (s - kept) + np.square(x - kept))) * (1 + 1e-5)
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """Every tensor with a scale of its own."""
+        """Return the codec that gives every tensor its own scale."""
         return Parts.of([self] * len(shapes), shapes)

@@ -19,30 +19,28 @@ COUNT_BYTES = 4
 
 
 class Counted(Sparsifier):
-    """As many elements as the data say: their number (uint32), their indices (uint32), their values."""
+    """A number of elements that depends on the data: the number (uint32), the indices (uint32), the values."""
 
     exact_size = False
-    """The data decide; at most the bytes of the array."""
+    """The size depends on the data and is at most that of the array."""
 
     def count(self, size: int) -> int:
-        """All, at most."""
         return size
 
     def head_bytes(self, size: int) -> int:
-        """With all indices."""
         return COUNT_BYTES + 4 * size
 
     def head_of(self, array: FlatArray, indices: Indices) -> Bytes:
-        """Number and indices."""
+        """Return the head: number and indices of the chosen elements."""
         k = kernels.of(array)
         head: Bytes = k.join(k.number_bytes(array, len(indices), COUNT_BYTES), k.index_bytes(indices))
         return head
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """From the indices.
+        """Return the indices in `data`, and the length of the head.
 
         Raises:
-            ProtocolError: too few bytes; indices that do not ascend, or reach beyond the array.
+            ProtocolError: too few bytes; indices that do not ascend, or exceed the array.
         """
         k = kernels.of(data)
         count = int.from_bytes(bytes(data[:COUNT_BYTES].tolist()), "little")
@@ -57,10 +55,11 @@ class Counted(Sparsifier):
 
 @dataclass(frozen=True)
 class Threshold(Counted):
-    """Every element with |x| > `t`, and the largest where there is none, so that something always arrives.
+    """Every element with |x| > `t`, or the largest if there is none, so that every message contains something.
 
-    Strom (2015) sends what exceeds a fixed threshold, as ±t; here the values travel, as in Aji & Heafield
-    (2017). The largest element goes beyond both: with it, the codec contracts every array, by 1/d at least.
+    Strom (2015) sends the elements beyond a fixed threshold as ±t; here their values are sent, as in Aji & Heafield
+    (2017). Sending the largest element is an addition to both: with it, the codec contracts every array, with delta of
+    at least 1/d.
     """
 
     t: float = field(default=0.001, metadata=searched(1e-05, 0.1, whole=False))
@@ -71,7 +70,7 @@ class Threshold(Counted):
             raise ConfigurationError(f"threshold needs a finite t from 0, got {self.t}; 0.001 sends all above it")
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """What is beyond t."""
+        """Choose the elements beyond t, or the largest if there is none."""
         k = kernels.of(array)
         found, _ = k.above(array, k.just_above(array, self.t), len(array))
         if not len(found) and len(array):
@@ -79,6 +78,6 @@ class Threshold(Counted):
         return self.head_of(array, found), found
 
     def left_out(self, array: FlatArray) -> float:
-        """The elements up to t."""
+        """Return the squared norm of the elements up to t."""
         x = np.abs(array.astype(np.float64))
         return float(np.sum(np.square(np.where(x > self.t, 0, x))))

@@ -15,7 +15,9 @@ from flockstep.codecs.low_rank import factor_dtype
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a tensor, as a matrix (rows, columns), is cut into chunks (height, width), and how much of each is sent."""
+    """How a tensor, as a matrix (rows, columns), is cut into chunks (height, width), and how much of each chunk is
+    sent.
+    """
 
     part: slice
     rows: int
@@ -23,30 +25,30 @@ class Tiling:
     height: int
     width: int
     kept: int
-    """Coefficients of each chunk that are sent; 0: the tensor travels as it is."""
+    """Number of coefficients sent of each chunk; 0 if the tensor is sent unchanged."""
 
     @property
     def area(self) -> int:
-        """Elements of a chunk."""
+        """Number of elements of a chunk."""
         return self.height * self.width
 
     @property
     def sent(self) -> int:
-        """Coefficients that are sent."""
+        """Number of coefficients that are sent."""
         return self.rows * self.columns // max(1, self.area) * self.kept
 
     @property
     def bits(self) -> int:
-        """Bits of an index."""
+        """Number of bits of an index."""
         return (self.area - 1).bit_length()
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of all indices."""
+        """Number of bytes of all indices."""
         return (self.sent * self.bits + 7) // 8
 
     def wire_bytes(self, dtype: str) -> int:
-        """Indices and values, or the elements of what travels as it is."""
+        """Return the bytes of indices and values, or of the elements if the tensor is sent unchanged."""
         if not self.kept:
             return self.rows * self.columns * numpy_dtype(dtype).itemsize
         return self.index_bytes + self.sent * factor_dtype(dtype).itemsize
@@ -54,7 +56,10 @@ class Tiling:
 
 @lru_cache(maxsize=1024)
 def tilings(shapes: tuple[Shape, ...], k: int, chunk: int, dtype: str) -> tuple[Tiling, ...]:
-    """How tensors of these shapes are cut, in order; as they are where `k` coefficients a chunk are no fewer bytes."""
+    """Return the tilings of tensors of these shapes, in order.
+
+    A tensor for which `k` coefficients per chunk take no fewer bytes than its elements is sent unchanged.
+    """
     found, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -69,12 +74,12 @@ def tilings(shapes: tuple[Shape, ...], k: int, chunk: int, dtype: str) -> tuple[
 
 
 def _side(size: int, chunk: int) -> int:
-    """The largest divisor that is no larger than `chunk`."""
+    """Return the largest divisor of `size` that is at most `chunk`."""
     return max((d for d in range(1, min(size, chunk) + 1) if size % d == 0), default=1)
 
 
 def transformed(tiles: FlatArray) -> FlatArray:
-    """The orthonormal DCT-II of every tile (tiles, height, width), flat: (tiles, height · width)."""
+    """Return the orthonormal DCT-II of every tile (tiles, height, width), of shape (tiles, height · width)."""
     count, height, width = tiles.shape
     k = kernels.of(tiles)
     along = (tiles.reshape(-1, width) @ k.cosines(tiles, width).T).reshape(count, height, width)
@@ -83,7 +88,7 @@ def transformed(tiles: FlatArray) -> FlatArray:
 
 
 def restored(spectrum: FlatArray, height: int, width: int) -> FlatArray:
-    """The tiles (tiles, height, width) of which `spectrum` (tiles, height · width) is the transform."""
+    """Return the tiles (tiles, height, width) whose transform is `spectrum` (tiles, height · width)."""
     k, count = kernels.of(spectrum), len(spectrum)
     tiles: FlatArray = (spectrum.reshape(-1, width) @ k.cosines(spectrum, width)).reshape(count, height, width)
     return tiles if height == 1 else k.cosines(tiles, height).T @ tiles

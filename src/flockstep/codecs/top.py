@@ -17,31 +17,30 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.expression import searched
 
 SAMPLES = 128
-"""How many of a sample's elements should be above the threshold, so that it is about 9 % off."""
+"""Number of a sample's elements that should exceed the threshold, for a standard error of about 9 %."""
 LEAST, MOST = 0.8, 1.3
-"""Bounds of Lin et al. on how many elements the threshold may let through, relative to how many are wanted."""
+"""Bounds of Lin et al. on the number of elements that the threshold lets through, relative to the number wanted."""
 TRIES = 4
 
 
 class Largest(Sparsifier):
-    """The largest elements, of all or of every bucket, or nearly the largest, found by a sample."""
+    """The largest elements of the whole array or of every bucket, or nearly the largest, found by a sample."""
 
     ratio: float
     sampled: bool = False
     bucket: int = 0
 
     def count(self, size: int) -> int:
-        """k, summed over buckets."""
         if not self.bucket:
             return wanted(self.ratio, size)
         return wanted(self.ratio, self.bucket) * (size // self.bucket) + wanted(self.ratio, size % self.bucket)
 
     def head_bytes(self, size: int) -> int:
-        """Of the indices."""
+        """Return the number of bytes of the indices."""
         return -(-self.count(size) * self._bits // 8)
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
-        """The largest, or nearly."""
+        """Choose the largest elements, or with a sample nearly the largest."""
         k = kernels.of(array)
         if self.bucket:
             indices = k.largest_of_buckets(array, self.bucket, self._counts(len(array)))
@@ -50,10 +49,10 @@ class Largest(Sparsifier):
         return k.index_bytes(indices), indices
 
     def locate(self, data: Bytes, size: int) -> tuple[Indices, int]:
-        """From the indices.
+        """Return the indices in `data`, and their length in bytes.
 
         Raises:
-            ProtocolError: too few bytes; indices that do not ascend, or reach beyond the array.
+            ProtocolError: too few bytes; indices that do not ascend, or exceed the array.
         """
         k, count, head = kernels.of(data), self.count(size), self.head_bytes(size)
         if len(data) < head:
@@ -70,7 +69,9 @@ class Largest(Sparsifier):
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
-        """(1 - k/d) ||x||², of every bucket; with a sample 0.8 k for k, or nothing where that is less than one."""
+        """(1 - k/d) ||x||² for every bucket; with a sample, at least floor(0.8 k) elements are certain, so that
+        replaces k.
+        """
         squares = np.square(array.reshape(-1).astype(np.float64))
         step = self.bucket or max(1, len(squares))
         parts = [squares[start : start + step] for start in range(0, len(squares), step)]
@@ -89,13 +90,13 @@ class Largest(Sparsifier):
 
 @dataclass(frozen=True)
 class TopK(Largest):
-    """The `ratio`·d elements of the largest magnitude, at least one; of those that tie, the first.
+    """The `ratio`·d elements of the largest magnitude, at least one; of equal elements, the first.
 
-    `sampled`: above a threshold taken from a sample, again from the same sample until 0.8 to 1.3 times as many elements
-    are above it as wanted, of which the largest are sent (as in the code published with Lin et al. 2018); the first of
-    the others fill up what is missing, so that the size stays exact. `bucket` > 0: so many of every bucket of elements,
-    with indices inside of it in as few whole bits as they need (SparCML, Renggli et al. 2019).
-    Without buckets an index takes 32 bits.
+    With `sampled`, the threshold is estimated from a sample, repeatedly from the same sample until 0.8 to 1.3 times as
+    many elements exceed it as wanted; the largest of these are sent (as in the code published with Lin et al. 2018),
+    and if they are too few, the first of the other elements fill up the number, so that the size stays exact. With
+    `bucket` > 0, the fraction is taken of every bucket of elements, with indices within the bucket in as few whole bits
+    as needed (SparCML, Renggli et al. 2019). Without buckets an index takes 32 bits.
     """
 
     ratio: float = field(default=0.01, metadata=searched(0.001, 0.25, whole=False))
@@ -112,10 +113,10 @@ class TopK(Largest):
 
 
 def select(array: FlatArray, count: int, sampled: bool, random: np.random.Generator) -> Indices:
-    """Ascending indices of the `count` largest elements, or of `count` that are nearly.
+    """Return ascending indices of the `count` largest elements, or with `sampled` of `count` elements that are nearly.
 
-    A sample's threshold leaves few elements to choose among; where none of its thresholds does, as in an array of
-    equal elements, all are chosen among.
+    A threshold from a sample reduces the candidates. If no threshold does, as in an array of equal elements, all
+    elements are candidates.
     """
     k, size = kernels.of(array), len(array)
     seed = kernels.seed_from(random) if sampled else 0
@@ -123,7 +124,7 @@ def select(array: FlatArray, count: int, sampled: bool, random: np.random.Genera
     if stride > 1 and size > 4 * count:
         sample = k.sampled(array, seed % stride, stride)
         rank = count * len(sample) / size
-        rank += rank / 10 if sampled else 3 * rank**0.5  # so that seldom too few are above
+        rank += rank / 10 if sampled else 3 * rank**0.5  # so that rarely too few elements are above
         least, room = int(LEAST * count) + 1 if sampled else count, int((MOST if sampled else 1.6) * count)
         for _ in range(TRIES):
             low = float(sample[max(0, len(sample) - round(rank))])
@@ -137,11 +138,15 @@ def select(array: FlatArray, count: int, sampled: bool, random: np.random.Genera
 
 
 def check_ratio(name: str, ratio: float) -> None:
-    """Raise `ConfigurationError` for a ratio that is none."""
+    """Check that a ratio lies in (0, 1].
+
+    Raises:
+        ConfigurationError: the ratio does not.
+    """
     if not 0 < ratio <= 1:
         raise ConfigurationError(f"{name} needs a ratio above 0 and up to 1, got {ratio}; 0.01 sends one of a hundred")
 
 
 def wanted(ratio: float, size: int) -> int:
-    """That share of `size` elements: at least one, where there is any."""
+    """Return the number of elements that is the fraction `ratio` of `size`: at least one if `size` is positive."""
     return min(size, max(1, round(ratio * size)))

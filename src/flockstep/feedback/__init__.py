@@ -1,1 +1,1 @@
-"""What a sender keeps of what its codec dropped."""
+"""Feedback: what a sender keeps of the values that its codec dropped."""

@@ -1,4 +1,4 @@
-"""The contract of feedback: what a sender keeps of what its codec dropped."""
+"""The contract of feedback: what a sender keeps of the values that its codec dropped."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flockstep.expression import Component
 
 
 class Feedback(Component):
-    """How what was not sent comes back: `memory` is explicit state of the sender, None to begin with."""
+    """Decides how dropped values are sent later; `memory` is explicit state of the sender, None at first."""
 
     noun: ClassVar[str] = "feedback"
 
     @property
     def needs_contraction(self) -> bool:
-        """Diverges with a codec that is not a contraction."""
+        """Whether the feedback diverges with a codec that is not a contraction."""
         return False
 
     @abstractmethod
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """The bytes to send for `array` (K,), which is left as it is, and the memory from now on.
+        """Return the bytes to send for `array` (K,), which does not change, and the new memory.
 
-        The memory may be the one handed in, changed in place.
+        The new memory may be the given one, changed in place.
         """
 
     def among(self, workers: int) -> Feedback:
-        """The feedback for so many senders whose arrays are averaged; itself where that is no matter."""
+        """Return the feedback for `workers` senders whose arrays are averaged; by default the feedback itself."""
         return self

@@ -1,4 +1,4 @@
-"""Momentum correction: what the codec dropped is kept as velocity, not as gradient."""
+"""Momentum correction: dropped values are kept as velocity, not as gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.feedback.base import Feedback
 
 
 class Memory(NamedTuple):
-    """What a sender keeps, both (K,): its momentum u, and v, what of the momenta so far it has not sent."""
+    """A sender's memory, two arrays of shape (K,): its momentum u, and v, the sum of momenta not sent yet."""
 
     u: FlatArray
     v: FlatArray
@@ -27,17 +27,17 @@ class Memory(NamedTuple):
 class Momentum(Feedback):
     """u ← m u + g, v ← v + u, send C(v), keep v less what was sent (Lin et al. 2018, DGC, sections 3.1 to 3.3).
 
-    Momentum correction in the sense of Lin et al.: what is kept back is velocity, so that an element which is sent late
-    has moved as far as momentum SGD would have moved it. The momentum correction of Goyal et al. 2017 is another claim,
-    about learning rates that change while they are part of the velocity; see the schedule goyal.
+    Momentum correction in the sense of Lin et al.: what is kept back is velocity, so that an element that is sent late
+    has moved as far as momentum SGD would have moved it. The momentum correction of Goyal et al. 2017 is a different
+    one, for learning rates that change while they are part of the velocity; see the schedule goyal.
 
-    `nesterov`: u ← m (u + g), v ← v + u + g. `masking`: where something was sent, u and v become zero, lest stale
-    momentum carries the element on; not where a codec sends something of every element, as half does. `clip`: a
-    gradient (or the part of one that goes to one receiver) of a larger norm than clip·N^-1/2 is scaled down to that
-    before anything else, for N senders whose arrays are averaged. Elements that the codec sends as they are have plain
-    momentum: u is sent and kept, v stays zero. The receivers' optimiser should have no momentum of its own.
+    `nesterov`: u ← m (u + g), v ← v + u + g. `masking`: where an element was sent, u and v become zero, so that stale
+    momentum does not move the element further; a codec that sends something of every element, as half does, is not
+    masked. `clip`: a gradient (or the slice of it that goes to one receiver) with a norm above clip·N^-1/2 is first
+    scaled down to that norm, for N senders whose arrays are averaged. Elements that the codec sends exactly have plain
+    momentum: u is sent and kept, and v stays zero. The receivers' optimizer should have no momentum.
 
-    Without masking, the sum of all that was sent, and v, is the sum of all u, coordinate by coordinate.
+    Without masking, the sum of everything sent plus v equals the sum of all u, element by element.
     """
 
     m: float = 0.9
@@ -54,14 +54,16 @@ class Momentum(Feedback):
             )
 
     needs_contraction = True
-    """What is kept grows without bound if less comes off it than goes on."""
+    """Otherwise the memory could grow without bound."""
 
     def among(self, workers: int) -> Feedback:
-        """With clip·N^-1/2, so that a sum of N independent gradients would be clipped at `clip`."""
+        """Return the feedback with clip·N^-1/2, so that the sum of N independent gradients would be clipped at
+        `clip`.
+        """
         return self if self.clip is None else replace(self, clip=self.clip * workers**-0.5)
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """The encoding of v + u; the memory is u and v."""
+        """Encode v + u; the memory is u and v."""
         gradient, zeros = self._clipped(array.reshape(-1)), namespace(array).zeros_like
         kept = Memory(zeros(gradient), zeros(gradient)) if memory is None else memory
         u, v = kept
@@ -87,12 +89,12 @@ class Momentum(Feedback):
         norm = math.sqrt(float(wide @ wide))
         if norm > self.clip:
             gradient = copied(gradient)
-            gradient *= self.clip / norm  # in place, for numpy would widen bfloat16
+            gradient *= self.clip / norm  # in place, because numpy would widen bfloat16
         return gradient
 
     @staticmethod
     def _sent(codec: Codec, data: Bytes, v: FlatArray) -> Any:
-        """Where something was sent that might not have been."""
+        """Return the positions that were sent and might not have been."""
         size, dtype, parts = len(v), name_of(v), codec.sparse_parts(len(v))
         if parts == [slice(0, size)] and codec.sparse:
             return codec.stream(data, size, dtype)[0]

@@ -1,4 +1,4 @@
-"""No feedback: what the codec drops is gone."""
+"""No feedback: the values that the codec drops are lost."""
 
 from __future__ import annotations
 
@@ -17,5 +17,4 @@ class NoFeedback(Feedback):
     """The sender keeps nothing; right for lossless and unbiased codecs."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """The array as it is."""
         return codec.encode(array, random), None

@@ -1,4 +1,4 @@
-"""Residual feedback: what the codec dropped is added to the next array."""
+"""Residual feedback: the values that the codec dropped are added to the next array."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flockstep.feedback.base import Feedback
 class Residual(Feedback):
     """Error feedback: send C(e + x), keep e ← (e + x) - C(e + x) (Seide et al. 2014; Karimireddy et al. 2019).
 
-    The sum of everything sent plus the error kept equals the sum of everything that was to be sent.
+    The sum of everything sent plus the error kept equals the sum of all arrays given to `encode`.
     """
 
     needs_contraction = True
-    """What is kept grows without bound if less comes off it than goes on."""
+    """Otherwise the error could grow without bound."""
 
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
-        """The encoding of e + x; the memory is e (K,)."""
+        """Encode e + x; the memory is e (K,)."""
         error = namespace(array).zeros_like(array) if memory is None else memory
         return codec.encode_residual(array, error, random), error

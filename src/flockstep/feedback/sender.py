@@ -1,4 +1,4 @@
-"""A codec and its feedback, joined: what a sender does with each array, and what its receivers have to know."""
+"""A codec combined with its feedback: what a sender does with each array, and what its receivers must know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from flockstep.feedback.base import Feedback
 
 
 def check_composition(codec: Codec, feedback: Feedback) -> None:
-    """Raise `CompositionError` where this feedback would diverge with this codec."""
+    """Check that the feedback does not diverge with the codec.
+
+    Raises:
+        CompositionError: the feedback needs a contraction, and the codec cannot be made one.
+    """
     if feedback.needs_contraction and not (codec.contraction or codec.lossless or codec.variance(1) is not None):
         raise CompositionError(
             f"feedback {feedback} needs a codec that is a contraction, got {codec}, with which its error may grow "
@@ -25,10 +29,10 @@ def check_composition(codec: Codec, feedback: Feedback) -> None:
 
 @lru_cache(maxsize=1024)
 def fitted(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: int) -> Codec:
-    """What `codec` comes to for tensors of these shapes at that step, at both ends.
+    """Return `codec` for tensors of these shapes at a step, as both sender and receiver use it.
 
     Under feedback that needs a contraction, an unbiased codec of variance omega is damped by 1 / (1 + omega), which
-    makes it one (Richtárik, Sokolov & Fatkhullin 2021, lemma 8).
+    makes it a contraction (Richtárik, Sokolov & Fatkhullin 2021, lemma 8).
     """
     chosen = codec.on(shapes).at(step)
     if feedback.needs_contraction and not (chosen.contraction or chosen.lossless):
@@ -37,12 +41,12 @@ def fitted(codec: Codec, feedback: Feedback, shapes: tuple[Shape, ...], step: in
 
 
 def random_of(codec: Codec, own: np.random.Generator, step: int) -> np.random.Generator:
-    """The generator to encode with: a node's own, or the one that all share in that step."""
+    """Return the generator to encode with: the node's own, or the one that all nodes share in the given step."""
     return np.random.default_rng((0x5EED, step)) if codec.shares_seed else own
 
 
 def encode(
     codec: Codec, feedback: Feedback, array: FlatArray, memory: Any, random: np.random.Generator
 ) -> tuple[Bytes, Any]:
-    """The bytes to send for `array`, given what was kept so far, and what to keep from now on."""
+    """Return the bytes to send for `array` and the new memory, given the current memory."""
     return feedback.encode(codec, array, memory, random)
