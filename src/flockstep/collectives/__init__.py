@@ -1,1 +1,1 @@
-"""Many-to-many exchanges over point-to-point messages."""
+"""Collectives: many-to-many exchanges over point-to-point messages."""

@@ -1,4 +1,4 @@
-"""The collective that should be fastest, by size and number of workers."""
+"""Automatic choice of the fastest collective, by size and number of workers."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ CANDIDATES: tuple[Collective, ...] = (
     *map(DoubleTree, (2, 8, 32, 128)),
     *map(Pipelined, (4, 16, 64, 256)),
 )
-"""What `auto` chooses from; among equals the first."""
+"""The collectives that `auto` chooses from; of equal costs, the first wins."""
 
 
 @dataclass(frozen=True)
 class Auto(Collective):
     """For every array the collective of least cost (selection as in Thakur, Rabenseifner & Gropp 2005).
 
-    The cost is that of the model of `collectives/costs.py` for `latency` in seconds and `bandwidth` in bytes per
-    second; or, with `table`, what was measured nearest in size among the nearest number of workers: a TOML file, of
-    which every host needs the same copy. The choice depends on nothing but P and the array's bytes, so it is the same
-    on all ranks, and so is the order of the sum; arrays of different size may be summed in different orders.
+    The cost is that of the model in `collectives/costs.py` for `latency` in seconds and `bandwidth` in bytes per
+    second. With `table`, a TOML file that every host needs a copy of, the cost is the measurement nearest in size for
+    the nearest number of workers. The choice depends on P and the array's bytes alone, so it is the same on all ranks,
+    and so is the order of the sum; arrays of different sizes may be summed in different orders.
     """
 
     latency: float = 5e-5
@@ -55,7 +55,7 @@ class Auto(Collective):
                 Collective.parse(row.collective)
 
     def choose(self, workers: int, nbytes: int) -> Collective:
-        """The collective for an array of so many bytes."""
+        """Return the collective for an array of `nbytes` bytes."""
         if self.table:
             rows = nearest(read_table(self.table), workers, nbytes)
             return Collective.parse(min(rows, key=lambda row: row.seconds).collective)
@@ -63,21 +63,18 @@ class Auto(Collective):
         return min(CANDIDATES, key=lambda candidate: candidate.cost(workers, nbytes, link))
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers, by the collective of its size."""
         await self.choose(me.workers, array.nbytes).all_reduce(me, array)
 
     async def average(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the mean over all workers, by the collective of its size."""
         await self.choose(me.workers, array.nbytes).average(me, array)
 
     def cost(self, workers: int, nbytes: float, link: Link) -> float:
-        """Of the one that is chosen."""
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Of the one that is chosen for elements of four bytes."""
+        """As of the collective chosen for elements of four bytes."""
         return self.choose(workers, 4 * size).sent_elements(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Of the one for arrays too small for their size to matter."""
+        """As of the collective chosen for an empty array."""
         return self.choose(workers, 0).rounds(workers)

@@ -18,39 +18,48 @@ from flockstep.expression import Component
 class Collective(Component):
     """An exchange in which every worker takes part, written over point-to-point messages.
 
-    All workers have to call the same operations in the same order, with arrays of the same size and dtype. What they
-    get is identical in every bit on all of them. Every operation raises `PeerLost` when a worker that it waits for
-    died, and `ProtocolError` when a message got lost, so that another one would be taken for it.
+    All workers must call the same operations in the same order, with arrays of the same size and dtype. All workers get
+    results that are identical in every bit. Every operation raises `PeerLost` if a worker that it waits for has died,
+    and `ProtocolError` if a message was lost, because a later message would be taken for it.
     """
 
     noun: ClassVar[str] = "collective"
 
     @abstractmethod
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` on every worker by the sum over all workers, identical in every bit on all of them.
+        """Replace `array` on every worker by the sum over all workers, identical in every bit on all workers.
+
+        Args:
+            me: this worker's member of the group.
+            array: this worker's contribution, of shape (K,), changed in place.
 
         Raises:
             PeerLost: a worker died, so that the sum cannot be completed.
-            ProtocolError: a message got lost, so that another one would be taken for it.
+            ProtocolError: a message was lost.
         """
 
     async def reduce(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on `root` by the sum; on others it holds a part of it afterwards. Along a binomial tree."""
+        """Replace `array` on `root` by the sum, along a binomial tree; on other workers `array` then holds a partial
+        sum.
+        """
         await reduce_on_tree(me, array, root)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker by that of `root`. Along a binomial tree."""
+        """Replace `array` on every worker by the array of `root`, along a binomial tree."""
         await broadcast_on_tree(me, array, root)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with its `share` of the sum: which part of `array` that is, and the view that holds it.
+        """Sum the arrays of all workers, leaving each worker with its `share` of the sum.
 
-        The rest of `array` is undefined afterwards. Every worker sends each other one its share; a share is summed in
-        order of rank: (P-1)/P K elements in P-1 messages.
+        The rest of `array` is undefined afterwards. Every worker sends each other worker its share, and a share is
+        summed in order of rank: (P-1)/P K elements in P-1 messages.
+
+        Returns:
+            The slice of `array` that is this worker's share, and the view of it, which holds the sum.
         """
         n, rank = me.workers, me.rank
         parts = [self.share(n, len(array), r) for r in range(n)]
-        for hop in range(1, n):  # everyone begins with another receiver
+        for hop in range(1, n):  # each worker begins with a different receiver
             to = (rank + hop) % n
             me.send(to, "scatter", array[parts[to]])
         view = array[parts[rank]]
@@ -64,11 +73,15 @@ class Collective(Component):
         return parts[rank], view
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """The part of `size` elements that `reduce_scatter` leaves with that rank; all of them together are all."""
+        """Return the slice of `size` elements that `reduce_scatter` leaves on `rank`; the shares of all ranks partition
+        them.
+        """
         return slices(size, workers)[rank]
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """The arrays of all workers, in order of rank; they may differ in size. Around a ring: n-1 messages each."""
+        """Return the arrays of all workers, in order of rank, passed around a ring with n-1 messages each; sizes may
+        differ.
+        """
         n, rank = me.workers, me.rank
         gathered = [array] * n
         for hop in range(n - 1):
@@ -77,7 +90,7 @@ class Collective(Component):
         return gathered
 
     async def barrier(self, me: Group) -> None:
-        """Return once every worker has got here: ⌈log2 P⌉ messages each, without an array."""
+        """Return once every worker has called `barrier`: ⌈log2 P⌉ messages each, without an array."""
         await signal_all(me)
 
     async def average(self, me: Group, array: FlatArray) -> None:
@@ -87,10 +100,10 @@ class Collective(Component):
             array /= me.workers
 
     async def sum_encoded(self, me: Group, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
-        """The sum (size,) over all workers of what their encodings stand for, identical in every bit on all of them.
+        """Return the sum (size,) of all workers' decoded arrays, identical in every bit on all workers.
 
-        Encodings of a linear codec are added term by term on their way; others are gathered, and decoded in order of
-        rank.
+        Encodings of a linear codec are added term by term during the reduction; other encodings are gathered, and
+        decoded in order of rank.
         """
         if codec.linear:
             data = copied(data)
@@ -102,13 +115,15 @@ class Collective(Component):
         return total
 
     def cost(self, workers: int, nbytes: float, link: Link) -> float:
-        """Seconds that `all_reduce` of so many bytes takes on `link`: exact for P = 2^k that divides the elements."""
+        """Return the seconds that `all_reduce` of `nbytes` bytes takes on `link`; exact for P = 2^k that divides K."""
         raise NotImplementedError(f"{type(self).__name__} has no cost model")
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Exact number of elements that a rank sends in an `all_reduce` of `size`."""
+        """Return the exact number of elements that `rank` sends in an `all_reduce` of `size` elements."""
         raise NotImplementedError(f"{type(self).__name__} has no cost model")
 
     def rounds(self, workers: int) -> int:
-        """Messages in a row, each waiting for the one before, of an `all_reduce`: what latency counts."""
+        """Return the number of messages of an `all_reduce` that wait for one another, each of which adds the
+        latency.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no cost model")

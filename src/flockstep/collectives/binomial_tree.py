@@ -20,16 +20,14 @@ class BinomialTree(Collective):
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         await self.reduce(me, array)
         await self.broadcast(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 ⌈log2 P⌉ whole arrays."""
         return costs.tree(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """K to the parent, K to each child."""
+        """Each node sends K elements to its parent and K to each of its children."""
         return (len(children(rank, workers)) + (rank > 0)) * size
 
     def rounds(self, workers: int) -> int:

@@ -1,8 +1,8 @@
-"""What collectives cost on a network with a latency and a bandwidth, and where one overtakes another.
+"""Costs of collectives on a network with latency and bandwidth, and the sizes at which one overtakes another.
 
-The model is that of Ben-Nun & Hoefler (2019) and Hoefler's slides on it: a message of b bytes
-takes L + bG, every node sends one message and receives one at a time, and all do so at once. m is the number of bytes
-of the array, P that of workers.
+The model is that of Ben-Nun & Hoefler (2019) and of Hoefler's slides: a message of b bytes takes L + bG, every node
+sends one message and receives one at a time, and all nodes do so at the same time. m is the number of bytes of the
+array, P the number of workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Link:
-    """The network: `latency` L in seconds, `per_byte` G in seconds; `header` bytes that each message has on top."""
+    """The network: `latency` L in seconds, `per_byte` G in seconds per byte, and `header` bytes added to each
+    message.
+    """
 
     latency: float
     per_byte: float
@@ -29,33 +31,38 @@ class Link:
             )
 
     def message(self, nbytes: float) -> float:
-        """Seconds for one message of that payload."""
+        """Return the seconds that one message with a payload of `nbytes` bytes takes."""
         return self.latency + self.occupied(nbytes)
 
     def occupied(self, nbytes: float) -> float:
-        """Seconds for which one message of that payload keeps the sender's card busy."""
+        """Return the seconds for which one message with a payload of `nbytes` bytes occupies the sender's
+        network card.
+        """
         return (nbytes + self.header) * self.per_byte
 
 
 def doublings(workers: int) -> int:
-    """⌊log2 P⌋."""
+    """Return ⌊log2 P⌋."""
     return workers.bit_length() - 1
 
 
 def halvings(workers: int) -> int:
-    """⌈log2 P⌉: rounds in which a word reaches every worker."""
+    """Return ⌈log2 P⌉, the number of rounds in which a message can reach every worker."""
     return (workers - 1).bit_length()
 
 
 def tree(workers: int, nbytes: float, link: Link) -> float:
-    """2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ where P is no 2^k."""
+    """2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ if P is not a power
+    of two.
+    """
     return 2 * halvings(workers) * link.message(nbytes)
 
 
 def butterfly(workers: int, nbytes: float, link: Link) -> float:
-    """L log2 P + m G log2 P: recursive doubling; where P is no 2^k, 2 L + 3 m G more for folding.
+    """L log2 P + m G log2 P: recursive doubling; with folding, 2 L + 3 m G more if P is not a power of two.
 
-    Who folds meets the first message of the other rounds at its partner's card; hence 3 m G for two messages.
+    A worker's folded array and the first message of the other rounds arrive at the same network card, hence 3 m G for
+    two messages.
     """
     folds = 2 * link.message(nbytes) + link.occupied(nbytes) if _folds(workers) else 0
     return doublings(workers) * link.message(nbytes) + folds
@@ -67,7 +74,7 @@ def pipeline(workers: int, nbytes: float, link: Link) -> float:
 
 
 def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
-    """2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more where P is no 2^k."""
+    """2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more if P is not a power of two."""
     rounds, power = doublings(workers), 1 << doublings(workers)
     share = nbytes * (power - 1) / power
     moved = 2 * (rounds * link.message(0) + share * link.per_byte)
@@ -75,17 +82,17 @@ def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
 
 
 def lower_bound(workers: int, nbytes: float, link: Link) -> float:
-    """L log2 P + 2 m G (P-1)/P: no all-reduce takes less (Ben-Nun & Hoefler's T ≥ …), headers left out."""
+    """L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
 
 
 def crossover(workers: int, link: Link) -> float:
-    """Bytes below which recursive doubling beats reduce-scatter and gather, for P = 2^k; infinite for P ≤ 2.
+    """Return the bytes below which recursive doubling beats reduce-scatter and gather; infinite for P ≤ 2.
 
-    m < L log2 P / (G (log2 P - 2 (P-1)/P)), L here with the header's time.
+    m < L log2 P / (G (log2 P - 2 (P-1)/P)), where L includes the header's time.
 
     Raises:
-        ConfigurationError: P is no power of two.
+        ConfigurationError: P is not a power of two.
     """
     if workers < 1 or _folds(workers):
         raise ConfigurationError(f"the crossover is known for a power of two of workers, got {workers}; take 4 or 8")
@@ -95,5 +102,5 @@ def crossover(workers: int, link: Link) -> float:
 
 
 def _folds(workers: int) -> bool:
-    """Whether P is no power of two, so that some workers fold their array into another's first."""
+    """Whether P is not a power of two, so that some workers first fold their array into that of another."""
     return workers & (workers - 1) != 0

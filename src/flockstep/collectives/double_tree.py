@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Node:
-    """A rank's place in a tree: None is nobody."""
+    """A rank's neighbors in a tree; None if there is none."""
 
     parent: int | None
     left: int | None
@@ -21,15 +21,15 @@ class Node:
 
     @property
     def children(self) -> list[int]:
-        """Those that there are."""
+        """The ranks of the node's children, at most two."""
         return [child for child in (self.left, self.right) if child is not None]
 
 
 def trees(workers: int, rank: int) -> tuple[Node, Node]:
-    """The rank's places in both trees.
+    """Return the rank's nodes in both trees.
 
-    The first is the binary tree over ranks in order in which even ranks are leaves; the second is the same with all
-    ranks moved on by one, so that there odd ones are leaves, and rank 0 where their number is odd.
+    The first tree is the in-order binary tree over the ranks, in which even ranks are leaves. The second tree is the
+    first with all ranks shifted by one, so that odd ranks are leaves, and rank 0 if the number of workers is odd.
     """
     return _place(workers, rank, 0), _place(workers, rank, 1)
 
@@ -38,10 +38,10 @@ def trees(workers: int, rank: int) -> tuple[Node, Node]:
 class DoubleTree(Collective):
     """Double binary tree (Sanders, Speck & Träff 2009; NCCL 2.4: Jeaugey 2019).
 
-    Each half of the array is reduced to the root of a tree of its own and broadcast from there, `chunks` chunks of it
-    following one another. A rank that passes on in one tree is a leaf of the other, so that no card carries more than
-    K elements up and K down in all. About 2 log2 n rounds. A parent adds the sum of its left subtree to its own array,
-    then that of the right. (NCCL's second tree has an inner rank in common with the first where n is odd.)
+    Each half of the array is reduced to the root of its own tree and broadcast from there, in `chunks` pipelined
+    chunks. An inner rank of one tree is a leaf of the other, so that no network card carries more than K elements up
+    and K down in total. About 2 log2 n rounds. A parent adds the sum of its left subtree to its own array, then that of
+    the right. (In NCCL's second tree an inner rank of the first is inner again if n is odd.)
     """
 
     chunks: int = 8
@@ -51,12 +51,11 @@ class DoubleTree(Collective):
             raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 8 is usual")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         places = trees(me.workers, me.rank)
         halves = slices(len(array), 2)
         cut = [[array[half][part] for part in slices(half.stop - half.start, self.chunks)] for half in halves]
         work = sorted(zip(places, cut, strict=True), key=lambda tree: len(tree[0].children))
-        for place, chunks in work:  # as a leaf first, for then there is nothing to wait for
+        for place, chunks in work:  # as a leaf first, because a leaf does not wait
             for chunk in chunks:
                 for child in place.children:
                     chunk += await me.receive_array("up", child)
@@ -69,10 +68,10 @@ class DoubleTree(Collective):
                 me.send_all(place.children, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 (d L + (c + d - 1) m G / c) for c chunks a half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
+        """2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
 
-        A full pipeline: each card passes two chunks of m / 2c a turn, and a level adds a turn. In virtual time it takes
-        from 3/4 to 5/4 of that, as chunks happen to meet.
+        This is a full pipeline: each network card passes two chunks of m / 2c per turn, and each level adds a turn. In
+        virtual time an all-reduce takes 3/4 to 5/4 of that, depending on how chunks overlap.
         """
         if workers == 1:
             return 0.0
@@ -86,12 +85,12 @@ class DoubleTree(Collective):
         return sum(half * count for half, count in zip(halves, links, strict=True))
 
     def rounds(self, workers: int) -> int:
-        """2 ⌊log2 P⌋, the way up and down."""
+        """2 ⌊log2 P⌋: up and down."""
         return 2 * costs.doublings(workers)
 
 
 def _place(workers: int, rank: int, shift: int) -> Node:
-    """The place of a rank in the in-order tree over ranks shift, shift+1, …, shift-1."""
+    """Return a rank's node in the in-order tree over ranks shift, shift+1, …, shift-1."""
     wanted = (rank - shift) % workers
     first, size, parent = 0, workers, None
     while True:
@@ -106,5 +105,5 @@ def _place(workers: int, rank: int, shift: int) -> Node:
 
 
 def _root(first: int, size: int) -> int | None:
-    """The root of the in-order tree over that many ranks from `first` on; None over none."""
+    """Return the root of the in-order tree over `size` ranks from `first` on; None if `size` is 0."""
     return first + (1 << costs.doublings(size)) - 1 if size else None

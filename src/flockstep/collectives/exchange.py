@@ -1,4 +1,4 @@
-"""What collectives are made of: one message that must be there, a tree, a round of signals."""
+"""Building blocks of collectives: binomial trees and a dissemination barrier."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from flockstep.collectives.group import Group
 
 
 def children(rank: int, workers: int, root: int = 0) -> list[int]:
-    """A rank's children in the binomial tree on `root`: r+1, r+2, r+4, … counted from the root, nearest first."""
+    """Return a rank's children in the binomial tree on `root`: r+1, r+2, r+4, … counted from the root, nearest
+    first.
+    """
     place, found, distance = (rank - root) % workers, [], 1
     while place % (2 * distance) == 0 and place + distance < workers:
         found.append((root + place + distance) % workers)
@@ -16,13 +18,17 @@ def children(rank: int, workers: int, root: int = 0) -> list[int]:
 
 
 def parent(rank: int, workers: int, root: int = 0) -> int:
-    """The parent in the binomial tree of a rank other than its root: the same place without its last binary one."""
+    """Return the parent of a rank other than the root in the binomial tree: its place with the lowest set bit
+    cleared.
+    """
     place = (rank - root) % workers
     return (root + (place & (place - 1))) % workers
 
 
 async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Add up the arrays along a binomial tree: `array` becomes that of the subtree, on the root the sum of all."""
+    """Sum the arrays along a binomial tree: `array` becomes the sum over the rank's subtree, on the root the
+    whole sum.
+    """
     for child in children(me.rank, me.workers, root):
         array += await me.receive_array("reduce", child)
     if me.rank != root:
@@ -30,14 +36,16 @@ async def reduce_on_tree(me: Group, array: FlatArray, root: int) -> None:
 
 
 async def broadcast_on_tree(me: Group, array: FlatArray, root: int) -> None:
-    """Replace `array` by the root's, down a binomial tree; the largest subtree is served first."""
+    """Replace `array` by the root's along a binomial tree; the largest subtree is served first."""
     if me.rank != root:
         await me.receive_array("broadcast", parent(me.rank, me.workers, root), array)
     me.send_all(reversed(children(me.rank, me.workers, root)), "broadcast", array)
 
 
 async def signal_all(me: Group) -> None:
-    """Return once every worker has got here (dissemination barrier: Hensgen, Finkel & Manber 1988): ⌈log2 n⌉ rounds."""
+    """Return once every worker has called this (dissemination barrier: Hensgen, Finkel & Manber 1988): ⌈log2
+    n⌉ rounds.
+    """
     distance = 1
     while distance < me.workers:
         me.send((me.rank + distance) % me.workers, "barrier")

@@ -1,4 +1,7 @@
-"""How algorithms for 2^k workers serve any number: the others fold their array into a partner's, and get it back."""
+"""Folding: how algorithms for 2^k workers serve any number of workers.
+
+The workers beyond 2^k first add their arrays into those of partners, and get the result from them at the end.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from flockstep.collectives.group import Group
 
 
 async def fold(me: Group, array: FlatArray) -> int:
-    """2^⌊log2 n⌋, the number of workers that go on; rank r of them has added the array of rank r + 2^⌊log2 n⌋."""
+    """Fold, and return 2^⌊log2 n⌋, the number p of workers that continue; rank r < p has added the array of
+    rank r + p.
+    """
     power = 1 << doublings(me.workers)
     if me.rank >= power:
         me.send(me.rank - power, "fold", array)
@@ -18,7 +23,7 @@ async def fold(me: Group, array: FlatArray) -> int:
 
 
 async def unfold(me: Group, array: FlatArray) -> None:
-    """Give the result to those that had folded."""
+    """Send the result to the workers that have folded."""
     power = 1 << doublings(me.workers)
     if me.rank >= power:
         await me.receive_array("unfold", me.rank - power, array)
@@ -27,16 +32,16 @@ async def unfold(me: Group, array: FlatArray) -> None:
 
 
 def is_power(workers: int) -> bool:
-    """Whether nobody has to fold."""
+    """Whether the number of workers is a power of two, so that no worker folds."""
     return workers & (workers - 1) == 0
 
 
 def sent_in_folds(workers: int, size: int, rank: int) -> int:
-    """Elements that a rank sends while folding and unfolding."""
+    """Return the number of elements that a rank sends while folding and unfolding."""
     power = 1 << doublings(workers)
     return size if rank >= power or rank + power < workers else 0
 
 
 def rounds_with_folds(workers: int, phases: int) -> int:
-    """Rounds of so many phases of log2 each, with those of folding and unfolding."""
+    """Return the rounds of `phases` phases of ⌊log2 n⌋ rounds each, plus those of folding and unfolding."""
     return phases * doublings(workers) + 2 * (not is_power(workers))

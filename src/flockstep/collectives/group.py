@@ -1,4 +1,4 @@
-"""Who takes part in a collective, and what it needs of them."""
+"""The members of a collective, and the operations that a collective needs of them."""
 
 from __future__ import annotations
 
@@ -12,40 +12,50 @@ from flockstep.programs import Rendezvous, SharedSum
 
 
 class Group(Protocol):
-    """One member of a group of `workers`, ranked from 0, who send each other messages."""
+    """One member of a group of `workers` that send each other messages, ranked from 0."""
 
     rank: int
     workers: int
     random: np.random.Generator
     rendezvous: Rendezvous | None
-    """Where they meet outside of messages, if they do."""
+    """The rendezvous through which process groups of other libraries are created; None if there is none."""
     together: SharedSum | None
-    """Those who share memory with this member, if that is all of the group."""
+    """The members that share memory with this member, if all members of the group do; otherwise None."""
 
     def sum_together(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all members, divided, in memory that they share; False where they do not."""
+        """Replace `array` by the sum over all members, divided by `divisor`, in shared memory; False if they share
+        none.
+        """
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
-        """Send a message; the array is copied."""
+        """Send a message to one member; the array is copied."""
 
     def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
         """Send the same message to several members."""
 
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:
-        """The next message with that tag from that member."""
+        """Return the next message with the given tag from a member."""
 
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Awaitable[Array]:
-        """The array of that message, in `into` where that is given; raises as `require_all`."""
+        """Return the array of the next message with the given tag from a member, in `into` if it is given.
+
+        Raises:
+            ProtocolError: a message of that member was lost.
+        """
 
     def require_all(self, source: Address) -> None:
-        """Raise `ProtocolError` if a message of that member got lost."""
+        """Check that no message of a member was lost.
+
+        Raises:
+            ProtocolError: a message was lost.
+        """
 
 
 class Subgroup:
-    """Some of a group, ranked in the order of `members`, one of whom is `me`.
+    """Some members of a group, ranked in the order of `members`, one of which is `me`.
 
-    Messages between two members go in order, so subgroups may share members as long as these use them in one order.
-    They share no memory: either all of a group do, or none.
+    Messages between two members arrive in order, so subgroups may share members as long as these use the subgroups in
+    the same order. A subgroup shares no memory, because only a whole group does.
     """
 
     def __init__(self, me: Group, members: Sequence[int]) -> None:
@@ -58,25 +68,25 @@ class Subgroup:
         self.together: SharedSum | None = None
 
     def sum_together(self, array: Array, divisor: int = 1) -> bool:
-        """They do not share memory."""
+        """Return False: the members of a subgroup share no memory."""
         return False
 
     def send(self, to: Address, tag: str, array: Array | None = None, note: Beside | None = None) -> None:
-        """As `me`, to a member."""
+        """Send a message to one member of the subgroup."""
         self._me.send(self._members[to], tag, array, note)
 
     def send_all(self, to: Iterable[Address], tag: str, array: Array | None = None, note: Beside | None = None) -> None:
-        """As `me`, to members."""
+        """Send the same message to several members of the subgroup."""
         self._me.send_all([self._members[rank] for rank in to], tag, array, note)
 
     def receive(self, tag: str, source: Address) -> Awaitable[Message]:
-        """As `me`, from a member."""
+        """Return the next message with the given tag from a member of the subgroup."""
         return self._me.receive(tag, self._members[source])
 
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Awaitable[Array]:
-        """As `me`, from a member."""
+        """Return the array of the next message with the given tag from a member of the subgroup."""
         return self._me.receive_array(tag, self._members[source], into)
 
     def require_all(self, source: Address) -> None:
-        """As `me`, of a member."""
+        """Check that no message of a member of the subgroup was lost."""
         self._me.require_all(self._members[source])

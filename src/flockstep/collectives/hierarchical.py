@@ -19,11 +19,11 @@ INNER = Ring()
 class HierarchicalCollective(Collective):
     """Two-level all-reduce (Jia et al. 2018; NCCL and Horovod name it hierarchical).
 
-    Groups are `group` consecutive ranks, r of them in what follows. Each reduce-scatters around a ring; the workers
-    that hold the same share, one of each group, sum it with `outer`; the shares are gathered around the ring again.
-    Between groups 2(n/r-1)/(n/r) K elements a group travel, in r lanes. Shares are summed in the ring's order within
-    groups and then in the outer order over groups. If r does not divide n, each worker of the last, smaller group folds
-    its array into that of rank - r first and gets the result at the end. With r ≥ n there is one group.
+    A group is `group` consecutive ranks, r in what follows. Each group reduce-scatters around a ring; the workers that
+    hold the same share, one of each group, sum it with `outer`; then each group gathers the shares around the ring.
+    Every group sends 2(n/r-1)/(n/r) K elements to other groups, in r lanes. Shares are summed in the ring's order
+    within groups and then in the outer order over groups. If r does not divide n, each worker of the last, smaller
+    group first folds its array into that of rank - r and gets the result at the end. With r ≥ n there is one group.
     """
 
     group: int = field(default=4, metadata=SHOWN)
@@ -34,7 +34,6 @@ class HierarchicalCollective(Collective):
             raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; take those of one host")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         r, full = self._grid(me.workers)
         if me.rank >= full:
             me.send(me.rank - r, "fold", array)
@@ -53,13 +52,12 @@ class HierarchicalCollective(Collective):
             me.send(me.rank + r, "unfold", array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """A ring of r, all-reduce of m/r over n/r; for folding 2 L + (2 + 1/r) m G more."""
+        """A ring of r workers, plus an all-reduce of m/r over n/r groups; for folding 2 L + (2 + 1/r) m G more."""
         r, full = self._grid(workers)
         folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0
         return INNER.cost(r, nbytes, link) + self.outer.cost(full // r, nbytes / r, link) + folds
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """In the group, in the lane, and for folding."""
         r, full = self._grid(workers)
         if rank >= full:
             return size
@@ -69,11 +67,11 @@ class HierarchicalCollective(Collective):
         return INNER.sent_elements(r, size, rank % r) + outer + folded * size
 
     def rounds(self, workers: int) -> int:
-        """Of the two levels together, and two for folding."""
+        """The rounds of both levels, and two for folding."""
         r, full = self._grid(workers)
         return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)
 
     def _grid(self, workers: int) -> tuple[int, int]:
-        """Workers in a group, and workers in all full groups together."""
+        """Return the number of workers in a group, and in all full groups together."""
         r = min(self.group, workers)
         return r, workers - workers % r

@@ -1,8 +1,8 @@
-"""Lower bounds on the delay of one step's communication, by where the parameters lie.
+"""Lower bounds on the delay of one step's communication, by the placement of the parameters.
 
 The eight formulas of Langer et al. (2020, figure 14). n is the number of workers; T, R and U are the seconds that
-transmitting, reducing (adding one gradient to another) and updating a whole model take; latency is left out. What is
-shared among k nodes takes a k-th. Transmitting, reducing and updating follow one another.
+transmitting, reducing (adding one gradient to another) and updating a whole model take; latency is ignored. Work that
+is shared among k nodes takes a k-th of the time. Transmitting, reducing and updating follow one another.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ class Times:
     def of(
         cls, nbytes: float, network: float = 1.25e9, reducing: float = 10 * 2**30, updating: float = 2 * 2**30
     ) -> Times:
-        """For a model of so many bytes at these bytes per second; 10 GbE, 10 GiB/s and 2 GiB/s unless said."""
+        """Return the times for a model of `nbytes` bytes at the given bytes per second; by default 10 GbE, 10 GiB/s and
+        2 GiB/s.
+        """
         return cls(nbytes / network, nbytes / reducing, nbytes / updating)
 
 
 def naive_server(n: int, t: Times) -> float:
-    """One server takes n gradients and sends n models: 2nT + (n-1)R + U."""
+    """One server receives n gradients and sends n models: 2nT + (n-1)R + U."""
     return 2 * n * t.transmit + (n - 1) * t.reduce + t.update
 
 
 def tree_server(n: int, t: Times) -> float:
-    """The same along a binomial tree over n+1 nodes: 2⌈log2(n+1)⌉T + ⌈log2 n⌉R + U."""
+    """One server with a binomial tree over n+1 nodes: 2⌈log2(n+1)⌉T + ⌈log2 n⌉R + U."""
     return 2 * halvings(n + 1) * t.transmit + halvings(n) * t.reduce + t.update
 
 
@@ -45,27 +47,27 @@ def scatter_server(n: int, t: Times) -> float:
 
 
 def asynchronous_worker(n: int, t: Times) -> float:
-    """One worker pushes and pulls, and nobody else does: 2T + U."""
+    """One worker pushes and pulls while no other worker does: 2T + U."""
     return 2 * t.transmit + t.update
 
 
 def asynchronous_all(n: int, t: Times) -> float:
-    """All n push, answers and updates overlapped with what others push: nT + U."""
+    """All n workers push; answers and updates overlap with other workers' pushes: nT + U."""
     return n * t.transmit + t.update
 
 
 def distributed_server(n: int, t: Times) -> float:
-    """Every worker serves an n-th of the model: 2(n-1)/n T + (n-1)/n R + U/n."""
+    """Every worker is the server of an n-th of the model: 2(n-1)/n T + (n-1)/n R + U/n."""
     return (n - 1) / n * (2 * t.transmit + t.reduce) + t.update / n
 
 
 def doubling(n: int, t: Times) -> float:
-    """Recursive doubling, everyone updates: ⌈log2 n⌉(T + R) + U."""
+    """Recursive doubling, with every worker updating: ⌈log2 n⌉(T + R) + U."""
     return halvings(n) * (t.transmit + t.reduce) + t.update
 
 
 def ring(n: int, t: Times) -> float:
-    """Reduce-scatter and gather on a ring, everyone updates: 2(n-1)/n T + (n-1)/n R + U."""
+    """Reduce-scatter and gather on a ring, with every worker updating: 2(n-1)/n T + (n-1)/n R + U."""
     return (n - 1) / n * (2 * t.transmit + t.reduce) + t.update
 
 
@@ -83,5 +85,5 @@ LAYOUTS: dict[str, Callable[[int, Times], float]] = {
 
 
 def periodic_demand(nbytes: float, period: int) -> float:
-    """Bytes a step of a decentral method that sends its model every `period` steps: |w|/τ."""
+    """Return the bytes per step of a decentral method that sends its model every `period` steps: |w|/τ."""
     return nbytes / period

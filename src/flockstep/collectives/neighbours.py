@@ -1,4 +1,4 @@
-"""Neighbour all-reduce: the weighted mean with those that a graph joins a worker to."""
+"""Neighbor all-reduce: the weighted mean over a worker's neighbors on a graph."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ async def neighbour_average(
 ) -> None:
     """Replace `array` on worker i by Σ_j W_ij · (worker j's array), summed in order of rank.
 
-    W (n, n) is given, or that of a topology at its `turn`-th step; W_ij ≠ 0 makes j send i one message. With rows that
-    sum to one it is a weighted mean; if the columns do too, the mean over all workers stays (Lian et al. 2017). Workers
-    end with different arrays. The same sum as that of the strategy dpsgd.
+    If W_ij ≠ 0, worker j sends worker i one message. If rows of W sum to one, the result is a weighted mean; if columns
+    do too, the mean over all workers does not change (Lian et al. 2017). Workers end with different arrays. The sum is
+    the same as in the strategy dpsgd.
+
+    Args:
+        me: this worker's member of the group.
+        array: this worker's array, of shape (K,), changed in place.
+        weights: the mixing matrix W, of shape (n, n), or a topology.
+        turn: the step of the topology's schedule to take W from.
 
     Raises:
-        ConfigurationError: W is not (n, n).
-        PeerLost: a neighbour died.
-        ProtocolError: one of its messages got lost.
+        ConfigurationError: W is not of shape (n, n).
+        PeerLost: a neighbor died.
+        ProtocolError: a neighbor's message was lost.
     """
     if isinstance(weights, Topology):
         schedule = mixing(weights, me.workers)

@@ -13,10 +13,11 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Pipelined(Collective):
-    """Reduce along the chain 0, 1, …, n-1 and broadcast back, in `chunks` chunks that follow one another.
+    """Reduce along the chain 0, 1, …, n-1 and broadcast back, in `chunks` pipelined chunks.
 
-    The sum is taken in order of rank, as a loop over the workers would. 2(n-1)K elements over all workers, at most 2K
-    each. The last rank sends back when it has all: earlier chunks would meet those on their way up at every card.
+    The sum is taken in order of rank, as in a loop over the workers. 2(n-1)K elements over all workers, at most 2K
+    each. The last rank sends back once it has all chunks: otherwise earlier chunks on their way back would compete with
+    chunks on their way up at every network card.
     """
 
     chunks: int = 16
@@ -26,7 +27,6 @@ class Pipelined(Collective):
             raise ConfigurationError(f"chunks must be >= 1, got {self.chunks}; 16 is usual")
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         last, chunks = me.workers - 1, [array[part] for part in slices(len(array), self.chunks)]
         for chunk in chunks:
             if me.rank > 0:
@@ -40,13 +40,13 @@ class Pipelined(Collective):
                 me.send(me.rank - 1, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 alone."""
+        """2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 for a single worker."""
         if workers == 1:
             return 0.0
         return 2 * ((workers - 1) * link.latency + (workers - 2 + self.chunks) * link.occupied(nbytes / self.chunks))
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """K up but for the last, K down but for the first."""
+        """K up for all ranks but the last, and K down for all ranks but the first."""
         return size * ((rank < workers - 1) + (rank > 0))
 
     def rounds(self, workers: int) -> int:

@@ -17,13 +17,12 @@ from flockstep.collectives.recursive_doubling import gathered_by_doubling
 class Rabenseifner(Collective):
     """Reduce-scatter by recursive halving, all-gather by recursive doubling (Rabenseifner 2004).
 
-    In each of log2 n rounds partners, at first neighbours, give each other half of what they still hold; then they go
-    back the same way. 2(n-1)/n K elements and 2 log2 n messages a worker. Sums are the same as those of recursive
-    doubling, in every bit. Where n is no power of two, workers fold as there (the paper saves some of that).
+    In each of log2 n rounds, partners, at first adjacent ranks, exchange halves of what they still hold; then the
+    rounds run in reverse. 2(n-1)/n K elements and 2 log2 n messages per worker. The sums equal those of recursive
+    doubling in every bit. If n is not a power of two, workers fold as there (the paper avoids part of that cost).
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         await self.reduce_scatter(me, array)
         for partner, kept, given in reversed(list(_halvings(me.workers, len(array), me.rank))):
             me.send(partner, "double", array[kept])
@@ -31,7 +30,7 @@ class Rabenseifner(Collective):
         await unfold(me, array)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each of 2^k workers with a chunk of the sum; those that had to fold with none."""
+        """Leave each of 2^k workers with a chunk of the sum; the workers that have folded get none."""
         await fold(me, array)
         for partner, kept, given in _halvings(me.workers, len(array), me.rank):
             me.send(partner, "halve", array[given])
@@ -40,31 +39,33 @@ class Rabenseifner(Collective):
         return part, array[part]
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """The chunk whose number is the rank with its binary digits reversed; nothing for those that had to fold."""
+        """Return the chunk whose number is the rank with its bits reversed; an empty slice for ranks that fold."""
         whole = slice(0, size if rank < 1 << costs.doublings(workers) else 0)
         return [whole, *(kept for _, kept, _ in _halvings(workers, size, rank))][-1]
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """The arrays of all workers: for n = 2^k in k messages each; otherwise around a ring."""
+        """Gather for n = 2^k in k messages each, otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 log2 P messages, each phase of (P-1)/P of the array."""
+        """2 log2 P messages, each of the two phases carrying (P-1)/P of the array; more with folding."""
         return costs.halving_doubling(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Every half given away, and once every half kept; the folds."""
+        """The halves given away, once the halves kept, and the arrays folded."""
         halves = _halvings(workers, size, rank)
         inner = sum(int(given.stop - given.start + kept.stop - kept.start) for _, kept, given in halves)
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """2 log2 P, and two where P is no power of two."""
+        """2 ⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 2)
 
 
 def _halvings(workers: int, size: int, rank: int) -> Iterator[tuple[int, slice, slice]]:
-    """For each round: the partner, the half that the rank keeps and the half that it gives away. None if it folds."""
+    """Yield for each round the partner, the half that the rank keeps and the half that it sends; nothing if it
+    folds.
+    """
     power = 1 << costs.doublings(workers)
     bounds = [part.start for part in slices(size, power)] + [size]
     first, last, distance = 0, power, 1  # chunks first..last-1 are still held

@@ -19,12 +19,11 @@ from flockstep.messages import Message, node_name
 class RecursiveDoubling(Collective):
     """All-reduce in log2(n) rounds of whole arrays (Thakur, Rabenseifner & Gropp 2005).
 
-    With n no power of two, the last n - 2^floor(log2 n) workers first fold their array into a partner's and get the
+    If n is not a power of two, the last n - 2^floor(log2 n) workers first fold their array into a partner's and get the
     result back at the end. Addition commutes, so partners compute the same bits.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         power = await fold(me, array)
         if me.rank < power:
             distance = 1
@@ -36,25 +35,27 @@ class RecursiveDoubling(Collective):
         await unfold(me, array)
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """The arrays of all workers: for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
+        """Gather for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """log2 P whole arrays."""
+        """log2 P messages of the whole array; more with folding."""
         return costs.butterfly(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """K log2 P, and the folds."""
+        """K log2 P, and the arrays folded."""
         inner = costs.doublings(workers) * size if rank < 1 << costs.doublings(workers) else 0
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """log2 P, and two where P is no power of two."""
+        """⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 1)
 
 
 async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
-    """The arrays of all 2^k workers, in order of rank; they may differ in size, not in dtype. k messages each."""
+    """Return the arrays of all 2^k workers, in order of rank, with k messages each; sizes may differ, the dtype may
+    not.
+    """
     held = {me.rank: array}
     distance = 1
     while distance < me.workers:
@@ -73,10 +74,10 @@ async def gathered_by_doubling(me: Group, array: FlatArray) -> list[FlatArray]:
 
 
 def _sizes(message: Message, ranks: Sequence[int]) -> dict[int, int]:
-    """Rank → size of its array in a message that holds those of `ranks`.
+    """Return rank → size of the rank's array in a message that holds the arrays of `ranks`.
 
     Raises:
-        ProtocolError: it does not.
+        ProtocolError: the message does not give the sizes, or they do not match its length.
     """
     found = {rank: message.note.get(str(rank), -1) for rank in ranks}
     sizes = {rank: size for rank, size in found.items() if isinstance(size, int) and size >= 0}

@@ -16,13 +16,12 @@ class Ring(Collective):
     """All-reduce on a ring (Patarasuk & Yuan 2009; Baidu 2017).
 
     Each worker sends 2(n-1) chunks of about K/n elements, 2(n-1)K elements over all workers; a chunk of more than 1 MiB
-    travels in several messages. Chunk c is summed in the order c, c+1, …, c-1 of ranks, once, so that all workers end
-    with the same bits. Processes of one host that share memory add up in the same order where the arrays lie, which
-    counts as the same bytes and messages.
+    is sent in several messages. Chunk c is summed once, in the order c, c+1, …, c-1 of ranks, so that all workers end
+    with the same bits. Processes on one host that share memory add in the same order in shared memory, which is counted
+    as the same bytes and messages.
     """
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers."""
         if me.together is not None and me.sum_together(array):
             return
         n, rank = me.workers, me.rank
@@ -36,7 +35,6 @@ class Ring(Collective):
             await me.receive_array("gather", (rank - 1) % n, chunks[(rank - hop) % n])
 
     async def average(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the mean over all workers."""
         if me.together is not None and me.sum_together(array, me.workers):
             return
         if me.workers > 1:
@@ -44,7 +42,7 @@ class Ring(Collective):
             array /= me.workers
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with the chunk of its right neighbour's number: n-1 messages of about K/n elements."""
+        """After n-1 messages of about K/n elements, worker i holds the reduced chunk i+1."""
         n, rank = me.workers, me.rank
         parts = slices(len(array), n)
         for hop in range(n - 1):
@@ -53,7 +51,7 @@ class Ring(Collective):
         return parts[(rank + 1) % n], array[parts[(rank + 1) % n]]
 
     def share(self, workers: int, size: int, rank: int) -> slice:
-        """The chunk of its right neighbour's number."""
+        """Return chunk rank + 1, modulo the number of workers."""
         return slices(size, workers)[(rank + 1) % workers]
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
@@ -61,7 +59,7 @@ class Ring(Collective):
         return costs.pipeline(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """2K less the two chunks that it never sends; nothing if it is alone."""
+        """2K minus the two chunks that the rank never sends; 0 for a single worker."""
         chunks = [part.stop - part.start for part in slices(size, workers)]
         spared = chunks[(rank + 1) % workers] + chunks[(rank + 2) % workers]
         return 2 * size - spared if workers > 1 else 0
@@ -72,13 +70,13 @@ class Ring(Collective):
 
 
 async def _in_pieces(me: Group, chunks: list[FlatArray], pieces: int) -> None:
-    """The same with chunks in pieces, two of which are on their way at a time."""
+    """Run the ring with chunks cut into pieces, two of which are in transit at a time."""
     n, rank, last = me.workers, me.rank, me.workers - 1
     parts = [[chunk[part] for part in slices(len(chunk), pieces)] for chunk in chunks]
     pairs = [range(pieces)[pair] for pair in slices(pieces, pieces // 2)]
     steps = [(piece, hop) for pair in pairs for hop in range(2 * last) for piece in pair]
     for at in range(len(steps) + 2):
-        if at >= 2:  # what a step sends has arrived in the step of that piece before, two earlier at the latest
+        if at >= 2:  # a step sends what arrived in the previous step of its piece, at least two steps earlier
             piece, hop = steps[at - 2]
             part = parts[(rank - hop - 1) % n][piece]
             if hop < last:

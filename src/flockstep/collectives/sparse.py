@@ -1,4 +1,4 @@
-"""Sums of sparse encodings: what travels are the non-zero elements, as long as they are few."""
+"""Sparse all-reduce: sums of sparse encodings that stay sparse while few elements are non-zero."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from flockstep.collectives.streams import INDEX_BYTES, Stream, threshold
 
 Algorithm = Literal["auto", "ssar_doubling", "ssar_split", "dsar"]
 SMALL = 65536
-"""Bytes of a stream up to which the number of messages counts for more than their size."""
+"""Bytes of a stream up to which the number of messages matters more than their size."""
 
 
 @dataclass(frozen=True)
 class Sparse(Collective):
     """Sparse all-reduce (SparCML: Renggli et al. 2019), of what sparse codecs encode.
 
-    Streams of (index, value) pairs are added; one with more than δ = N s_v / (s_i + s_v) elements goes on as a dense
-    array, so that no message is larger than that. Three ways to add:
-    `ssar_doubling`: recursive doubling of whole streams, in the order of `recursive_doubling`;
-    `ssar_split`: each worker adds up one part of the index range, in order of rank, and the sums are gathered;
-    `dsar`: the same, but what is gathered is dense, encoded with `second` (the paper's Q4 is one).
-    `auto` takes dsar if the sum is expected to fill in beyond δ, E[nnz] = N (1 - (1-k/N)^P); ssar_doubling for streams
-    of at most 64 KiB; otherwise ssar_split. All of it falls back on `dense`: arrays, and encodings that are not sparse;
-    with `auto` those of linear codecs too, which are summed without their indices and do not fill in.
+    Streams of (index, value) pairs are added; a stream with more than δ = N s_v / (s_i + s_v) elements becomes a dense
+    array, so that no message is larger than the dense array. There are three algorithms:
+
+    * `ssar_doubling`: recursive doubling of whole streams, in the order of `recursive_doubling`;
+    * `ssar_split`: each worker sums one part of the index range, in order of rank, and the sums are gathered;
+    * `dsar`: as `ssar_split`, but the sums are gathered dense, encoded with `second` (the paper's Q4 is one).
+
+    `auto` takes dsar if the sum is expected to have more than δ elements, E[nnz] = N (1 - (1-k/N)^P); ssar_doubling for
+    streams of at most 64 KiB; otherwise ssar_split. `dense` is used for arrays and for encodings that are not sparse,
+    and with `auto` also for encodings of linear codecs, which are summed without indices and stay equally sparse.
     """
 
     algorithm: Algorithm = "auto"
@@ -43,11 +45,9 @@ class Sparse(Collective):
     second: Codec | None = None
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
-        """Replace `array` by the sum over all workers, by the dense collective."""
         await self.dense.all_reduce(me, array)
 
     async def sum_encoded(self, me: Group, data: Bytes, codec: Codec, size: int, dtype: str) -> FlatArray:
-        """The sum over all workers of what their encodings stand for, identical in every bit on all of them."""
         if not codec.sparse or (codec.linear and self.algorithm == "auto"):
             return await self.dense.sum_encoded(me, data, codec, size, dtype)
         indices, values = codec.stream(data, size, dtype)
@@ -60,14 +60,16 @@ class Sparse(Collective):
         return await gathered_parts(me, own, size, dtype, self.second, algorithm == "dsar")
 
     def choose(self, workers: int, size: int, dtype: str, elements: float) -> Algorithm:
-        """The algorithm for streams of so many of `size` elements on each worker."""
+        """Return the algorithm for streams of `elements` of `size` elements on each worker."""
         width = numpy_dtype(dtype).itemsize
         if expected_elements(size, elements, workers) > threshold(size, width):
             return "dsar"
         return "ssar_doubling" if elements * (INDEX_BYTES + width) <= SMALL else "ssar_split"
 
     async def _elements(self, me: Group, codec: Codec, own: int, size: int, dtype: str) -> float:
-        """Mean number of elements of a stream, the same on all ranks: from the codec's size if that is always so."""
+        """Return the mean number of elements of a stream, the same on all ranks; from the codec's size if that is
+        exact.
+        """
         if codec.exact_size:
             return min(size, codec.wire_bytes(size, dtype) / (INDEX_BYTES + numpy_dtype(dtype).itemsize))
         count = np.array([own], np.float64)  # whole numbers: exact
@@ -75,20 +77,17 @@ class Sparse(Collective):
         return float(count[0]) / me.workers
 
     def cost(self, workers: int, nbytes: float, link: Link) -> float:
-        """Of the dense collective."""
         return self.dense.cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Of the dense collective."""
         return self.dense.sent_elements(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """Of the dense collective."""
         return self.dense.rounds(workers)
 
 
 def expected_elements(size: int, elements: float, workers: int) -> float:
-    """E[nnz] = N (1 - (1 - k/N)^P) of the sum of P streams of k elements each, on random supports."""
+    """Return E[nnz] = N (1 - (1 - k/N)^P) of the sum of P streams of k elements each, with random supports."""
     if elements >= size:
         return float(size)
     return -size * math.expm1(workers * math.log1p(-elements / size))

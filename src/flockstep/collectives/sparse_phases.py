@@ -1,4 +1,4 @@
-"""The steps of sparse all-reduces."""
+"""The phases of sparse all-reduces."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flockstep.collectives.streams import Stream
 
 
 async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
-    """The sum of all streams by recursive doubling; workers beyond 2^k fold first, as in the dense one."""
+    """Sum all streams by recursive doubling; workers beyond 2^k fold first, as in the dense collective."""
     power, size = 1 << doublings(me.workers), stream.size
     if me.rank >= power:
         me.send(me.rank - power, "fold", stream.wire)
         arrived = await me.receive_array("unfold", me.rank - power)
-        return Stream.arrived(copied(arrived), size, dtype)  # whoever asked for the sum may change it
+        return Stream.arrived(copied(arrived), size, dtype)  # the caller may change the sum
     folded = me.rank + power < me.workers
     if folded:
         stream = stream.plus(Stream.arrived(await me.receive_array("fold", me.rank + power), size, dtype))
@@ -33,12 +33,14 @@ async def summed_by_doubling(me: Group, stream: Stream, dtype: str) -> Stream:
 
 
 async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArray, dtype: str) -> Stream:
-    """The sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's elements."""
+    """Return the sum of this worker's part of the index range, in order of rank: n-1 messages each, of a part's
+    elements.
+    """
     n, rank, parts = me.workers, me.rank, slices(size, me.workers)
     values = copied(values)
-    values += 0.0  # in place, for numpy would widen bfloat16
+    values += 0.0  # in place, because numpy would widen bfloat16
     whole = Stream(size, values, indices)
-    for hop in range(1, n):  # everyone begins with another receiver
+    for hop in range(1, n):  # each worker begins with a different receiver
         to = (rank + hop) % n
         me.send(to, "part", whole.cut(parts[to]).wire)
     length = parts[rank].stop - parts[rank].start
@@ -53,13 +55,13 @@ async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArr
 
 
 async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
-    """All parts, each from the worker that summed it: as they are, or `dense`, with `codec` if there is one."""
+    """Gather all parts from the workers that summed them; if `dense`, as dense arrays encoded with `codec`."""
     parts = slices(size, me.workers)
     total: FlatArray = kernels.of(own.values).zeros(own.values, size, dtype)
     message = own.dense() if dense else own.wire
     if dense and codec is not None:
         message = codec.encode(message, me.random)
-    for hop in range(me.workers):  # around the ring, what came last goes on
+    for hop in range(me.workers):  # around the ring, passing on what arrived last
         source = (me.rank - hop) % me.workers
         if hop:
             message = await me.receive_array("sum", (me.rank - 1) % me.workers)

@@ -1,4 +1,4 @@
-"""Sparse vectors on their way through a sum: index and value pairs, until the dense form is smaller."""
+"""Sparse vectors during a sum: index and value pairs, until the dense form is smaller."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ INDEX_BYTES = 4
 
 
 def threshold(size: int, value_bytes: int) -> float:
-    """δ = N s_v / (s_i + s_v): with more non-zero elements than that the dense form of N is smaller."""
+    """Return δ = N s_v / (s_i + s_v), the number of non-zero elements above which the dense form of N is smaller."""
     return size * value_bytes / (INDEX_BYTES + value_bytes)
 
 
 @dataclass
 class Stream:
-    """A vector of `size`: pairs in ascending order of index, or, with more than δ of them, dense: then no `indices`."""
+    """A vector of length `size`: pairs in ascending order of index or, above δ pairs, dense values without
+    `indices`.
+    """
 
     size: int
     values: FlatArray
@@ -28,18 +30,20 @@ class Stream:
 
     @classmethod
     def of(cls, size: int, values: FlatArray, indices: FlatArray) -> Stream:
-        """Those elements; dense if they are more than δ. A negative zero becomes zero, as it does in a dense sum."""
+        """Return the vector of the given elements, dense if they are more than δ; a negative zero becomes zero, as in
+        dense sums.
+        """
         values = copied(values)
-        values += 0.0  # in place, for numpy would widen bfloat16
+        values += 0.0  # in place, because numpy would widen bfloat16
         sparse = cls(size, values, indices)
         return sparse if len(values) <= threshold(size, values.itemsize) else cls(size, sparse.dense(), None)
 
     @classmethod
     def arrived(cls, payload: FlatArray, size: int, dtype: str) -> Stream:
-        """What `wire` made.
+        """Return the vector whose `wire` form is `payload`.
 
         Raises:
-            ProtocolError: it cannot be a stream of that size.
+            ProtocolError: the payload cannot be a stream of that size.
         """
         k, itemsize = kernels.of(payload), numpy_dtype(dtype).itemsize
         if name_of(payload) == dtype and payload.shape == (size,):
@@ -54,7 +58,7 @@ class Stream:
 
     @property
     def wire(self) -> FlatArray:
-        """What travels: the dense array, or bytes, all indices before all values: nnz (s_i + s_v) of them."""
+        """The form to send: the dense array, or nnz (s_i + s_v) bytes, all indices before all values."""
         if self.indices is None:
             return self.values
         k = kernels.of(self.values)
@@ -62,14 +66,14 @@ class Stream:
         return wire
 
     def dense(self) -> FlatArray:
-        """The whole vector."""
+        """Return the vector as a dense array of shape (size,)."""
         if self.indices is None:
             return self.values
         whole: FlatArray = kernels.of(self.values).scattered(self.indices, self.values, self.size)
         return whole
 
     def plus(self, other: Stream) -> Stream:
-        """The sum, in which this one's elements come first; dense as soon as it has more than δ elements."""
+        """Return the sum, adding `other` to this vector; dense as soon as it has more than δ elements."""
         if self.indices is None:
             return Stream(self.size, self.values + other.dense(), None)
         if other.indices is None:
@@ -81,7 +85,7 @@ class Stream:
         return Stream.of(self.size, values, indices)
 
     def cut(self, part: slice) -> Stream:
-        """The elements of that part, counted from its start; switches to dense by the part's own δ."""
+        """Return the elements of a slice, with indices counted from its start; dense above the slice's own δ."""
         size = part.stop - part.start
         if self.indices is None:
             return Stream(size, self.values[part], None)

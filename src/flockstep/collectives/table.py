@@ -1,6 +1,6 @@
 """Measured times of collectives in a TOML file, as `flockstep bench collectives --save FILE` writes it.
 
-One table a measurement, in any order:
+The file has one table per measurement, in any order:
 
     [[measured]]
     collective = "double_tree(chunks=8)"    # an expression
@@ -28,7 +28,7 @@ KEYS = {"collective": str, "workers": int, "bytes": int, "seconds": float}
 
 @dataclass(frozen=True)
 class Measured:
-    """What one all-reduce of `bytes` among `workers` took."""
+    """The seconds that one all-reduce of `bytes` bytes among `workers` workers took."""
 
     collective: str
     workers: int
@@ -37,7 +37,7 @@ class Measured:
 
 
 def write_table(path: Path, rows: Iterable[Measured]) -> None:
-    """Write the file."""
+    """Write measurements to a TOML file."""
     pieces = []
     for row in rows:
         text = row.collective.replace("\\", "\\\\").replace('"', '\\"')
@@ -48,10 +48,10 @@ def write_table(path: Path, rows: Iterable[Measured]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def read_table(path: str) -> tuple[Measured, ...]:
-    """The rows of a file.
+    """Return the measurements in a file.
 
     Raises:
-        ConfigurationError: it cannot be read, is not of this format, or has no rows.
+        ConfigurationError: the file cannot be read, has another format, or has no measurements.
     """
     way_out = "write it with: flockstep bench collectives --save FILE"
     try:
@@ -65,9 +65,10 @@ def read_table(path: str) -> tuple[Measured, ...]:
 
 
 def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measured]:
-    """For the number of workers nearest to `workers`, of each collective the row nearest in size, in log scale.
+    """For the number of workers nearest to `workers`, return each collective's row nearest in size, in log scale.
 
-    Ties go to the smaller number and the smaller size; collectives are in order of their text, so that all agree.
+    Of equally near ones, the smaller number and the smaller size win. Collectives are ordered by their text, so that
+    all workers agree.
     """
     rows = list(rows)
     known = min(sorted({row.workers for row in rows}), key=lambda n: _distance(n, workers))
@@ -80,7 +81,7 @@ def nearest(rows: Iterable[Measured], workers: int, nbytes: int) -> list[Measure
 
 
 def _distance(a: int, b: int) -> float:
-    """Between two sizes, in log scale; an empty array counts as one byte."""
+    """Return the distance between two sizes, in log scale; an empty array counts as one byte."""
     return abs(math.log(max(a, 1)) - math.log(max(b, 1)))
 
 

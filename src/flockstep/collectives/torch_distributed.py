@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: gloo, NCCL or MPI instead of our own messages."""
+"""Collectives of torch.distributed: gloo, NCCL or MPI instead of flockstep's messages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BACKENDS = ("gloo", "nccl", "mpi")
 class TorchDistributed(Collective):
     """Every operation is one of torch.distributed's (Li et al. 2020), on its own sockets and in its own threads.
 
-    Only for workers in processes of their own. All get the same bits, but the order of addition is the backend's: the
-    result may differ from `ring`'s by rounding. In a background task the operation goes on while gradients are
-    computed. Bytes on the record are those of the formulas below, since the sockets are not ours; the figure
-    `bytes_by_formula` says how many. All workers have to start the same operations in the same order, those of
-    background tasks included.
+    The workers must be separate processes. All workers get the same bits, but the order of addition is the backend's:
+    the result may differ from that of `ring` by rounding. In a background task the operation continues while gradients
+    are computed. The recorded bytes are those of the formulas below, because flockstep does not see the backend's
+    sockets; the figure `bytes_by_formula` records how many they are. All workers must start the same operations in the
+    same order, including those of background tasks.
     """
 
     backend: str = "gloo"
@@ -54,7 +54,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def broadcast(self, me: Group, array: FlatArray, root: int = 0) -> None:
-        """Replace `array` on every worker by that of `root`: (n-1)/n K elements each on average."""
+        """Replace `array` on every worker by the array of `root`: (n-1)/n K elements each on average."""
         if me.workers == 1:
             return
         work = self._group(me).broadcast(array, root)
@@ -62,7 +62,7 @@ class TorchDistributed(Collective):
         await completed(work)
 
     async def reduce_scatter(self, me: Group, array: FlatArray) -> tuple[slice, FlatArray]:
-        """Leave each worker with its share of the sum: (n-1)/n K elements each, shares filled up to one size."""
+        """Leave each worker with its share of the sum: (n-1)/n K elements each, with shares padded to one size."""
         n, parts = me.workers, slices(len(array), me.workers)
         view = array[parts[me.rank]]
         if n > 1:
@@ -78,7 +78,7 @@ class TorchDistributed(Collective):
         return parts[me.rank], view
 
     async def all_gather(self, me: Group, array: FlatArray) -> list[FlatArray]:
-        """The arrays of all workers, in order of rank: n-1 times the largest array each, and the sizes before."""
+        """Return the arrays of all workers, in order of rank: n-1 times the largest array each, after the sizes."""
         n = me.workers
         if n == 1:
             return [array]
@@ -95,15 +95,14 @@ class TorchDistributed(Collective):
         return [row[: int(size[0])] for row, size in zip(gathered, sizes, strict=True)]
 
     async def barrier(self, me: Group) -> None:
-        """Return once every worker has got here."""
         if me.workers > 1:
             await completed(self._group(me).meet())
 
     def _group(self, me: Group) -> ProcessGroup:
-        """The workers as a group, made when it is first needed.
+        """Return the process group of all workers, created at first use.
 
         Raises:
-            CompositionError: the workers are not in processes of their own.
+            CompositionError: the workers are not separate processes.
         """
         meeting = me.rendezvous
         if meeting is None:

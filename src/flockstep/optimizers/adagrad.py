@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""Adagrad: a learning rate per parameter that falls with the sum of squared gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi, Hazan & Singer 2011).
 
     With g' = g + weight_decay w at step t = 1, 2, ...: s ← s + g'², w ← w - lr / (1 + (t - 1) lr_decay) g' / (sqrt(s) +
-    eps); s starts at initial_accumulator_value and never shrinks. For a share of a full step
-    lr and g'² are multiplied by the share. Slots: `square_sum` (s).
+    eps); s starts at initial_accumulator_value and never decreases. For a share of a full step, lr and g'² are
+    multiplied by the share. Slots: `square_sum` (s).
     """
 
     lr: float = 0.01
@@ -33,7 +33,7 @@ class Adagrad(Optimizer):
         require(0 < self.eps < math.inf, "eps of adagrad", "> 0 and finite", self.eps, "use for example 1e-10")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state for `params`.
+        """Return a fresh state for `params`.
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.
@@ -44,7 +44,6 @@ class Adagrad(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
         xp, share = namespace(params), float(share)
         rate = float(lr) * share / (1 + state.steps * self.lr_decay)
         state.steps += share

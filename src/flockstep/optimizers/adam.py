@@ -15,13 +15,14 @@ from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, 
 class Adam(Optimizer):
     """Adam (Kingma & Ba 2015); weight decay is added to the gradient.
 
-    With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'²,
-    w ← w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share q of a full step lr is multiplied by
-    q, the means keep beta1^q and beta2^q of what they were, and t grows by q. Slots: `mean` (m) and `square` (v).
+    With g' = g + weight_decay w at step t = 1, 2, ...: m ← beta1 m + (1 - beta1) g', v ← beta2 v + (1 - beta2) g'², w ←
+    w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps). For a share q of a full step lr is multiplied by q,
+    the means keep the fractions beta1^q and beta2^q of their values, and t grows by q. Slots: `mean` (m) and `square`
+    (v).
     """
 
     decoupled: ClassVar[bool] = False
-    """Weight decay shrinks the parameters directly and does not enter the gradient."""
+    """Whether weight decay shrinks the parameters directly instead of being added to the gradient."""
 
     lr: float = 0.001
     beta1: float = 0.9
@@ -39,7 +40,7 @@ class Adam(Optimizer):
         require(decays, f"weight_decay of {who}", ">= 0 and finite", self.weight_decay, "use 0 for none")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state for `params`.
+        """Return a fresh state for `params`.
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.
@@ -51,7 +52,6 @@ class Adam(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
         xp, share = namespace(params), float(share)
         state.steps += share
         lr = float(lr) * share

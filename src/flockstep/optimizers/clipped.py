@@ -16,8 +16,8 @@ from flockstep.optimizers.sgd import SGD
 class Clipped(Optimizer):
     """A step of `optimizer` along g · min(1, max_norm / (‖g‖ + 1e-6)) (Pascanu, Mikolov & Bengio 2013).
 
-    ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped on its own.
-    The learning rate and the state are those of `optimizer`.
+    ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped by itself. The
+    learning rate and the state are those of `optimizer`.
     """
 
     elementwise: ClassVar[bool] = False
@@ -30,29 +30,24 @@ class Clipped(Optimizer):
 
     @property
     def lr(self) -> float:  # type: ignore[override]
-        """That of `optimizer`."""
+        """The learning rate of `optimizer`."""
         return self.optimizer.lr
 
     def load(self) -> None:
-        """Import what `optimizer` needs."""
         self.optimizer.load()
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state of `optimizer`."""
         return self.optimizer.init(params)
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """What `optimizer` remembers."""
         return self.optimizer.remembered(state)
 
     def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
-        """Let `optimizer` remember it."""
         self.optimizer.recall(params, state, given)
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
         scale = self.max_norm / (norm(gradient) + 1e-6)
         if scale < 1 or math.isnan(scale):
             gradient = gradient * scale

@@ -1,4 +1,4 @@
-"""Adam's direction, as long in each layer as the layer's weights allow."""
+"""LAMB: Adam's direction, scaled in each layer by the norm of the layer's weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LAMB(Optimizer):
     """Layer-wise adaptive moments (You et al. 2020, algorithm 2); one tensor is one layer.
 
     m ← beta1 m + (1 - beta1) g, v ← beta2 v + (1 - beta2) g², u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
-    + weight_decay w, and w ← w - lr φ(||w||) / ||u|| u for each layer, with φ(z) = min(z, largest). Where ||w|| or
-    ||u|| is 0 the ratio counts as 1, as in the authors' code. A share of a full step is as in `adam`.
-    Slots: `mean` (m) and `square` (v).
+    + weight_decay w, and w ← w - lr φ(||w||) / ||u|| u for each layer, with φ(z) = min(z, largest). If ||w|| or ||u||
+    is 0 the ratio counts as 1, as in the authors' code. A share of a full step is as in `adam`. Slots: `mean` (m) and
+    `square` (v).
     """
 
     elementwise: ClassVar[bool] = False
@@ -40,7 +40,7 @@ class LAMB(Optimizer):
         require(self.largest > 0, "largest of lamb", "> 0", self.largest, "use inf for no bound")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state for `params`, whose tensors are still to be set.
+        """Return a fresh state for `params`; its `tensors` are still to be set.
 
         Raises:
             ConfigurationError: eps is zero in the dtype of `params`.
@@ -52,7 +52,7 @@ class LAMB(Optimizer):
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place, layer by layer; `gradient` is left as it is.
+        """Update `params` and `state` in place, layer by layer; `gradient` does not change.
 
         Raises:
             CompositionError: `params` are not those of a whole model.
@@ -70,7 +70,7 @@ class LAMB(Optimizer):
     def _direction(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, part: slice, share: float
     ) -> FlatArray:
-        """u of one layer, in memory of its own; both running means are updated."""
+        """Update both running means, and return u of one layer in new memory."""
         xp, g = namespace(params), gradient[part]
         m, v = state.slots["mean"][part], state.slots["square"][part]
         m += (1 - self.beta1**share) * (g - m)

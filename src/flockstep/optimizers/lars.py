@@ -15,11 +15,11 @@ from flockstep.optimizers.base import Optimizer, OptimizerState, layers_of, norm
 class LARS(Optimizer):
     """Layer-wise adaptive rate scaling (You, Gitman & Ginsburg 2017, algorithm 1); one tensor is one layer.
 
-    For each layer λ = trust ||w|| / (||g|| + weight_decay ||w||), v ← momentum v + lr λ (g + weight_decay w) and
-    w ← w - v. The paper is silent on layers of norm 0 (biases at the start): there ||w|| / ||g|| counts as 1. As v
-    has absorbed the learning rate, it is multiplied by lr / (lr of the step before) when that changes (momentum
-    correction: Goyal et al. 2017, remark 2); algorithm 1 does without: momentum_correction=False.
-    Slots: `momentum` (v).
+    For each layer λ = trust ||w|| / (||g|| + weight_decay ||w||), v ← momentum v + lr λ (g + weight_decay w) and w ← w
+    - v. The paper does not define λ for layers of norm 0 (biases at the start); here ||w|| / ||g|| counts as 1 for
+    them. Because v contains the learning rate, v is multiplied by lr / (lr of the step before) when the rate changes
+    (momentum correction: Goyal et al. 2017, remark 2); momentum_correction=False is algorithm 1 without that. Slots:
+    `momentum` (v).
     """
 
     elementwise: ClassVar[bool] = False
@@ -38,13 +38,13 @@ class LARS(Optimizer):
         require(0 < self.trust < math.inf, "trust of lars", "> 0 and finite", self.trust, "use for example 0.001")
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state for `params`, whose tensors are still to be set."""
+        """Return a fresh state for `params`; its `tensors` are still to be set."""
         return OptimizerState(slots={"momentum": namespace(params).zeros_like(params)})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place, layer by layer; `gradient` is left as it is.
+        """Update `params` and `state` in place, layer by layer; `gradient` does not change.
 
         Raises:
             CompositionError: `params` are not those of a whole model.
@@ -62,7 +62,7 @@ class LARS(Optimizer):
         state.lr = lr
 
     def _local_rate(self, weights: float, slopes: float) -> float:
-        """λ of a layer, from the norms of its weights and of its gradient."""
+        """Return λ of a layer, from the norms of its weights and of its gradient."""
         if weights == 0 or slopes == 0:
             return self.trust
         return self.trust * weights / (slopes + self.weight_decay * weights)

@@ -17,9 +17,8 @@ class SGD(Optimizer):
 
     With g' = g + weight_decay w: v ← momentum v + (1 - dampening) g' (v ← g' at the first step), and w ← w - lr v;
     Nesterov's form uses g' + momentum v in place of v. Without momentum w ← w - lr g', every product and every
-    difference rounded to the parameters' dtype. For a share of a full step g' = share (g + weight_decay w), so that in
-    all later steps together g moves w by share lr g / (1 - momentum). Slots: `momentum` (v), only where momentum is not
-    0.
+    difference rounded to the parameters' dtype. For a share of a full step g' = share (g + weight_decay w), so that
+    over all later steps g moves w by share lr g / (1 - momentum). Slots: `momentum` (v), only if momentum is not 0.
     """
 
     lr: float = 0.01
@@ -41,13 +40,11 @@ class SGD(Optimizer):
             )
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state for `params`."""
         return OptimizerState(slots={"momentum": namespace(params).zeros_like(params)} if self.momentum else {})
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
         self.step_with(self.momentum or None, params, gradient, state, lr, share)
 
     def step_with(
@@ -59,7 +56,7 @@ class SGD(Optimizer):
         lr: float,
         share: float = 1.0,
     ) -> None:
-        """A step with another momentum, of any sign, which also keeps a velocity where it is 0; None: without one."""
+        """Take a step with another momentum, of any sign; 0 keeps a velocity, None does not."""
         xp, rate, share = namespace(params), float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share
         if len(params) <= BLOCK and not self.weight_decay and momentum is None:
@@ -81,7 +78,7 @@ class SGD(Optimizer):
             xp.subtract(w, change, out=w)
 
     def _move(self, v: FlatArray, g: FlatArray, momentum: float, scratch: FlatArray, first_step: bool) -> FlatArray:
-        """Update the velocity `v` by `g`; what to step along, which may be `scratch`."""
+        """Update the velocity `v` by `g`, and return the direction of the step, which may be `scratch`."""
         xp = namespace(v)
         if first_step:
             v[:] = g

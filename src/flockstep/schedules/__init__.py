@@ -1,4 +1,4 @@
-"""How learning rate and batch change in the course of training."""
+"""Schedules: how learning rate and batch size change in the course of training."""
 
 from flockstep.schedules.base import Extent, Schedule
 from flockstep.schedules.timetable import Timetable

@@ -12,9 +12,10 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 class BatchIncrease(Schedule):
     """`growth` times the batch where others divide the learning rate by `growth` (Smith et al. 2018, section 4).
 
-    Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same, and look at as many samples;
-    this one makes fewer updates. After `increases` of the shares `at` of the run (None: all) the learning rate falls
-    instead, for batches that cannot grow any more (section 5.1); `scale` multiplies the learning rate throughout.
+    Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same factor and use the same
+    number of samples; a larger batch makes fewer updates. After the first `increases` of the fractions `at` of the run
+    (None: all), the learning rate falls instead, for batches that cannot grow further (section 5.1). `scale` multiplies
+    the learning rate throughout.
     """
 
     growth: float = 5.0
@@ -32,12 +33,12 @@ class BatchIncrease(Schedule):
             )
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """scale / growth^(shares reached after the last increase)."""
+        """Return scale / growth^(fractions reached after the last increase)."""
         falls = () if self.increases is None else self.at[self.increases :]
         return self.scale / self.growth ** sum(run.reached(share, epoch) for share in falls)
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """growth^i from the i-th share on."""
+        """growth^i from the i-th fraction on."""
         shares = (0.0, *self.at[: self.increases])
         return tuple((share, self.growth**i) for i, share in enumerate(shares))

@@ -1,4 +1,4 @@
-"""Nothing changes."""
+"""A constant learning rate."""
 
 from __future__ import annotations
 
@@ -17,5 +17,4 @@ class Constant(Schedule):
         check_positive("constant", scale=self.scale)
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """The scale."""
         return self.scale

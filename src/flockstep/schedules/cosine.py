@@ -1,4 +1,4 @@
-"""Half a period of a cosine."""
+"""A learning rate that follows half a period of a cosine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """scale × (floor + (1 - floor) (1 + cos(π t)) / 2), t the share of the run (Loshchilov & Hutter 2017)."""
+    """scale × (floor + (1 - floor) (1 + cos(π t)) / 2), t the fraction of the run (Loshchilov & Hutter 2017)."""
 
     floor: float = 0.0
     scale: float = 1.0
@@ -22,6 +22,6 @@ class Cosine(Schedule):
             raise ConfigurationError(f"floor of cosine must be in [0, 1], got {self.floor}; use 0 to end at 0")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """The cosine; the floor for whoever goes on longer than planned."""
+        """Return the cosine, or scale × floor after the end of the planned run."""
         share = min(epoch / run.epochs, 1.0)
         return self.scale * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * share)) / 2)

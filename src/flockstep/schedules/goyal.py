@@ -1,4 +1,4 @@
-"""Linear scaling with a gradual warm-up."""
+"""Linear scaling of the learning rate with a gradual warm-up."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from flockstep.schedules.base import Extent, Schedule, check_epochs, check_posit
 class Goyal(Schedule):
     """Linear scaling with gradual warm-up (Goyal et al. 2017, sections 2.1 and 2.2): k times the rate of one worker.
 
-    k is `workers`, None for the run's own. Over the first `warmup` epochs the factor rises from 1 to k by the same
-    amount at every step; with gradual=False it is 1 for so long, then k at once (their "constant warm-up"); with
-    warmup=0 it is k from the start. After the shares `at` of the run (epochs 30, 60 and 80 of 90) it falls by `decay`.
-    Gradients are means over a worker's batch and over the workers, so they are normalised by the whole batch of k n.
-    Momentum correction in the sense of Goyal et al. (remark 2: where v holds the rate, v is scaled by the ratio
-    of the new to the old one) is not needed: `sgd` keeps the learning rate out of its velocity. That of Lin et al. 2018
-    is another claim, about what a codec drops; see the feedback momentum.
+    k is `workers`, by default the run's number of workers. Over the first `warmup` epochs the factor rises from 1 to k
+    by the same amount at every step; with gradual=False it is 1 during the warm-up, then k at once (the paper's
+    "constant warm-up"); with warmup=0 it is k from the start. After the fractions `at` of the run (epochs 30, 60 and 80
+    of 90) it falls by `decay`. Gradients are means over a worker's batch and over the workers, so they are normalized
+    by the whole batch of k n.
+
+    Momentum correction in the sense of Goyal et al. (remark 2: if v contains the rate, v is scaled by the ratio of the
+    new rate to the old one) is not needed: `sgd` keeps the learning rate out of its velocity. The momentum correction
+    of Lin et al. 2018 is a different one, for what a codec drops; see the feedback momentum.
     """
 
     workers: int | None = None
@@ -37,7 +39,7 @@ class Goyal(Schedule):
         check_shares(self.at, "goyal")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """The ramp times the decays."""
+        """Return the warm-up's factor times the decays."""
         k = run.workers if self.workers is None else self.workers
         scale = float(k)
         if epoch < self.warmup:

@@ -1,4 +1,4 @@
-"""Begin with a small learning rate."""
+"""A linear warm-up of the learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from flockstep.schedules.constant import Constant
 
 @dataclass(frozen=True)
 class LinearWarmup(Schedule):
-    """From `start` times the job's learning rate in a straight line to what `then` says, within `warmup` epochs."""
+    """From `start` times the job's learning rate linearly to the rate of the schedule `then`, within `warmup`
+    epochs.
+    """
 
     warmup: float = 5.0
     start: float = 0.1
@@ -21,11 +23,10 @@ class LinearWarmup(Schedule):
         check_positive("linear_warmup", start=self.start)
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """The line, then the other schedule, whose epochs count from the beginning of the run."""
+        """Return the linear ramp, then the factor of `then`, whose epochs count from the beginning of the run."""
         target = self.then.factor(epoch, run)
         return self.start + (target - self.start) * epoch / self.warmup if epoch < self.warmup else target
 
     @property
     def stages(self) -> tuple[tuple[float, float], ...]:
-        """Those of the other schedule."""
         return self.then.stages

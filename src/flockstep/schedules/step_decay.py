@@ -1,4 +1,4 @@
-"""The learning rate falls by a factor now and then."""
+"""A learning rate that falls by a factor at given fractions of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 
 @dataclass(frozen=True)
 class StepDecay(Schedule):
-    """`scale` at first, `decay` times as much after each share `at` of the run (He et al. 2016: 1/10 at 1/2, 3/4)."""
+    """`scale` at first, `decay` times as much after each fraction `at` of the run (He et al. 2016: 1/10 at
+    1/2, 3/4).
+    """
 
     decay: float = 0.1
     at: tuple[float, ...] = (0.5, 0.75)
@@ -20,5 +22,5 @@ class StepDecay(Schedule):
         check_shares(self.at, "step_decay")
 
     def factor(self, epoch: float, run: Extent) -> float:
-        """scale × decay^(shares reached)."""
+        """Return scale × decay^(fractions reached)."""
         return self.scale * self.decay ** sum(run.reached(share, epoch) for share in self.at)

@@ -12,10 +12,11 @@ from flockstep.schedules.base import ROUNDING, Extent, Schedule
 
 @dataclass(frozen=True)
 class Timetable:
-    """Learning rate and batch of every step of a worker: a function of the step alone, so a restart finds it again.
+    """Learning rate and batch size of every step of a worker: a function of the step alone, so that a restart needs no
+    state.
 
     `lr` and `batch` are the job's own, `batch` per worker; `epochs` are the passes of all workers together over
-    `train_size` samples in which the schedule runs its course.
+    `train_size` samples that the schedule lasts.
     """
 
     schedule: Schedule
@@ -29,7 +30,7 @@ class Timetable:
     def over_steps(
         cls, schedule: Schedule, lr: float, batch: int, workers: int, train_size: int, steps: int
     ) -> Timetable:
-        """The timetable that is through after that many steps of each worker."""
+        """Return the timetable that lasts `steps` steps of each worker."""
         stages = _stages(schedule, batch)
         ends = [*[share for share, _ in stages[1:]], 1.0]
         per_sample = sum((end - share) / size for (share, size), end in zip(stages, ends, strict=True))
@@ -37,31 +38,31 @@ class Timetable:
 
     @property
     def steps(self) -> int:
-        """Steps of each worker until the schedule is through: fewer where batches grow."""
+        """Number of steps of each worker until the schedule ends: fewer if batches grow."""
         return self._starts[-1]
 
     @property
     def grows(self) -> bool:
-        """Whether batches are not all of one size."""
+        """Whether batch sizes differ."""
         return len({batch for _, batch in self._stages}) > 1
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of the gradient that `step` gradients were used before."""
+        """Return the learning rate of the step after `step` steps."""
         return self.lr * self.schedule.factor(self.epoch_at(step), Extent(self.epochs, self.workers))
 
     def batch_at(self, step: int) -> int:
-        """Samples of a worker in that step."""
+        """Return the number of samples of a worker's batch in the step after `step` steps."""
         return self._stages[self._stage_at(step)][1]
 
     def samples_at(self, step: int) -> int:
-        """Samples of a worker before that step."""
+        """Return the number of samples of a worker in its first `step` steps."""
         now = self._stage_at(step)
         ends = [*self._starts[1 : now + 1], step]
         pieces = zip(self._starts[: now + 1], ends, self._stages[: now + 1], strict=True)
         return sum((end - start) * batch for start, end, (_, batch) in pieces)
 
     def epoch_at(self, step: int) -> float:
-        """Passes of all workers together before that step."""
+        """Return the passes of all workers together in their first `step` steps."""
         return self.samples_at(step) * self.workers / self.train_size
 
     @cached_property
@@ -70,7 +71,7 @@ class Timetable:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """The first step of every stage, which begins once its share of the samples lies behind, and of none."""
+        """The first step of every stage, and the first step after the last stage."""
         starts, seen, whole = [0], 0, self.epochs * self.train_size / self.workers
         ends = [*[share for share, _ in self._stages[1:]], 1.0]
         for (_, batch), end in zip(self._stages, ends, strict=True):
@@ -84,5 +85,5 @@ class Timetable:
 
 
 def _stages(schedule: Schedule, batch: int) -> list[tuple[float, int]]:
-    """(Share of the run's samples, batch from there on)."""
+    """Return pairs (fraction of the run's samples, batch size from there on)."""
     return [(share, max(1, round(batch * factor))) for share, factor in schedule.stages]

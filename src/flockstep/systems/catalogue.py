@@ -13,40 +13,40 @@ from flockstep.errors import CompositionError, UnknownName
 from flockstep.strategies.base import Cell, Strategy
 
 NOT_YET = "not yet"
-"""What a system's row says of what cannot be composed here so far."""
+"""Text in a system's row for what flockstep cannot compose yet."""
 
 
 class Mode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way in which a system runs."""
+    """One mode in which a system runs."""
 
     strategy: str
     """The composition, as an expression."""
     name: str = ""
-    """What the system calls it; the first mode is the default and needs none."""
+    """The system's name for the mode; the first mode is the default and needs no name."""
     listed: bool = True
-    """It counts for the system's row of the table; others are options that the survey's row leaves out."""
+    """Whether the mode counts for the system's row of the table; the survey's row leaves other modes out."""
 
 
 class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: who wrote it, what it does, and the compositions that do it here."""
+    """One system: its authors, its algorithm, and the compositions that implement it here."""
 
     name: str
     citation: str
     rule: str
-    """What it does, in a sentence or two."""
+    """The system's algorithm, in one or two sentences."""
     modes: tuple[Mode, ...] = ()
-    """The default first; none where it only splits the model, which is not here yet."""
+    """The modes, the default first; empty for a system that only splits the model, which flockstep cannot do yet."""
     splits_model: bool = False
-    """The published system can also (or only) split one model over machines."""
+    """Whether the published system can (or can only) split one model over machines."""
     differs: str = ""
-    """Where the composition is not the published system."""
+    """Differences between the composition and the published system."""
 
     def expression(self, mode: str = "") -> str:
-        """The composition of a mode ("": the default).
+        """Return the composition of a mode; "" is the default mode.
 
         Raises:
-            CompositionError: it has none.
-            UnknownName: it has others.
+            CompositionError: the system has no modes.
+            UnknownName: the system has no mode of that name.
         """
         if not self.modes:
             raise CompositionError(
@@ -62,19 +62,19 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def parallelism(self) -> str:
-        """What of it can run here, and what not yet."""
+        """The kinds of parallelism of the system, with a note for those that flockstep cannot run yet."""
         here = ["DP"] if self.modes else []
         return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
     def cells(self) -> list[Cell]:
-        """Where each listed mode stands in the taxonomy, derived from its composition."""
+        """Return the taxonomy cell of each listed mode, derived from its composition."""
         found = [Strategy.parse(mode.strategy).cell for mode in self.modes if mode.listed]
         return [cell for cell in found if cell is not None]
 
     def row(self) -> dict[str, str]:
-        """Its row of the table: what its modes have in common once, what differs side by side.
+        """Return the system's row of the table: what its modes share once, what differs side by side.
 
-        A system that runs both synchronously and asynchronously counts as bounded asynchronous, for that covers both
+        A system that runs both synchronously and asynchronously counts as bounded asynchronous, which covers both
         (Langer et al. 2020, section 4.2).
         """
         cells = self.cells()
@@ -95,17 +95,17 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def systems() -> tuple[System, ...]:
-    """All of them, in alphabetical order."""
+    """Return all systems, in alphabetical order."""
     text = resources.files("flockstep.systems").joinpath("table.toml").read_text("utf-8")
     rows = msgspec.convert(tomllib.loads(text)["system"], list[System])
     return tuple(sorted(rows, key=lambda system: system.name.lower()))
 
 
 def system(name: str) -> System:
-    """The system of that name, whatever its case, spaces and hyphens.
+    """Return the system of a name, ignoring case, spaces and hyphens.
 
     Raises:
-        UnknownName: there is none; the nearest name is in the message.
+        UnknownName: there is no such system; the message has the nearest name.
     """
     for known in systems():
         if key(known.name) == key(name):
@@ -114,19 +114,21 @@ def system(name: str) -> System:
 
 
 def expression(name: str) -> str | None:
-    """The composition that a system's name stands for, or name and mode as in "MXNet: dist_async"; None: no system."""
+    """Return the composition for a system's name, or for name and mode as in "MXNet: dist_async"; None for
+    other names.
+    """
     name, _, mode = name.partition(":")
     found = [known for known in systems() if key(known.name) == key(name)]
     return found[0].expression(mode.strip()) if found else None
 
 
 def names() -> list[str]:
-    """How they are called."""
+    """Return the names of all systems."""
     return [known.name for known in systems()]
 
 
 def key(name: str) -> str:
-    """The name without what people write differently."""
+    """Return the name in lower case, with letters and digits only."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 

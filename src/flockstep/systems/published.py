@@ -1,4 +1,4 @@
-"""Table 1 of the survey as printed, to hold what is derived from running compositions against."""
+"""Table 1 of the survey as printed, for comparison with the rows derived from the compositions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("parallelism", "optimisation", "scheduling", "exchange", "topology")
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row of the survey's table; fields as those of `System.row`."""
+    """A row of the survey's table, with the fields of `System.row`."""
 
     system: str
     parallelism: str
@@ -25,15 +25,16 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def table_1() -> tuple[Row, ...]:
-    """Langer et al. (2020), table 1, in its order."""
+    """Return the rows of Langer et al. (2020), table 1, in the table's order."""
     text = resources.files("flockstep.systems").joinpath("table_1.toml").read_text("utf-8")
     return tuple(msgspec.convert(tomllib.loads(text)["row"], list[Row]))
 
 
 def differences(derived: Mapping[str, str], published: Row) -> dict[str, tuple[str, str]]:
-    """Column → (derived, published) where a system's derived row is not the published one.
+    """Return column → (derived, published) for the columns in which a system's derived row differs from the published
+    one.
 
-    Model parallelism that the survey has and that is not here yet differs.
+    Model parallelism in the survey that flockstep cannot run yet counts as a difference.
     """
     found = {column: (derived[column], str(getattr(published, column))) for column in COLUMNS}
     return {
@@ -48,6 +49,6 @@ def _parallel(derived: str, published: str) -> bool:
 
 
 def _same(derived: str, published: str) -> bool:
-    """What differs between modes, in any order; each one of those that the survey leaves open."""
+    """Whether the entries agree, with modes in any order, and each mode being one of those the survey leaves open."""
     here, there = derived.split("; "), [text.split(" or ") for text in published.split("; ")]
     return len(here) == len(there) and all(any(part in options for part in here) for options in there)

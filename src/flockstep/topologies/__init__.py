@@ -1,1 +1,1 @@
-"""Who talks to whom: graphs on the workers, and their mixing matrices."""
+"""Topologies: which workers exchange with each other, as graphs and mixing matrices."""

@@ -14,39 +14,41 @@ from flockstep.expression import Component
 
 
 class Topology(Component):
-    """Who talks to whom: a graph on n workers and the mixing matrix W on it.
+    """Which workers exchange with each other: a graph on n workers and the mixing matrix W on it.
 
-    `W[i, j]` is the weight worker i gives to what it hears from worker j; W is zero off the graph's edges, of which
-    i → j in a directed graph lets j hear i. Unless a subclass says otherwise, the graph is undirected and W has
+    `W[i, j]` is the weight that worker i gives to what it receives from worker j. W is zero off the graph's edges; in a
+    directed graph, an edge i → j means that i sends to j. By default the graph is undirected and W has
     Metropolis–Hastings weights (Xiao & Boyd 2004): symmetric and doubly stochastic on any connected graph.
-    `flockstep.topologies.facts` tells what holds of a topology.
+    `flockstep.topologies.facts` computes the properties of a topology.
     """
 
     noun: ClassVar[str] = "topology"
 
     @abstractmethod
     def graph(self, n: int) -> nx.Graph:
-        """The connected graph on nodes 0..n-1: every edge that is ever used.
+        """Return the connected graph on nodes 0..n-1, with every edge that is ever used.
 
         Raises:
             ConfigurationError: the graph does not exist for this n.
         """
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """The n × n mixing matrix W; of a graph that changes, its mean over a period."""
+        """Return the n × n mixing matrix W; for a graph that changes over time, the mean over a period."""
         return metropolis_hastings(self.graph(n))
 
     def schedule(self, n: int) -> tuple[npt.NDArray[np.float64], ...]:
-        """The mixing matrices of one period, step by step: one, unless the graph changes over time."""
+        """Return the mixing matrices of one period, step by step; a single matrix if the graph does not change over
+        time.
+        """
         return (self.weights(n),)
 
     def neighbours(self, n: int, rank: int) -> list[int]:
-        """The workers that `rank` exchanges with, in either direction, in ascending order."""
+        """Return the workers that `rank` exchanges with, in either direction, in ascending order."""
         return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
 
 
 def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
-    """W[i, j] = 1 / (1 + max(deg i, deg j)) on edges, the rest of each row on its diagonal."""
+    """W[i, j] = 1 / (1 + max(deg i, deg j)) on edges; the diagonal is one minus the rest of the row."""
     n = graph.number_of_nodes()
     weights = np.zeros((n, n))
     for i, j in graph.edges:
@@ -57,15 +59,19 @@ def metropolis_hastings(graph: nx.Graph) -> npt.NDArray[np.float64]:
 
 
 def spectral_gap(weights: npt.NDArray[np.float64]) -> float:
-    """1 - rho, where rho = max(|lambda_2|, |lambda_n|) is the factor by which one mixing shrinks disagreement.
+    """Return 1 - rho, where rho = max(|lambda_2|, |lambda_n|) is the factor by which one mixing shrinks disagreement.
 
-    Of a matrix that is not symmetric: in the long run.
+    For a matrix that is not symmetric, rho is the factor in the long run.
     """
     magnitudes = np.sort(np.abs(np.linalg.eigvals(weights)))[::-1]
     return float(1.0 - magnitudes[1]) if len(magnitudes) > 1 else 1.0
 
 
 def require_workers(n: int) -> None:
-    """Raise `ConfigurationError` unless there is at least one worker."""
+    """Check that there is at least one worker.
+
+    Raises:
+        ConfigurationError: n < 1.
+    """
     if n < 1:
         raise ConfigurationError(f"a topology needs >= 1 workers, got {n}; use 1 to train alone")

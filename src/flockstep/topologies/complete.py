@@ -1,4 +1,4 @@
-"""Complete graph: everyone exchanges with everyone."""
+"""Complete graph: every worker exchanges with every other."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ class CompleteGraph(Topology):
     """All pairs, W = 1 1ᵀ / n: one mixing is an exact average, as in an all-reduce."""
 
     def graph(self, n: int) -> nx.Graph:
-        """Every edge (i, j)."""
         require_workers(n)
         return nx.complete_graph(n)
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """1/n everywhere."""
         require_workers(n)
         return np.full((n, n), 1.0 / n)

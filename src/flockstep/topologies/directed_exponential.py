@@ -1,4 +1,4 @@
-"""Directed exponential graph: everyone sends to those 1, 2, 4 and so on away."""
+"""Directed exponential graph: every worker sends to those 1, 2, 4 and so on away."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DirectedExponentialGraph(Topology):
     """
 
     def graph(self, n: int) -> nx.DiGraph:
-        """Edges i → i + 2ᵏ mod n."""
+        """Return the graph with the edges i → i + 2ᵏ mod n."""
         require_workers(n)
         graph = nx.empty_graph(n, create_using=nx.DiGraph)
         for hop in hops(n):
@@ -27,7 +27,7 @@ class DirectedExponentialGraph(Topology):
         return graph
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """1 / (1 + number of peers) on edges and on the diagonal."""
+        """Return 1 / (1 + number of peers) on edges and on the diagonal."""
         require_workers(n)
         own = np.eye(n)
         total: npt.NDArray[np.float64] = own + sum(np.roll(own, hop, axis=0) for hop in hops(n))
@@ -35,5 +35,5 @@ class DirectedExponentialGraph(Topology):
 
 
 def hops(n: int) -> list[int]:
-    """The powers of two below n."""
+    """Return the powers of two below n."""
     return [2**k for k in range((n - 1).bit_length())]

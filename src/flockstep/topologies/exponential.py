@@ -1,4 +1,4 @@
-"""Exponential graph: neighbours at distances 1, 2, 4 and so on."""
+"""Exponential graph: neighbors at distances 1, 2, 4 and so on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flockstep.topologies.base import Topology, require_workers
 class ExponentialGraph(Topology):
     """Worker i exchanges with i ± 2ᵏ mod n for every 2ᵏ < n: static, undirected (after Ying et al. 2021).
 
-    About 2 log₂ n neighbours each, and a spectral gap that falls with log n where a ring's falls with n².
+    Every worker has about 2 log₂ n neighbors. The spectral gap falls with log n, that of a ring with n².
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges (i, i + 2ᵏ mod n); the minus sign is the same edge seen from the other end."""
+        """Return the graph with the edges (i, i + 2ᵏ mod n); i - 2ᵏ is the same edge from the other end."""
         require_workers(n)
         graph = nx.empty_graph(n)
         for k in range((n - 1).bit_length()):

@@ -1,4 +1,4 @@
-"""What holds of a topology: computed from its matrices, never claimed."""
+"""Properties of a topology, computed from its matrices."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a topology on a given number of workers; of one that changes, of every step of its period."""
+    """Properties of a topology on a given number of workers; if it changes over time, of every step of its period."""
 
     symmetric: bool
-    """W = Wᵀ: what i gives to j's model, j gives to i's."""
+    """Whether W = Wᵀ: the weight that i gives to j's model equals the weight that j gives to i's."""
     row_stochastic: bool
-    """Rows sum to one, none negative: replicas that agree stay as they are."""
+    """Whether rows sum to one and no weight is negative: mixing leaves equal replicas equal."""
     column_stochastic: bool
-    """Columns sum to one, none negative: what is sent arrives in full, and the sum over the workers stays."""
+    """Whether columns sum to one and no weight is negative: mixing keeps the sum over the workers."""
     directed: bool
-    """At some step an edge goes one way only."""
+    """Whether at some step an edge is one-way."""
     connected: bool
-    """Over a period, everyone reaches everyone along the edges' directions."""
+    """Whether over a period every worker reaches every other along the directed edges."""
     bipartite: bool
-    """Two colours suffice so that no edge joins workers of one colour."""
+    """Whether two colors suffice so that no edge joins workers of one color."""
     period: int
-    """Steps after which the matrices repeat; 1: always the same."""
+    """Number of steps after which the matrices repeat; 1 if they never change."""
     matrices: tuple[Matrix, ...] = field(repr=False, compare=False)
-    """Those of a period."""
+    """The mixing matrices of a period."""
 
     @cached_property
     def spectral_gap(self) -> float:
@@ -43,13 +43,13 @@ class Facts:
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Rows and columns sum to one: mixing keeps the mean, and replicas that agree stay as they are."""
+        """Whether rows and columns sum to one: mixing keeps the mean and leaves equal replicas equal."""
         return self.row_stochastic and self.column_stochastic
 
 
 @lru_cache(maxsize=64)
 def mixing(topology: Topology, n: int) -> tuple[Matrix, ...]:
-    """The matrices of one period, read-only, made once for all workers of a process."""
+    """Return the read-only mixing matrices of one period, cached for all workers of a process."""
     matrices = tuple(np.array(weights, np.float64) for weights in topology.schedule(n))
     for weights in matrices:
         weights.flags.writeable = False
@@ -58,10 +58,10 @@ def mixing(topology: Topology, n: int) -> tuple[Matrix, ...]:
 
 @lru_cache(maxsize=64)
 def facts(topology: Topology, n: int) -> Facts:
-    """What holds of `topology` on n workers.
+    """Return the properties of `topology` on n workers.
 
     Raises:
-        ConfigurationError: it does not exist for this n.
+        ConfigurationError: the topology does not exist for this n.
     """
     matrices, graph = mixing(topology, n), topology.graph(n)
     directed = graph.is_directed()
@@ -79,13 +79,15 @@ def facts(topology: Topology, n: int) -> Facts:
 
 
 def hearing(weights: Matrix, rank: int) -> list[int]:
-    """The others that hear `rank`, from the next rank on: in this order no two workers of a ring send to the same."""
+    """Return the workers that `rank` sends to, from the next rank on, so that on a ring no two workers send to the same
+    one.
+    """
     n = len(weights)
     return sorted((int(j) for j in np.flatnonzero(weights[:, rank]) if j != rank), key=lambda j: (j - rank) % n)
 
 
 def stated(topology: Topology, n: int) -> str:
-    """What holds of `topology` on n workers, in words."""
+    """Return the properties of `topology` on n workers, in words."""
     found = facts(topology, n)
     sums = {(True, True): "doubly", (True, False): "row-", (False, True): "column-"}
     kind = sums.get((found.row_stochastic, found.column_stochastic), "not")

@@ -1,4 +1,4 @@
-"""Hierarchical graph: groups in which all exchange, joined by their first members."""
+"""Hierarchical graph: groups in which all workers exchange, joined by their first members."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.topologies.base import Topology, require_workers
 class HierarchicalGraph(Topology):
     """`groups` runs of consecutive workers, as equal as n allows: all pairs in a group, and all pairs of first members.
 
-    Fits machines with several devices each: only the first of a group talks to other groups.
+    Fits machines with several devices each: only the first worker of a group exchanges with other groups.
     """
 
     groups: int = 2
@@ -26,10 +26,10 @@ class HierarchicalGraph(Topology):
             raise ConfigurationError(f"groups must be >= 1, got {self.groups}; use 1 for a complete graph")
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges inside groups, and among their first members.
+        """Return the graph with the edges inside groups and those among their first members.
 
         Raises:
-            ConfigurationError: fewer workers than groups.
+            ConfigurationError: there are fewer workers than groups.
         """
         require_workers(n)
         if n < self.groups:

@@ -1,4 +1,4 @@
-"""One-peer exponential graph: everyone sends to one other, twice as far away from step to step."""
+"""One-peer exponential graph: every worker sends to one other, twice as far away from step to step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from flockstep.topologies.directed_exponential import DirectedExponentialGraph, 
 class OnePeerExponentialGraph(DirectedExponentialGraph):
     """At step t, worker i sends half to i + 2^(t mod L) mod n, L = ⌊log₂(n-1)⌋ + 1: directed (Assran et al. 2019).
 
-    Distances 1, 2, 4 and so on below n, as in the paper's section 4 and its code. Every W is doubly stochastic; where
-    n is a power of two the product of a period is the exact average.
+    The distances are 1, 2, 4 and so on below n, as in the paper's section 4 and its code. Every W is doubly stochastic;
+    if n is a power of two, the product of a period is the exact average.
     """
 
     def schedule(self, n: int) -> tuple[npt.NDArray[np.float64], ...]:
-        """(I + shift by 2ᵏ) / 2 for each k."""
+        """Return (I + shift by 2ᵏ) / 2 for each k."""
         require_workers(n)
         own = np.eye(n)
         return tuple((own + np.roll(own, hop, axis=0)) / 2 for hop in hops(n)) or (own,)
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """The mean over a period."""
         mean: npt.NDArray[np.float64] = np.mean(self.schedule(n), axis=0)
         return mean

@@ -1,4 +1,4 @@
-"""Random regular graph: everyone has the same number of neighbours, drawn at random."""
+"""Random regular graph: every worker has the same number of random neighbors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class RandomRegularGraph(Topology):
-    """Every worker has d neighbours, drawn with `seed` (Steger & Wormald 1999); the same for every run of that seed.
+    """Every worker has d neighbors, drawn with `seed` (Steger & Wormald 1999); the same for every run of that seed.
 
-    Its spectral gap hardly falls with n (for d >= 3): among the best that d neighbours can give.
+    For d >= 3 the spectral gap hardly falls with n: it is among the largest possible with d neighbors.
     """
 
     d: int = 3
@@ -29,7 +29,7 @@ class RandomRegularGraph(Topology):
             raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number from 0")
 
     def graph(self, n: int) -> nx.Graph:
-        """The first connected graph of at most 100 draws.
+        """Return the first connected graph of at most 100 draws.
 
         Raises:
             ConfigurationError: n d is odd, n <= d, or no draw was connected, as with d = 1.

@@ -1,4 +1,4 @@
-"""What a strategy may need of a topology: refused, where it does not hold, with what would do."""
+"""Checks of the properties that a strategy needs of a topology; an error names a topology that has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from flockstep.topologies.facts import facts, mixing
 
 
 def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless mixing keeps the mean and agreement, at every step."""
+    """Check that the mixing matrix is doubly stochastic at every step, so that mixing keeps the mean.
+
+    Raises:
+        ConfigurationError: at some step it is not.
+    """
     if not facts(topology, n).doubly_stochastic:
         raise ConfigurationError(
             f"{who} needs a doubly stochastic mixing matrix, got {_off(topology, n)}; use a topology with "
@@ -20,7 +24,11 @@ def require_doubly_stochastic(topology: Topology, n: int, who: str) -> None:
 
 
 def require_symmetric(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless what i gives to j's model, j gives to i's, at every step."""
+    """Check that the mixing matrix is symmetric at every step.
+
+    Raises:
+        ConfigurationError: at some step it is not.
+    """
     found = facts(topology, n)
     if not found.symmetric:
         what = "one-way edges" if found.directed else "other weights one way than the other"
@@ -31,7 +39,11 @@ def require_symmetric(topology: Topology, n: int, who: str) -> None:
 
 
 def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
-    """Raise `ConfigurationError` unless what is sent arrives in full, at every step."""
+    """Check that the mixing matrix is column-stochastic at every step, so that mixing keeps the sum.
+
+    Raises:
+        ConfigurationError: at some step it is not.
+    """
     if not facts(topology, n).column_stochastic:
         raise ConfigurationError(
             f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let each worker's weights for "
@@ -40,10 +52,10 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
 
 
 def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
-    """The two sides of a bipartite topology, the larger one first (of equal ones, that of worker 0).
+    """Return the two sides of a bipartite topology, the larger side first; of equal sides, that of worker 0.
 
     Raises:
-        ConfigurationError: an edge goes one way only, the edges change over time, or two sides do not suffice.
+        ConfigurationError: an edge is one-way, the edges change over time, or two sides do not suffice.
     """
     found, graph = facts(topology, n), topology.graph(n)
     if found.directed or found.period > 1:
@@ -61,7 +73,7 @@ def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
 
 
 def _off(topology: Topology, n: int) -> str:
-    """By how much the sums miss one, for a message."""
+    """Return the deviation of the row and column sums from one, for an error message."""
     matrices = mixing(topology, n)
     rows, columns = (max(float(np.abs(w.sum(axis) - 1).max()) for w in matrices) for axis in (1, 0))
     least = min(float(w.min()) for w in matrices)

@@ -11,12 +11,12 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class RingGraph(Topology):
-    """Ring of n workers, weight 1/3 for oneself and for each neighbour (D-PSGD: Lian et al. 2017).
+    """Ring of n workers, weight 1/3 for the worker itself and for each neighbor (D-PSGD: Lian et al. 2017).
 
     Two workers share one edge, with weights 1/2.
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges (i, i + 1 mod n)."""
+        """Return the cycle with the edges (i, i + 1 mod n); a path for at most two workers."""
         require_workers(n)
         return nx.cycle_graph(n) if n > 2 else nx.path_graph(n)

@@ -1,4 +1,4 @@
-"""Star: worker 0 exchanges with all the others."""
+"""Star: worker 0 exchanges with all other workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class StarGraph(Topology):
-    """Worker 0 in the centre, with weight 1/n to and from each other worker; these keep 1 - 1/n for themselves."""
+    """Worker 0 in the center, with weight 1/n to and from each other worker, which keeps 1 - 1/n for itself."""
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges (0, i)."""
+        """Return the graph with the edges (0, i)."""
         require_workers(n)
         return nx.star_graph(n - 1)

@@ -13,16 +13,16 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class TorusGraph(Topology):
-    """Two-dimensional torus, as near to square as n allows: four neighbours each, fewer where a side is 2 or 1.
+    """Two-dimensional torus, as near to square as n allows: four neighbors each, fewer if a side is 2 or 1.
 
-    Worker r * columns + c sits in row r and column c.
+    Worker r * columns + c is in row r and column c.
     """
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges to the right and down, modulo the sides.
+        """Return the graph with the edges to the right and down, modulo the sides.
 
         Raises:
-            ConfigurationError: n is a prime above 3, which leaves one row only.
+            ConfigurationError: n is a prime above 3, which allows one row only.
         """
         rows, columns = sides(n)
         graph = nx.empty_graph(n)
@@ -34,10 +34,10 @@ class TorusGraph(Topology):
 
 
 def sides(n: int) -> tuple[int, int]:
-    """Rows and columns, rows ≤ columns, of the torus of n workers.
+    """Return the rows and columns, rows ≤ columns, of the torus of n workers.
 
     Raises:
-        ConfigurationError: n < 1, or a prime above 3.
+        ConfigurationError: n < 1, or n is a prime above 3.
     """
     require_workers(n)
     rows = next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)

@@ -21,7 +21,7 @@ class TreeGraph(Topology):
             raise ConfigurationError(f"branching must be >= 1, got {self.branching}; use 2 for a binary tree")
 
     def graph(self, n: int) -> nx.Graph:
-        """Edges (parent, child)."""
+        """Return the graph with the edges (parent, child)."""
         require_workers(n)
         graph = nx.empty_graph(n)
         graph.add_edges_from(((i - 1) // self.branching, i) for i in range(1, n))

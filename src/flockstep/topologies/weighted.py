@@ -1,4 +1,4 @@
-"""A graph of your own: from an edge list, from a file, or from networkx."""
+"""A custom graph: from an edge list, from a file, or from networkx."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ EXAMPLE = "0-1 1-2 2-3 3-0"
 class WeightedGraph(Topology):
     """A fixed graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
 
-    An edge's weight is what its end gives to what it hears. The diagonal is given as '0-0:0.5', or is what is left of
-    one: of what each worker sends where edges are one-way (column-stochastic, for push-sum), otherwise of rows and
-    columns alike. Without weights: Metropolis–Hastings, or equal parts of what is sent where edges are one-way. Files:
-    .graphml, .json as networkx writes node-link data, others an edge list; read wherever a worker runs. Nodes that are
-    not numbered 0..n-1 are numbered in the file's order.
+    An edge's weight is the weight that its end gives to what it receives. The diagonal is given as '0-0:0.5', or is one
+    minus the other weights: minus those of what each worker sends if edges are one-way (column-stochastic, for
+    push-sum), otherwise minus those of its row, which equal those of its column. Without weights: Metropolis–Hastings,
+    or equal parts of what is sent if edges are one-way. Files: .graphml; .json with node-link data as networkx writes
+    it; any other file is an edge list. A file is read wherever a worker runs. Nodes that are not numbered 0..n-1 are
+    numbered in the file's order.
     """
 
     edges: str = EXAMPLE
@@ -41,7 +42,7 @@ class WeightedGraph(Topology):
             _parse(self.edges)
 
     def graph(self, n: int) -> nx.Graph:
-        """The graph without loops.
+        """Return the graph without loops.
 
         Raises:
             ConfigurationError: another number of nodes, not connected, or a file that cannot be read.
@@ -51,10 +52,10 @@ class WeightedGraph(Topology):
         return graph
 
     def weights(self, n: int) -> npt.NDArray[np.float64]:
-        """Those given, or those that the graph calls for.
+        """Return the given weights, or without any the default weights of the graph.
 
         Raises:
-            ConfigurationError: weights that are negative, not finite, above one in all, or given for some edges only.
+            ConfigurationError: weights that are negative, not finite, above one in total, or given for some edges only.
         """
         graph = self._read(n)
         given = list(graph.edges(data="weight"))
@@ -85,7 +86,7 @@ class WeightedGraph(Topology):
 
 
 def from_networkx(graph: nx.Graph) -> WeightedGraph:
-    """The topology of a networkx graph; the attribute `weight` of its edges, where all have one, makes W.
+    """Return the topology of a networkx graph; the edges' attribute `weight`, if all edges have it, makes W.
 
     Nodes that are not numbered 0..n-1 are numbered in the graph's order.
     """
@@ -96,7 +97,7 @@ def from_networkx(graph: nx.Graph) -> WeightedGraph:
 
 
 def _numbered(graph: nx.Graph) -> nx.Graph:
-    """A copy with nodes 0..n-1, in order."""
+    """Return a copy of the graph with nodes 0..n-1, in order."""
     names = [str(node) for node in graph.nodes]
     order = range(len(names))
     numbers: Mapping[str, int] = {str(i): i for i in order}
@@ -110,7 +111,11 @@ def _numbered(graph: nx.Graph) -> nx.Graph:
 
 
 def _parse(text: str) -> nx.Graph:
-    """The graph of an edge list."""
+    """Return the graph of an edge list.
+
+    Raises:
+        ConfigurationError: the text is not an edge list, or gives an edge two weights.
+    """
     words = [_EDGE.fullmatch(word) for word in text.replace(",", " ").split()]
     arrows = {word[2] for word in words if word}
     if not words or None in words or len(arrows) > 1:
@@ -129,7 +134,11 @@ def _parse(text: str) -> nx.Graph:
 
 
 def _load(path: Path) -> nx.Graph:
-    """The graph of a file."""
+    """Return the graph of a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read as a graph.
+    """
     try:
         if path.suffix == ".graphml":
             return _numbered(nx.read_graphml(path))
@@ -142,7 +151,7 @@ def _load(path: Path) -> nx.Graph:
 
 
 def _equal_parts(graph: nx.DiGraph) -> npt.NDArray[np.float64]:
-    """W[j, i] = 1 / (1 + number of those that hear i) for them and for i: column-stochastic."""
+    """W[j, i] = 1 / (1 + out-degree of i) for the out-neighbors j of i and for j = i: column-stochastic."""
     edges = nx.to_numpy_array(graph, nodelist=range(len(graph)), weight=None)
     heard: npt.NDArray[np.float64] = edges.T + np.eye(len(graph))
     parts: npt.NDArray[np.float64] = heard / heard.sum(axis=0)

@@ -1,4 +1,4 @@
-"""The contract of a workload, and what workloads share."""
+"""The contract of a workload, and functions that workloads share."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flockstep.frameworks.base import Job
 class Workload(Component):
     """A built-in job; its fields are its sizes and its tuned settings.
 
-    Data follow the workload's own fields alone, so that every seed trains on the same samples; only initial weights
-    and the order of the samples follow the seed of the run.
+    The data depend on the workload's fields alone, so that every seed trains on the same samples; only initial weights
+    and the order of the samples depend on the seed of the run.
     """
 
     noun: ClassVar[str] = "workload"
 
     @abstractmethod
     def job(self, seed: int) -> Job:
-        """The job of the run `seed`; data and model are built when the job's functions are called.
+        """Return the job for the seed of a run; data and model are built when the job's functions are called.
 
         Raises:
             MissingDependency: a package that the workload needs is not installed.
@@ -33,7 +33,11 @@ class Workload(Component):
 
 
 def require(module: str, extra: str, purpose: str) -> None:
-    """Raise `MissingDependency`, naming the `extra` that installs it, unless `module` can be imported."""
+    """Check that `module` can be imported.
+
+    Raises:
+        MissingDependency: it cannot; the message names the `extra` that installs it.
+    """
     try:
         importlib.import_module(module)
     except ImportError:
@@ -41,12 +45,18 @@ def require(module: str, extra: str, purpose: str) -> None:
 
 
 def require_at_least(least: float, /, **values: float) -> None:
-    """Raise `ConfigurationError` for the first of `values` that is below `least`."""
+    """Check that all `values` are at least `least`.
+
+    Raises:
+        ConfigurationError: a value is not; the message names the first one.
+    """
     for name, value in values.items():
         if not value >= least:
             raise ConfigurationError(f"{name} must be >= {least}, got {value}; give {least} or more")
 
 
 def generator(purpose: str, seed: int) -> np.random.Generator:
-    """A stream of random numbers for one purpose, unrelated to the streams of other purposes under the same seed."""
+    """Return a generator of random numbers for one purpose, independent of those for other purposes with the
+    same seed.
+    """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(zlib.crc32(purpose.encode()),)))

@@ -17,20 +17,20 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.workloads.base import Workload, require, require_at_least
 
 SYMBOLS = 96
-"""Printable ASCII and the line feed; everything else is left out of the text."""
+"""Number of symbols: printable ASCII and the line feed; other characters are left out of the text."""
 
 HELD_OUT, RUN = 16, 16
-"""The test set: so many runs, each of so many consecutive windows, evenly spaced over the text."""
+"""The test set: number of runs, evenly spaced over the text, and number of consecutive windows in each run."""
 
 
 @dataclass(frozen=True)
 class CharLM(Workload):
     """Predict each next character of Python's standard library with a small transformer (108,864 parameters).
 
-    The text is the source of the top-level modules of the Python that runs, in alphabetical order, or the file
-    `corpus`, up to `limit` printable characters. The text differs between versions of Python: its hash is in the
-    job's facts, and `sha256` pins it. The metric is the cross entropy in nats per character on held-out text.
-    The optimiser has no momentum (beta1 = 0), because with momentum stale gradients cost much more accuracy.
+    The text is the source of the top-level modules of the running Python, in alphabetical order, or the file `corpus`,
+    up to `limit` printable characters. The text differs between versions of Python: its hash is in the job's facts, and
+    `sha256` requires a given hash. The metric is the cross entropy in nats per character on held-out text. The
+    optimizer has no momentum (beta1 = 0), because with momentum stale gradients cost much more accuracy.
     """
 
     batch: int = 8
@@ -54,7 +54,7 @@ class CharLM(Workload):
             )
 
     def job(self, seed: int) -> Job:
-        """The job of the run `seed`; reads the text, because its hash is one of the job's facts.
+        """Return the job for the seed of a run; this reads the text, because its hash is one of the job's facts.
 
         Raises:
             MissingDependency: torch is not installed.
@@ -105,19 +105,23 @@ class CharLM(Workload):
 
 
 def library() -> list[Path]:
-    """The top-level modules of the standard library, sorted by name."""
+    """Return the paths of the top-level modules of the standard library, sorted by name."""
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 def encoded(text: bytes) -> npt.NDArray[np.int64]:
-    """The number of each printable character, in range(96), the line feed the last; others are left out."""
+    """Return the number of each printable character, in range(96), with the line feed last; other characters are left
+    out.
+    """
     raw = np.frombuffer(text, np.uint8)
     known = raw[((raw >= 32) & (raw < 127)) | (raw == 10)].astype(np.int64)
     return np.where(known == 10, SYMBOLS - 1, known - 32)
 
 
 def windows(codes: npt.NDArray[np.int64], context: int) -> Data:
-    """Consecutive windows x (count, context), and y, the character after each; test windows are no training ones."""
+    """Return consecutive windows x (count, context), and y, the character after each; no test window is a training
+    window.
+    """
     count = (len(codes) - 1) // context
     x = codes[: count * context].reshape(count, context)
     y = codes[1 : count * context + 1].reshape(count, context)

@@ -16,7 +16,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 TRAIN = 1437
-"""Of 1797 samples; the rest is the test set."""
+"""Number of training samples, of 1797 samples; the rest is the test set."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class Digits(Workload):
         require_at_least(0, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """The job of the run `seed`; needs torch and scikit-learn."""
+        """Return the job for the seed of a run.
+
+        Raises:
+            MissingDependency: torch or scikit-learn is not installed.
+        """
         require("torch", "torch", "the workload digits")
         table = table_file()
         from flockstep.workloads import models
@@ -65,7 +69,8 @@ class Digits(Workload):
 
 
 def table_file() -> Path:
-    """The file in scikit-learn that holds the digits; importing the package would take a second in every process.
+    """Return the file in scikit-learn that holds the digits; importing the package would take a second in every
+    process.
 
     Raises:
         MissingDependency: scikit-learn is not installed, or has no such file.

@@ -17,9 +17,9 @@ Floats = npt.NDArray[np.float64]
 
 CLASSES = 10
 LENGTH = 40
-"""Points of a finished signal."""
+"""Number of points of a finished signal."""
 
-# The constants of the paper: the ten digit templates, and how far each random transformation goes.
+# The constants of the paper: the ten digit templates, and the size of each random transformation.
 TEMPLATES = (
     (5, 6, 6.5, 6.75, 7, 7, 7, 7, 6.75, 6.5, 6, 5),
     (5, 3, 3, 3.4, 3.8, 4.2, 4.6, 5, 5.4, 5.8, 5, 5),
@@ -57,7 +57,11 @@ class Mnist1D(Workload):
         require_at_least(0, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """The job of the run `seed`; needs torch."""
+        """Return the job for the seed of a run.
+
+        Raises:
+            MissingDependency: torch is not installed.
+        """
         require("torch", "torch", "the workload mnist1d")
         from flockstep.workloads import models
 
@@ -79,7 +83,9 @@ class Mnist1D(Workload):
 
 
 def signals(count: int, seed: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """`count` signals (count, 40), of mean 0 and variance 1 over all, and their digits (count,), equally frequent."""
+    """Return `count` signals (count, 40), of mean 0 and variance 1 over all, and their digits (count,), equally
+    frequent.
+    """
     rng = generator("mnist1d", seed)
     labels = rng.permutation(np.arange(count) % CLASSES)
     wide, inside = _stretched(_templates()[labels], rng.integers(PADDING[0], PADDING[1] + 1, count))
@@ -94,14 +100,16 @@ def signals(count: int, seed: int) -> tuple[npt.NDArray[np.float32], npt.NDArray
 
 
 def _templates() -> Floats:
-    """The templates (10, 12), standardised, starting at 0, and a sixth in size."""
+    """Return the templates (10, 12), standardized, starting at 0, and divided by six."""
     raw = np.array(TEMPLATES)
     unit = (raw - raw.mean(1, keepdims=True)) / raw.std(1, keepdims=True)
     return np.asarray((unit - unit[:, :1]) / 6)
 
 
 def _stretched(short: Floats, padding: npt.NDArray[Any]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Append zeros to each row, and stretch all rows to the longest one; and which points lie before the zeros."""
+    """Append zeros to each row and stretch all rows to the longest; also return a mask of the points before
+    the zeros.
+    """
     length = short.shape[1]
     padded = np.pad(short, ((0, 0), (0, PADDING[1])))
     where = np.linspace(0, 1, length + PADDING[1]) * (length + padding[:, None] - 1)
@@ -109,7 +117,7 @@ def _stretched(short: Floats, padding: npt.NDArray[Any]) -> tuple[Floats, npt.ND
 
 
 def _interpolated(rows: Floats, where: Floats) -> Floats:
-    """Each row's values between its points, linearly, at the positions `where` (one row of them, or one for each)."""
+    """Interpolate each row linearly at the positions `where` (one row of positions, or one for each row)."""
     left = np.minimum(where.astype(np.int64), rows.shape[1] - 2)
     part = where - left
     left = np.broadcast_to(left, (len(rows), where.shape[1]))
@@ -118,7 +126,7 @@ def _interpolated(rows: Floats, where: Floats) -> Floats:
 
 
 def _smoothed(noise: Floats) -> Floats:
-    """The rows, filtered by a Gaussian window of four standard deviations, mirrored at both ends."""
+    """Filter the rows with a Gaussian window of four standard deviations, mirrored at both ends."""
     radius = round(4 * SMOOTH_SIGMA)
     window = np.exp(-0.5 * (np.arange(-radius, radius + 1) / SMOOTH_SIGMA) ** 2)
     mirrored = np.pad(noise, ((0, 0), (radius, radius)), mode="symmetric")

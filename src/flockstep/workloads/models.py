@@ -13,33 +13,33 @@ from torch import Tensor, nn
 from flockstep.frameworks.torch_kinds import register_kind
 
 MEAN_PIXEL = 0.3
-"""About the mean of the digits' pixels; without it the first layer learns it, in some fifty steps."""
+"""Approximate mean of the digits' pixels; without it the first layer learns the mean in about fifty steps."""
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes with torch's random numbers seeded; the caller's own random numbers go on undisturbed."""
+    """Return what `build` returns with torch's random numbers seeded; the caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats; outputs (..., classes), targets (...)."""
+    """Return the mean cross entropy in nats; outputs (..., classes), targets (...)."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def nats_per_character(outputs: Tensor, targets: Tensor) -> float:
-    """`cross_entropy` as a metric."""
+    """Return `cross_entropy` as a number, for use as a metric."""
     return float(cross_entropy(outputs, targets))
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error; outputs and targets of one shape."""
+    """Return the mean squared error; outputs and targets have the same shape."""
     return F.mse_loss(outputs, targets)
 
 
 def relative_squared_error(outputs: Tensor, targets: Tensor) -> float:
-    """Mean squared error as a metric; relative to the variance of the targets where that is 1."""
+    """Return the mean squared error as a number; for targets of variance 1 it is relative to their variance."""
     return float(squared_error(outputs, targets))
 
 
@@ -98,9 +98,10 @@ def perceptron(seed: int, inputs: int, width: int, depth: int) -> nn.Module:
 
 
 def he_initialised(network: nn.Sequential, last: float = 0.1) -> nn.Sequential:
-    """`network` with weights as by He et al. (2015), no biases, and the last layer scaled down by `last`.
+    """Initialize the weights of `network` as in He et al. (2015), set biases to zero, and scale the last layer by
+    `last`.
 
-    With torch's own smaller weights these networks sit on a plateau for the first hundred steps.
+    With torch's own smaller weights, these networks stay on a plateau for the first hundred steps.
     """
     weights = [layer for layer in network if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear))]
     for layer in weights:
@@ -113,14 +114,14 @@ def he_initialised(network: nn.Sequential, last: float = 0.1) -> nn.Sequential:
 
 
 class Shift(nn.Module):
-    """Adds a constant to its input."""
+    """A layer that adds a constant to its input."""
 
     def __init__(self, amount: float) -> None:
         super().__init__()
         self.amount = amount
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` plus the constant, in the shape of `x`."""
+        """Return `x` plus the constant, in the shape of `x`."""
         return x + self.amount
 
 
@@ -130,7 +131,7 @@ register_kind(Shift)
 class Transformer(nn.Module):
     """A decoder-only language model (Radford et al. 2019) without biases; the output layer reuses the embedding.
 
-    Written with plain matrix products, which `torch.func.vmap` batches over replicas.
+    It uses plain matrix products, which `torch.func.vmap` batches over replicas.
     """
 
     def __init__(self, symbols: int, context: int, width: int, layers: int, heads: int) -> None:
@@ -152,7 +153,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a two-layer perceptron, each added to what it read, normalised before."""
+    """Self-attention and a two-layer perceptron, each normalizing its input and adding its output to it."""
 
     def __init__(self, width: int, heads: int, residual: float) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class Block(nn.Module):
             nn.init.normal_(layer.weight, std=gain / math.sqrt(layer.in_features))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(batch, context, width) → the same shape; `mask` (context, context) holds -inf for what lies ahead."""
+        """(batch, context, width) → the same shape; `mask` (context, context) is -inf for later characters."""
         x = x + self.out(self._attention(self.mix(self.norm_1(x)), mask))
         result: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
         return result

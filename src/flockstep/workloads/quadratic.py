@@ -1,4 +1,4 @@
-"""A noisy quadratic bowl in plain numpy: every error of a strategy can be computed on paper."""
+"""A noisy quadratic bowl in plain numpy, for which every error of a strategy can be computed on paper."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flockstep.workloads.base import Workload, generator, require_at_least
 
 @dataclass(frozen=True)
 class Quadratic(Workload):
-    """Minimise the mean of ½ (w - x)ᵀ H (w - x) over samples x around a random optimum; needs numpy alone.
+    """Minimize the mean of ½ (w - x)ᵀ H (w - x) over samples x around a random optimum; needs numpy alone.
 
-    H is diagonal, its entries spaced evenly in the logarithm from 1 / condition to 1; the samples scatter by `noise`
-    in each dimension. The single test sample is the samples' mean, so the test loss is the distance from the smallest
-    possible loss, and the metric the mean squared distance from the optimum, both 0 at best.
+    H is diagonal, with entries evenly spaced in the logarithm from 1 / condition to 1; the samples have standard
+    deviation `noise` in each dimension. The single test sample is the samples' mean, so the test loss is the distance
+    from the smallest possible loss, and the metric is the mean squared distance from the optimum; both are 0 at best.
     """
 
     batch: int = 16
@@ -38,7 +38,9 @@ class Quadratic(Workload):
         require_at_least(0, noise=self.noise, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """The job; the start, a draw from the standard normal distribution, follows the seed that its engine gets."""
+        """Return the job; the initial parameters, drawn from the standard normal distribution, depend on the engine's
+        seed.
+        """
         return Job(
             model=lambda: numpy_framework.Quadratic(np.geomspace(1 / self.condition, 1, self.dimension)),
             data=self._data,
@@ -56,7 +58,7 @@ class Quadratic(Workload):
         rng = generator("quadratic", self.data_seed)
         optimum = rng.standard_normal(self.dimension)
         x = optimum + self.noise * rng.standard_normal((self.train, self.dimension))
-        # Whole-number targets would be taken for classes.
+        # Integer targets would be taken for classes.
         return Data(
             x.astype(np.float32),
             np.zeros(self.train, np.float32),
@@ -66,5 +68,5 @@ class Quadratic(Workload):
 
 
 def squared_distance(outputs: Any, targets: Any) -> float:
-    """Mean square of `outputs`, which are parameters minus samples; `targets` are not used."""
+    """Return the mean square of `outputs`, which are parameters minus samples; `targets` are not used."""
     return float(np.mean(np.square(outputs, dtype=np.float64)))

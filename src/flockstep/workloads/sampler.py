@@ -1,4 +1,4 @@
-"""Which samples a worker computes its next gradient on."""
+"""The order in which a worker goes through its samples."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Indices
 
 _STREAM = 0x5A3B
-"""Keeps the samplers' random numbers apart from those that others draw under the same seed."""
+"""Spawn key that separates the samplers' random numbers from others drawn with the same seed."""
 
 
 BLOCK = 1024
-"""Samples that are put in order at once: several permutations of a small shard, which saves starting a generator."""
+"""Number of samples permuted at once: several permutations of a small shard, to create fewer generators."""
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Where a sampler stands: blocks of permutations used up, and samples used of the present one."""
+    """Position of a sampler: blocks of permutations used up, and samples used of the current block."""
 
     block: int = 0
     position: int = 0
@@ -29,18 +29,18 @@ class SamplerState:
 class Sampler:
     """A worker's endless stream of batches: its shard in a new random order each epoch, cut into consecutive batches.
 
-    A batch that reaches the end of a permutation goes on with the next one, so every batch is full and every sample
-    is drawn equally often, also from a shard smaller than a batch. The order depends on seed and rank alone.
+    A batch that reaches the end of a permutation continues with the next one, so every batch is full and every sample
+    is drawn equally often, even from a shard smaller than a batch. The order depends on seed and rank alone.
     """
 
     def __init__(self, indices: Indices, batch: int, seed: int, rank: int) -> None:
         """Start at the first batch of the first epoch.
 
         Args:
-            indices: the worker's shard (samples,).
-            batch: samples of a batch.
+            indices: the worker's shard, of shape (samples,).
+            batch: number of samples in a batch.
             seed: the run's seed.
-            rank: the worker's number, which tells its stream from the others'.
+            rank: the worker's rank, which separates its stream from those of other workers.
 
         Raises:
             ConfigurationError: an empty shard, a batch below 1, or a negative seed or rank.
@@ -57,7 +57,7 @@ class Sampler:
         self._block, self._position, self._order = 0, 0, self._permutations(0)
 
     def next(self, batch: int | None = None) -> Indices:
-        """The next batch, int64 (batch,); not to be written to, for it may be a view of the order."""
+        """Return the next batch, int64 (batch,); do not write to it, because it may be a view of the order."""
         size = self._batch if batch is None else batch
         start = self._position
         end = start + size
@@ -67,11 +67,11 @@ class Sampler:
         return self._order[start:end]
 
     def state(self) -> SamplerState:
-        """Where the stream stands."""
+        """Return the position of the stream."""
         return SamplerState(self._block, self._position)
 
     def restore(self, state: SamplerState) -> None:
-        """Go on from `state` as the sampler that it was taken from would have.
+        """Continue from `state` exactly as the sampler that it was taken from.
 
         Raises:
             ConfigurationError: `state` belongs to a larger shard.
@@ -102,7 +102,7 @@ class Sampler:
 
 
 def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
-    """Steps of each worker until all together have seen the training set `epochs` times; at least 1.
+    """Return the steps of each worker until all workers together have seen the training set `epochs` times; at least 1.
 
     Raises:
         ConfigurationError: epochs that are not positive, or train_size, workers or batch below 1.
@@ -112,5 +112,5 @@ def steps_for(epochs: float, train_size: int, workers: int, batch: int) -> int:
     for name, value in (("train_size", train_size), ("workers", workers), ("batch", batch)):
         if value < 1:
             raise ConfigurationError(f"{name} must be >= 1, got {value}; use for example 1")
-    # A product such as 0.1 × 30 that exceeds a whole number by rounding alone must not cost a step.
+    # A product such as 0.1 × 30 that exceeds an integer by rounding alone must not cost a step.
     return max(1, math.ceil(epochs * train_size / (workers * batch) - 1e-9))

@@ -1,4 +1,4 @@
-"""Linear classification of a Gaussian mixture in plain numpy: what can be tried without any other package."""
+"""Linear classification of a Gaussian mixture in plain numpy; needs no other package."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flockstep.workloads.base import Workload, generator, require_at_least
 
 @dataclass(frozen=True)
 class Softmax(Workload):
-    """Softmax regression on overlapping Gaussian clouds, one a class; needs numpy alone.
+    """Softmax regression on overlapping Gaussian clouds, one per class; needs numpy alone.
 
-    Centres lie `spread` standard deviations from the origin. Features are scaled by factors from 1 / condition to 1,
-    evenly spaced in the logarithm, which leaves the best accuracy as it is and slows every gradient method down.
+    The centers lie `spread` standard deviations from the origin. Features are scaled by factors from 1 / condition to
+    1, evenly spaced in the logarithm, which does not change the best accuracy and slows every gradient method down.
     """
 
     batch: int = 16
@@ -41,7 +41,7 @@ class Softmax(Workload):
         require_at_least(0, spread=self.spread, l2=self.l2, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """The job; every replica starts at zero, whatever the seed."""
+        """Return the job; every replica starts at zero, whatever the seed."""
         return Job(
             model=lambda: numpy_framework.SoftmaxRegression(self.features, self.classes, self.l2),
             data=self._data,

@@ -1,4 +1,4 @@
-"""How the training samples are dealt out to the workers."""
+"""Splits: how the training samples are distributed over the workers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Split(Component):
 
     @abstractmethod
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Each worker's sample indices, out of range(size); the same for the same arguments.
+        """Return each worker's sample indices, out of range(size); the same for the same arguments.
 
         Args:
-            labels: the class of every sample (size,), or None where there are no classes.
+            labels: the class of every sample, of shape (size,), or None if there are no classes.
             size: number of samples.
             workers: number of shards to make.
             seed: the run's seed.
 
         Raises:
             ConfigurationError: fewer samples than workers, or `labels` of another length than `size`.
-            CompositionError: the split goes by class and there are no classes.
+            CompositionError: the split needs classes and there are none.
         """
 
 
@@ -44,7 +44,7 @@ class Iid(Split):
     """A random permutation, cut into equal parts: every worker sees the same distribution."""
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Equal parts of a random permutation; their sizes differ by at most one."""
+        """Return parts of a random permutation whose sizes differ by at most one."""
         _check(labels, size, workers)
         return np.array_split(generator("split", seed).permutation(size), workers)
 
@@ -53,8 +53,8 @@ class Iid(Split):
 class ByLabel(Split):
     """Samples sorted by class and cut into equal parts: every worker sees few classes (McMahan et al. 2017).
 
-    With `classes_per_worker` each worker gets samples of exactly that many classes, drawn at random but each class
-    equally often as far as the numbers allow; the workers that share a class share its samples equally.
+    With `classes_per_worker` each worker gets samples of exactly that many classes, drawn at random with each class
+    drawn equally often, as far as the numbers allow; the workers that share a class share its samples equally.
     """
 
     classes_per_worker: int | None = None
@@ -66,7 +66,7 @@ class ByLabel(Split):
             )
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Few classes for each; without `classes_per_worker` the sizes differ by at most one."""
+        """Return shards of few classes; without `classes_per_worker` their sizes differ by at most one."""
         labels = _need_labels("by_label", labels)
         _check(labels, size, workers)
         rng = generator("split", seed)
@@ -86,7 +86,7 @@ class ByLabel(Split):
         return [np.concatenate(parts) for parts in shards]
 
     def _holders(self, classes: int, workers: int, rng: np.random.Generator) -> list[list[int]]:
-        """For each class the workers that share it: classes in random order, dealt out in turn."""
+        """Return for each class the workers that share it: classes in random order, assigned in turn."""
         each = self.classes_per_worker or 1
         if not math.ceil(classes / workers) <= each <= classes:
             raise ConfigurationError(
@@ -102,10 +102,10 @@ class ByLabel(Split):
 
 @dataclass(frozen=True)
 class Dirichlet(Split):
-    """Each class is dealt out in random proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019).
+    """Each class is split in random proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019).
 
-    A small alpha gives each worker few classes and shards of unequal size, a large one approaches `iid`. A worker
-    that would be left without a sample gets one from the largest shard.
+    A small alpha gives each worker few classes and shards of unequal size, a large alpha approaches `iid`. A worker
+    that would get no sample gets one from the largest shard.
     """
 
     alpha: float = 0.5
@@ -115,7 +115,6 @@ class Dirichlet(Split):
             raise ConfigurationError(f"alpha must be in [0.001, 1000000], got {self.alpha}; use iid for equal shards")
 
     def assign(self, labels: Labels | None, size: int, workers: int, seed: int) -> list[Indices]:
-        """Each class in random proportions."""
         labels = _need_labels("dirichlet", labels)
         _check(labels, size, workers)
         rng = generator("split", seed)
@@ -129,14 +128,14 @@ class Dirichlet(Split):
 
 
 def _by_class(labels: Labels, rng: np.random.Generator) -> list[Indices]:
-    """The indices of each class that occurs, in random order within the class."""
+    """Return the indices of each class that occurs, in random order within the class."""
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
 def _without_empty(shards: list[Indices]) -> list[Indices]:
-    """The shards, each empty one filled with the last sample of the one that is then the largest."""
+    """Return the shards, with each empty shard filled with the last sample of the largest shard at that point."""
     for worker, shard in enumerate(shards):
         if len(shard) == 0:
             donor = max(range(len(shards)), key=lambda other: len(shards[other]))

@@ -1,4 +1,4 @@
-"""Regression on the outputs of a random network: the optimum is known exactly."""
+"""Regression on the outputs of a random network, for which the optimum is known exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.workloads.base import Workload, generator, require, require_at_least
 
 GAIN = 1.5
-"""How far the teacher's units are driven beyond the linear range; the student starts at 1."""
+"""Scale of the inputs to the teacher's units, beyond their linear range; the student's initial scale is 1."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -22,9 +22,9 @@ Floats = npt.NDArray[np.float64]
 class Tabular(Workload):
     """Fit a random teacher network with a student of the same shape (9,871 parameters).
 
-    Inputs are standard normal; labels have mean 0 and variance 1 before noise of variance noise² is added to those
-    of the training set. Test labels have none, so the metric, their mean squared error relative to their variance,
-    is 0 for the teacher, which the student can equal.
+    Inputs are standard normal. Labels have mean 0 and variance 1 before noise of variance noise² is added to those of
+    the training set. Test labels have no noise, so the metric, their mean squared error relative to their variance, is
+    0 for the teacher, which the student can equal.
     """
 
     batch: int = 32
@@ -44,7 +44,11 @@ class Tabular(Workload):
         require_at_least(0, noise=self.noise, data_seed=self.data_seed)
 
     def job(self, seed: int) -> Job:
-        """The job of the run `seed`; needs torch."""
+        """Return the job for the seed of a run.
+
+        Raises:
+            MissingDependency: torch is not installed.
+        """
         require("torch", "torch", "the workload tabular")
         from flockstep.workloads import models
 
@@ -71,7 +75,7 @@ class Tabular(Workload):
         return Data(x[: self.train], y[: self.train], x[self.train :], y[self.train :])
 
     def _teacher(self, x: Floats, rng: np.random.Generator) -> Floats:
-        """The labels (samples, 1) of `x`, standardised, which only rescales the teacher's last layer."""
+        """Return the labels (samples, 1) of `x`, standardized, which only rescales the teacher's last layer."""
         for _ in range(self.depth):
             x = np.tanh(GAIN * x @ rng.standard_normal((x.shape[1], self.width)) / np.sqrt(x.shape[1]))
         y = x @ rng.standard_normal((self.width, 1))
