@@ -1,1 +1,1 @@
-"""Starting a script or a job on many workers."""
+"""Launchers: start a script or a job on many workers, and supervise the run."""

@@ -1,6 +1,6 @@
-"""Becomes a user's script that ends when its launcher does: python -I -S begin.py LAUNCHER SCRIPT [ARGUMENT …].
+"""Starts a user's script in a process that ends with its launcher: python -I -S begin.py LAUNCHER SCRIPT [ARGUMENT …].
 
-Run as a file, with the standard library alone, since it stands between a launch and the script's first line.
+This file is executed directly and uses the standard library alone, because it delays the script's first line.
 """
 
 import json
@@ -13,8 +13,8 @@ DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def main(launcher: int, command: list[str]) -> None:
-    """Replace this process, whose parent is `launcher`, by Python with `command`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's, which ends the run in order
+    """Replace this process, a child of process `launcher`, by Python with `command`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the launcher, which ends the run in order
     if sys.platform == "linux":
         import ctypes
 

@@ -1,4 +1,4 @@
-"""Processes of a run, however they were started."""
+"""The processes of a run: forked nodes and users' scripts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.scratch import house_fork_server
 
 PRELOAD = ["flockstep.launchers.preload"]
-"""Imported once by the server that nodes are forked from, so that each starts in milliseconds."""
+"""Modules that the fork server imports once, so that each node starts in milliseconds."""
 
 DRAIN = 1.0
-"""Seconds to wait for the last output of processes that have ended: what they started may hold their pipes open."""
+"""Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
 LONGEST_LINE = 1 << 20
-"""Bytes of a line from which on it is passed on before its end has come."""
+"""Length in bytes from which an unfinished line of output is passed on."""
 LAST_WORDS = 4000
-"""Bytes of standard error that are kept of a script whose output is not shown."""
+"""Bytes kept from the end of a hidden script's standard error."""
 UNGUARDED = 83
-"""Exit code of a process that starts a run while it imports the program that started the process."""
+"""Exit code of a forked process that would start a run while it imports the program that started it."""
 NODE = "flockstep-node"
-"""What a process that is forked for a run is called: it hears that before it imports the program."""
+"""Name of a process that is forked for a run; the process knows the name before it imports the user's program."""
 _GUARD = (
     "every process of a run, or of a pool, imports the program that starts it, and this program starts a run while it "
     'is imported; put the call under if __name__ == "__main__":'
@@ -41,39 +41,41 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Child(Protocol):
-    """A process that this one started."""
+    """A process that this process has started."""
 
     pid: int
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Exit code of the process; None while it runs, -n if signal n ended it."""
 
     def kill(self) -> None:
-        """End it now, even if it is stopped."""
+        """End the process at once, even if it is stopped."""
 
 
 class Forked:
-    """A child forked from the preloaded server."""
+    """A child process forked from the fork server."""
 
     def __init__(self, process: BaseProcess):
         self._process = process
         self.pid = process.pid or 0
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the process; None while it runs, -n if signal n ended it."""
         return self._process.exitcode
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process."""
         self._process.kill()
 
 
 class Script:
-    """A child that runs a user's script; what it prints comes out in whole lines, each after `prefix`."""
+    """A child process that runs a user's script; its output is printed in whole lines, each after `prefix`."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], prefix: str = "", muted: bool = False):
-        """What a `muted` script prints is dropped, but for the end of its standard error if it fails."""
-        # A pipe would make Python hold output back until 8 KiB have come together.
+        """Start the script. The output of a `muted` script is dropped, except the end of its standard error if it
+        fails.
+        """
+        # Output to a pipe is otherwise buffered by Python in blocks of 8 KiB.
         environment = {"PYTHONUNBUFFERED": "1", **environment}
         self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.pid = self._process.pid
@@ -92,15 +94,15 @@ class Script:
             thread.start()
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the process; None while it runs, -n if signal n ended it."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the process."""
         self._process.kill()
 
     def drain(self, deadline: float) -> None:
-        """Wait until all that it has printed is out, at the latest until that time of the monotonic clock."""
+        """Wait until the script's whole output is printed, at most until `deadline` of the monotonic clock."""
         for thread in self._relays:
             thread.join(max(0.0, deadline - time.monotonic()))
         if self._unsaid and self.exit_code():
@@ -108,14 +110,14 @@ class Script:
 
 
 def drain_all(scripts: Sequence[Script]) -> None:
-    """Wait until all that scripts which have ended have printed is out, for `DRAIN` seconds at the most."""
+    """Wait until the whole output of ended scripts is printed, for at most `DRAIN` seconds."""
     deadline = time.monotonic() + DRAIN
     for one in scripts:
         one.drain(deadline)
 
 
 def forget(source: IO[bytes], last: bytearray) -> None:
-    """Read what a process prints, so that it need not wait; keep the last of it."""
+    """Read a process's output, so that the process does not block, and keep only the end in `last`."""
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
             last += chunk
@@ -123,7 +125,7 @@ def forget(source: IO[bytes], last: bytearray) -> None:
 
 
 def marked(lines: bytearray, prefix: bytes, begun: bool = False) -> bytearray:
-    """The lines, each after `prefix`; the first goes on with a line that has `begun` before."""
+    """Put `prefix` before each line; if `begun`, the first line continues an earlier one and gets no prefix."""
     if not prefix:
         return lines
     whole = lines.splitlines(keepends=True)
@@ -131,7 +133,9 @@ def marked(lines: bytearray, prefix: bytes, begun: bool = False) -> bytearray:
 
 
 def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
-    """Copy whole lines from a process, so that those of several do not run together, to the file behind `sink`."""
+    """Copy whole lines of a process's output to the file behind `sink`, so that lines of several processes
+    do not mix.
+    """
     left, out, begun, returned = bytearray(), sink.fileno(), False, False
     with source:
         while chunk := os.read(source.fileno(), 1 << 16):
@@ -147,7 +151,7 @@ def relay(source: IO[bytes], sink: TextIO, prefix: bytes = b"") -> None:
 
 
 def _write(out: int, data: bytearray) -> None:
-    """Write it all; what nobody takes any more is dropped, for a script must not wait for its reader for ever."""
+    """Write all data; drop what the reader no longer accepts, because a script must not wait for its reader forever."""
     rest = memoryview(data)
     with _ONE_AT_A_TIME, contextlib.suppress(OSError):
         while rest:
@@ -158,7 +162,9 @@ def _write(out: int, data: bytearray) -> None:
 
 
 def forkserver() -> ForkServerContext:
-    """The context whose processes start with the heavy imports done: PyTorch only if the job has needed it here."""
+    """The context of the fork server, which imports the heavy modules once; PyTorch only if this process has imported
+    it.
+    """
     house_fork_server()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *(["flockstep.frameworks.torch"] if "torch" in sys.modules else [])])
@@ -166,10 +172,10 @@ def forkserver() -> ForkServerContext:
 
 
 def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
-    """Start `target(*arguments)` in a process of its own, deaf to Ctrl-C; arguments are plain values."""
+    """Start `target(*arguments)` in a forked process that ignores Ctrl-C; the arguments are plain values."""
     process = forkserver().Process(target=target, args=tuple(arguments), name=NODE)
-    resource_tracker.ensure_running()  # before the next line, since starting it lets Ctrl-C through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, by the fork server too
+    resource_tracker.ensure_running()  # before SIGINT is blocked, since starting the tracker unblocks it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by both processes
     try:
         process.start()
     finally:
@@ -178,15 +184,15 @@ def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
 
 
 def end_if_unguarded() -> None:
-    """End this process at once if it was forked for a run and is still importing the program that started the run.
+    """End this process if it was forked for a run and is still importing the program that started the run.
 
-    The import has come to an unguarded call that would start another run. The supervisor knows the exit code.
+    Then the import has reached an unguarded call that would start another run. The supervisor recognizes the exit code.
 
     Raises:
-        ConfigurationError: something else has started this process, such as a pool of the program's own.
+        ConfigurationError: this process was started by something else, such as a process pool of the program.
     """
     process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False):  # as multiprocessing itself finds out
+    if not getattr(process, "_inheriting", False):  # the attribute by which multiprocessing itself detects this
         return
     if process.name == NODE:
         os._exit(UNGUARDED)
@@ -200,7 +206,7 @@ def refuse_unguarded(child: Child) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """'was killed by SIGKILL' or 'exited with code 1'."""
+    """How a process ended, from its exit code: "was killed by SIGKILL" or "exited with code 1"."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -210,7 +216,7 @@ def how_it_ended(code: int) -> str:
 
 
 def reap(children: Sequence[Child], seconds: float | None) -> None:
-    """Wait for the children to exit, and kill those that have not after that time (None: they have all the time)."""
+    """Wait for the children to exit, and kill those that run longer than `seconds`; None waits without limit."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while any(child.exit_code() is None for child in children):
         if deadline is not None and time.monotonic() > deadline:
@@ -220,6 +226,6 @@ def reap(children: Sequence[Child], seconds: float | None) -> None:
 
 
 def kill_all(children: Sequence[Child]) -> None:
-    """End them all now."""
+    """Kill all the children."""
     for child in children:
         child.kill()

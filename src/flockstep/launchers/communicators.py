@@ -1,4 +1,4 @@
-"""The communicators of a run: sockets of scripts beside their place in it, brought together once all are there."""
+"""Connects the communicators of a run: the sockets that scripts open in addition to their node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.transports.links import Control
 
 @dataclass
 class Communicators:
-    """Who has a communicator, and who has met all others."""
+    """The communicators that exist, and those that are connected to all others."""
 
     workers: int
     lost: Mapping[Address, Loss]
@@ -27,10 +27,10 @@ class Communicators:
     met: set[Address] = field(default_factory=set)
 
     def hear(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control, at: Path) -> None:
-        """A process says that its communicator is there, or that it has met all others; `at` is where the sockets lie.
+        """Handle a process's report that its communicator exists or is connected; `at` is the folder of the sockets.
 
         Raises:
-            ConfigurationError: communicators that do not take arrays of the same size.
+            ConfigurationError: the communicators do not accept arrays of the same size.
         """
         if "met" in note:
             self.met.add(link.address)

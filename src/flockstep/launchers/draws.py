@@ -1,6 +1,7 @@
-"""Notices that workers draw the same batches: their first gradients, from equal parameters, have the same bits.
+"""Warnings for launched scripts: workers that draw the same batches, or that use different learning rates.
 
-And that their learning rates differ, where replicas are to stay equal.
+Two workers draw the same batches if their first gradients, from equal parameters, are equal bit for bit. Learning rates
+are compared where replicas must stay equal.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Draws:
     rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
     def hear(self, address: Address, note: Fields) -> None:
-        """A worker shows the gradient of a step; once all have shown it, say on standard error who drew the same."""
+        """Store a worker's gradient fingerprint of a step; when all workers have sent one, warn on standard error about
+        equal ones.
+        """
         step = int(note["step"])
         gradients = self.shown.setdefault(step, {})
         gradients[address] = str(note["gradient"])
@@ -39,7 +42,7 @@ class Draws:
             on_stderr(warning(ranks, step))
 
     def _compare(self, rates: dict[Address, float], step: int) -> None:
-        """Say which learning rates differ; 0 is one that counts for nothing."""
+        """Warn if learning rates differ; a rate of 0 is not used for a step and is ignored."""
         used = sorted((rank, lr) for rank, lr in rates.items() if lr)
         other = next((each for each in used if each[1] != used[0][1]), None)
         if other is not None and not self.told_of_rates:
@@ -52,7 +55,7 @@ class Draws:
 
 
 def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
-    """The groups of workers with equal gradients; gradients of nothing ("") are equal to none."""
+    """The groups of workers with equal gradients; an empty fingerprint ("") equals no other."""
     groups: dict[str, list[Address]] = {}
     for address, gradient in sorted(gradients.items()):
         groups.setdefault(gradient, []).append(address)
@@ -60,7 +63,7 @@ def alike_among(gradients: dict[Address, str]) -> list[list[Address]]:
 
 
 def warning(ranks: list[Address], step: int) -> str:
-    """What is wrong where these workers have the same gradient, and the way out."""
+    """The warning for workers with equal gradients: what is wrong, and the way out."""
     named = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
     return (
         f"workers {named} computed the same gradient at step {step}, so they draw the same batches; seed the drawing "

@@ -1,4 +1,4 @@
-"""What the processes of a run do that are forked."""
+"""Entry points of the forked processes of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.records.config import RunConfig
 
 
 def worker_main(ticket: Ticket, threads: int, config: str) -> None:
-    """A worker process: rebuilds the job from the text of the run's configuration."""
+    """Entry point of a worker process: rebuild the job from the run's configuration and train."""
     die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
     limit_process(threads)
 
@@ -31,7 +31,7 @@ def worker_main(ticket: Ticket, threads: int, config: str) -> None:
 def server_main(
     ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int, imports: tuple[str, ...]
 ) -> None:
-    """A server process: needs neither the job nor its framework, only what strategy and optimiser are made of."""
+    """Entry point of a server process, which imports neither the job nor its framework, only strategy and optimizer."""
     die_with(ticket.supervisor, ticket.directory, *fork_servers_folder())
     limit_process(1)
     import_components(imports)
@@ -39,18 +39,18 @@ def server_main(
 
 
 def limit_process(threads: int) -> None:
-    """Let numerical libraries use that many threads in this process of a run, those that are imported later too."""
+    """Let numerical libraries use `threads` threads in this process of a run, including libraries imported later."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     limit_threads(threads)
 
 
 def limit_threads(threads: int) -> None:
-    """Let the numerical libraries that are imported by now use that many threads: more only fight over the cores.
+    """Let the numerical libraries imported so far use `threads` threads; more threads than cores slow each other down.
 
-    A user's own process calls it again after something may have imported more; its environment is the user's.
+    A user's own process calls this again after further imports, because its environment variables are left alone.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
-    with contextlib.suppress(ImportError):  # it comes with scikit-learn; numpy alone cannot say it to its BLAS
+    with contextlib.suppress(ImportError):  # part of scikit-learn; numpy alone cannot limit its BLAS
         importlib.import_module("threadpoolctl").threadpool_limits(threads)

@@ -1,8 +1,8 @@
-"""Evaluates what nodes hand in while they train on: in a process of its own, which yields to the workers.
+"""Evaluates model snapshots during training, in a separate process of lower priority than the workers.
 
-The supervisor tells that process, over a pair of sockets, which files are there; it never waits for it. Where nodes
-hand in faster than models can be evaluated, files up to `BACKLOG` bytes wait; ticks beyond are not evaluated, and
-counted.
+The supervisor names the snapshot files to that process through a pair of sockets and never waits for it. If snapshots
+arrive faster than they can be evaluated, files of up to `BACKLOG` bytes wait; further ticks are counted and not
+evaluated.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.handed_in import LAST, SNAPSHOTS, HandedIn
 
 BACKLOG = 1 << 30
-"""Bytes of parameters that may wait to be evaluated."""
+"""Bytes of snapshots that may wait for their evaluation."""
 YIELD = 10
-"""How nice evaluations are while workers train (on Linux): a core that both want is the workers' for nine tenths."""
+"""Niceness of evaluations while workers train (on Linux): a worker gets nine tenths of a core that both want."""
 
 
 class Evaluation:
-    """What a supervisor tells of the files that nodes hand in. This one needs nothing evaluated."""
+    """The supervisor's interface to the evaluation of snapshots. This class evaluates nothing."""
 
     def take(self, item: HandedIn) -> None:
-        """A node has written a file."""
+        """Handle a snapshot that a node has sent."""
 
     def lose(self, address: Address) -> None:
-        """A node is gone."""
+        """Handle the loss of a node."""
 
     def go_on(self) -> None:
-        """Pass on what could not be passed on before; never waits."""
+        """Send what could not be sent before, without waiting."""
 
 
 class Tell(msgspec.Struct, omit_defaults=True):
-    """What the process is told: a file is there, a node is gone, or the run has ended."""
+    """Message to the evaluating process: a snapshot is stored, a node is lost, or the run has ended."""
 
     item: HandedIn | None = None
     lost: int | None = None
@@ -64,7 +64,7 @@ class Tell(msgspec.Struct, omit_defaults=True):
 
 
 class Told(msgspec.Struct):
-    """What the process says at its end: the error of the evaluation, if there was one."""
+    """Answer of the evaluating process at its end: the error of the evaluation, if there was one."""
 
     kind: str = ""
     reason: str = ""
@@ -72,7 +72,7 @@ class Told(msgspec.Struct):
 
 
 class Evaluator(Evaluation):
-    """Feeds the process that evaluates; it is started with the first file that is handed in."""
+    """Sends snapshots to the evaluating process, which starts with the first snapshot."""
 
     def __init__(self, record: Path, threads: int):
         self.skipped: set[float] = set()
@@ -84,7 +84,7 @@ class Evaluator(Evaluation):
         self._seen: set[float] = set()
 
     def take(self, item: HandedIn) -> None:
-        """Pass it on, unless too much waits already."""
+        """Send a snapshot to the evaluating process, unless its backlog is full."""
         if self._child is None:
             self._feed, theirs = socket.socketpair()
             self._feed.setblocking(False)
@@ -101,29 +101,29 @@ class Evaluator(Evaluation):
         self._tell(Tell(item=item))
 
     def lose(self, address: Address) -> None:
-        """Wait for this node no more."""
+        """Tell the evaluating process not to wait for this node."""
         self._tell(Tell(lost=address))
 
     def go_on(self) -> None:
-        """Send what the process has not taken yet."""
+        """Send what the evaluating process has not accepted yet."""
         if self._child is not None and self._unsent:
             with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
                 del self._unsent[: self._feed.send(self._unsent)]
 
     def finish(self) -> FlockstepError | None:
-        """The run has ended: wait until all is evaluated, and return the error of the evaluation."""
+        """Tell the evaluating process that the run has ended, wait for it, and return the error of the evaluation."""
         if self._child is None:
             return None
         self._tell(Tell(ended=True))
         self._feed.setblocking(True)
         said = b""
         try:
-            with contextlib.suppress(OSError):  # it may have answered and gone: even sending nothing fails then
+            with contextlib.suppress(OSError):  # the process may have exited already
                 self._feed.sendall(self._unsent)
             with contextlib.suppress(OSError):
                 while chunk := self._feed.recv(1 << 16):
                     said += chunk
-        except BaseException:  # asked a second time to end: now
+        except BaseException:  # a second request to end
             self._child.kill()
             raise
         finally:
@@ -146,7 +146,9 @@ class Evaluator(Evaluation):
 
 
 def evaluate(folder: str, threads: int, feed: socket.socket) -> None:
-    """What the process does: evaluate what it is told of, until the supervisor has said the end or is gone."""
+    """Entry point of the evaluating process: evaluate snapshots until the supervisor reports the end of the run or
+    dies.
+    """
     limit_process(threads)
     told = Told()
     try:
@@ -179,14 +181,14 @@ def _evaluate(record: RunFolder, feed: socket.socket) -> None:
         meanwhile.join()
         desk.finish(ended)
         if not ended:
-            shutil.rmtree(record.path / SNAPSHOTS, ignore_errors=True)  # nobody else will
+            shutil.rmtree(record.path / SNAPSHOTS, ignore_errors=True)  # the supervisor is gone and cannot remove it
     if desk.errors:
         raise desk.errors[0]
 
 
 @dataclass
 class _Desk:
-    """What there is to evaluate; a thread that yields to the workers does it until they have ended."""
+    """Queue of the evaluating process; a thread of low priority handles it until the workers have ended."""
 
     tracker: FiledTracker
     errors: list[Exception] = field(default_factory=list)
@@ -195,7 +197,9 @@ class _Desk:
     newest_only: bool = False
 
     def listen(self, feed: socket.socket) -> bool:
-        """Take in what the supervisor says; return whether it said the end."""
+        """Receive the supervisor's messages until the end; return whether the supervisor reported the end
+        of the run.
+        """
         try:
             for line in feed.makefile("rb"):
                 words = msgspec.json.decode(line, type=Tell)
@@ -208,7 +212,9 @@ class _Desk:
             self.told.put(None)
 
     def work(self, nice: int) -> None:
-        """Evaluate what there is; with `nice`, as a thread that stops once the run is over."""
+        """Handle the messages in the queue; with `nice`, as a thread of that niceness that stops when the
+        run is over.
+        """
         if nice and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
@@ -216,16 +222,16 @@ class _Desk:
             self.attempt(partial(self._act, words))
 
     def finish(self, ended: bool) -> None:
-        """Settle the result. Without a supervisor, whose run has not `ended`, what waits is not evaluated before."""
+        """Choose the result. If the supervisor died (`ended` is false), only the newest snapshots are evaluated."""
         self.newest_only = not ended
         self.told.put(None)  # the thread may have taken the first
-        self.work(0)  # nobody else computes any more
+        self.work(0)  # the workers have ended
         self.attempt(self.tracker.end)
         if ended:
             self.attempt(self.tracker.close)
 
     def attempt(self, what: Callable[[], None]) -> None:
-        """Do that; what it raises is told at the end, since the result is kept whatever the job's metric does."""
+        """Call `what` and keep its error for the end: the result is stored even if the job's metric fails."""
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # a model that diverged says so in its loss
                 what()

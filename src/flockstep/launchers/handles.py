@@ -1,4 +1,4 @@
-"""Counts the file handles that a run needs before it starts: a process without a free one fails in odd places."""
+"""Checks the limit of open files before a run starts: a process that runs out of them fails at unexpected places."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import os
 from flockstep.errors import ConfigurationError
 
 AT_FIRST = 20
-"""Handles of a supervisor without processes: sockets, the fork server's pipes, the evaluation, files of the record."""
+"""Descriptors of a supervisor without processes: sockets, pipes of the fork server, evaluation, files of the record."""
 EACH = 8
-"""Handles of a supervisor for each process of its run: sockets, monitors, pipes, a file of events. Processes need
-fewer in all."""
+"""Descriptors of a supervisor for each process of its run: sockets, monitors, pipes, an events file. The processes
+themselves need fewer in total.
+"""
 
 
 def require_handles(processes: int, more: int = AT_FIRST) -> None:
-    """Check that this process may open the files and sockets of a supervisor of so many processes.
+    """Check that this process may open the files and sockets of a supervisor of `processes` processes.
 
     Raises:
-        ConfigurationError: its limit is lower.
+        ConfigurationError: the limit of open files is too low.
     """
     import resource  # not on Windows, where records can be read
 

@@ -1,4 +1,4 @@
-"""Which nodes of a run are lost, and how they went."""
+"""Detects the lost nodes of a run, and how each was lost."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from flockstep.launchers.want_of_memory import WantOfMemory
 from flockstep.messages import Address, node_name
 
 SETTLING = 0.5
-"""Seconds between the two signs of a death, its exit and the end of its connection; the last words are in between."""
+"""Seconds between the two signs of a death, the exit and the closed connection; the node's last messages may arrive in
+between.
+"""
 
 
 class Health:
-    """Notices nodes that are lost, once everything that they said has arrived.
+    """Reports lost nodes after all their messages have arrived.
 
-    A node's lease is the heartbeat of its link: the link breaks when nothing answers for as long, or the other end is
-    closed. Where this host has started the process, its exit code is another sign, and says how it went.
+    A node's lease is the heartbeat of its link: the link breaks if no heartbeat is answered in that time, or if the
+    other end is closed. If this host started the process, its exit code is another sign, and tells how the process
+    ended.
     """
 
     def __init__(
@@ -38,14 +41,14 @@ class Health:
         self._since: dict[Address, float] = {}
 
     def ended(self, address: Address) -> bool:
-        """Whether a node has ended, as far as anybody can tell."""
+        """Whether a node has ended, as far as it can be known."""
         child, link = self._children.get(address), self._links.get(address)
         if child is not None:
             return child.exit_code() is not None
         return link is None or self._is_broken(address, link)
 
     def gone(self, address: Address) -> str | None:
-        """How that node was lost; None while it is there, or may have said something that has not arrived."""
+        """How the node was lost; None if the node is alive, or if some of its messages may still arrive."""
         child, link = self._children.get(address), self._links.get(address)
         code = None if child is None else child.exit_code()
         broken = link is not None and self._is_broken(address, link)

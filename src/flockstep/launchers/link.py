@@ -1,4 +1,4 @@
-"""The supervisor's line to one process of a run."""
+"""The supervisor's link to one process of a run."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from flockstep.transports.links import Control
 from flockstep.transports.wire import Identity
 
 FOR_ALL = ("lost", "left", "stop")
-"""What a process has to hear at once, wherever it listens at the moment."""
+"""Tags of messages that a process must receive at once, on its link or on its communicator's."""
 
 
 class Link:
-    """What a process said of itself, and the wire to it."""
+    """A process of the run: what it reported at its start, and the connection to it."""
 
     def __init__(self, control: Control, hello: Hello):
         self.hello = hello
         self.address = hello.address
         self.beside: Link | None = None
-        """The line to the communicator that the process has beside its place in the run."""
+        """The link to the process's communicator, if it has opened one."""
         me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.wire = control.link(hello.address, hello.line, me)
 
     def tell(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the node, and what concerns all for its communicator; never waits for it.
+        """Queue a message for the node without waiting; messages that concern all also go to its communicator.
 
-        The array must not change afterwards: all links send it from where it lies.
+        The array must not change afterwards, because all links send it without a copy.
         """
         if self.beside is not None and tag in FOR_ALL:
             self.beside.tell(tag, note)
         self.wire.send(tag, note, array)
 
     def dismiss(self, result: FlatArray | None, buffers: Mapping[Address, FlatArray | None]) -> None:
-        """Tell the node to leave; where it wants the resulting model, with the final buffers of every worker."""
+        """Tell the node that the run has ended, and send the final buffers of every worker and the resulting model, if
+        requested.
+        """
         for rank, array in buffers.items():
             if array is not None and self.address >= 0:
                 self.tell("buffers", {"rank": rank}, array)
         self.tell("end", None, result)
 
     def receive(self) -> Message | None:
-        """The next message of the node that is here by now.
+        """The next message of the node that has arrived; None if there is none.
 
         Raises:
-            ProtocolError: it is not as agreed.
+            ProtocolError: the message breaks the protocol.
         """
         return self.wire.receive()
 
@@ -55,7 +57,7 @@ class Link:
         return self.wire.disconnected()
 
     def close(self) -> None:
-        """Close; what was not delivered yet never will be."""
+        """Close the link; queued messages are dropped."""
         self.wire.close()
         if self.beside is not None:
             self.beside.close()

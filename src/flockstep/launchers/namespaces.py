@@ -22,26 +22,30 @@ _NEW_NETWORK = 0x40000000
 _CARD = re.compile(r"^[0-9]+: (fs([0-9]+)(?:[hc][0-9]+)?)[:@](?:.*\balias ([0-9]+))?", re.MULTILINE)
 _NETWORK = re.compile(r"(?<![0-9.])[0-9]+(?:\.[0-9]+){3}(?:/[0-9]+)?")
 NARROW = 4
-"""Bits of a route, at the least, that are in the way: a default route, or the halves of one, are not."""
+"""Shortest prefix, in bits, of a route that occupies its addresses; a default route, or the two halves of one, does
+not.
+"""
 _HOST = re.compile(r"\bfs[0-9]+c[0-9]+\s+inet\s+([0-9.]+)/")
 ADDRESS = "02:00:00:00:00:01"
-"""Of the bridge. Without one it takes that of a card, and changes it with every host that joins: what the first ones
-send then gets lost for a while."""
+"""Hardware address of the bridge. Without a fixed address the bridge takes that of a card, which changes with every
+host that joins, and packets get lost for a while.
+"""
 BUFFER = "5s"
-"""How long a packet may wait in a link's queue before it is dropped: no link loses what was sent."""
+"""Longest time a packet may wait in a link's queue before it is dropped; so long that no link loses packets."""
 PACKETS = 3200
-"""Bytes of two packets."""
+"""Smallest burst of a link in bytes: two packets."""
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "tcp_limit_output_bytes": "65536"}
-"""On every host, whatever this machine has: windows grow until a link is full, and are kept between steps; connections
-take turns at a card."""
+"""TCP settings of every host, whatever this machine has: windows grow until a link is full and are kept between steps;
+connections share a card in turns.
+"""
 
 
 @dataclass(frozen=True)
 class Namespaces(Transport):
     """TCP between network namespaces: every process is a host with a network card of `bandwidth` in each direction.
 
-    A bridge joins the hosts; the process that supervises the run is on it too, without a limit of its own. Linux, as
-    root; the namespaces and links are gone with their processes.
+    A bridge joins the hosts; the supervising process is connected to it without a bandwidth limit. Requires Linux and
+    root; namespaces and links disappear with their processes.
     """
 
     bandwidth: str = "1gbit"
@@ -50,8 +54,10 @@ class Namespaces(Transport):
         units.bandwidth(self.bandwidth)
 
     def listen(self, directory: Path, name: str) -> str:
-        """Any free port of this host, which the first call in a process makes: the supervisor's makes the bridge."""
-        if (here := _address_here()) is not None:  # a communicator's sockets, beside those of the process
+        """Address of any free port of this process's host; the first call creates the host, or, in the supervisor, the
+        bridge.
+        """
+        if (here := _address_here()) is not None:  # sockets of a communicator, in addition to the node's
             return f"tcp://{here}:*"
         bridge = directory / "bridge"
         if not bridge.exists():
@@ -62,12 +68,14 @@ class Namespaces(Transport):
         return f"tcp://{subnet}.{number}:*"
 
     def clean_up(self, directory: Path) -> None:
-        """Take the bridge away, and its links: those of namespaces that go later would be in the next run's way."""
-        if not directory.exists() or (directory / "bridge").exists():  # else there is another run's in this process
+        """Remove the bridge and its links; links whose namespaces end later would collide with those of the
+        next run.
+        """
+        if not directory.exists() or (directory / "bridge").exists():  # otherwise it is another run's
             _remove(_of(os.getpid(), _links()))
 
     def _enter(self, label: str, host: str, number: int, supervisor: int) -> None:
-        """Move this process into a new namespace, and join that to the bridge."""
+        """Move this process into a new namespace and connect the namespace to the bridge."""
         if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
             raise ConfigurationError(f"cannot make a network namespace: {os.strerror(ctypes.get_errno())}; be root")
         outer, inner = f"{label}h{number}", f"{label}c{number}"
@@ -86,17 +94,17 @@ class Namespaces(Transport):
 
     @property
     def _burst(self) -> str:
-        """A millisecond's worth of bytes: more would let messages pass faster than the link; with less, from 500 Mbit/s
-        on, the kernel has to cut up every segment, which is all that it can do.
+        """Bytes of one millisecond: with more, messages would pass faster than the link allows; with less, from 500
+        Mbit/s on, the kernel would have to split every segment, which is too slow.
         """
         return str(max(PACKETS, round(units.bandwidth(self.bandwidth) / 1000)))
 
 
 def require() -> None:
-    """Refuse where there can be no namespaces.
+    """Check that this machine can create network namespaces.
 
     Raises:
-        ConfigurationError: not on Linux, not as root, or a command is missing.
+        ConfigurationError: the system is not Linux, the user is not root, or a command is missing.
     """
     if sys.platform != "linux" or os.geteuid() or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
         raise ConfigurationError(
@@ -105,7 +113,9 @@ def require() -> None:
 
 
 def _make_bridge(bridge: Path) -> str:
-    """A bridge in this namespace; the first three numbers of its addresses, which nobody else here has."""
+    """Create the bridge in this namespace; return the first three numbers of its network, which is unused on this
+    machine.
+    """
     require()
     label = _label(os.getpid())
     sweep(_links())
@@ -126,7 +136,9 @@ def _make_bridge(bridge: Path) -> str:
 
 
 def _take_subnet(label: str) -> str:
-    """Give the bridge an address in a network that is nobody's, and look again: others may look at the same time."""
+    """Give the bridge an address in an unused network, then check again, because another process may have taken it
+    meanwhile.
+    """
     routed = _run(["ip", "-4", "-o", "addr"]) + _run(["ip", "-4", "route", "show", "table", "all"])
     for subnet in free_of(routed, subnets(os.getpid())):
         address = f"{subnet}.1/24"
@@ -142,7 +154,9 @@ def _take_subnet(label: str) -> str:
 
 
 def subnets(first: int) -> Iterator[str]:
-    """The first three numbers of private networks, from a place that depends on `first`, so that runs rarely meet."""
+    """The first three numbers of private networks, starting at a place that depends on `first`, so that runs rarely
+    collide.
+    """
     wide = 190 * 250
     yield from (f"10.{64 + at % 190}.{at // 190}" for at in ((first + i) % wide for i in range(wide)))
     yield from (f"172.{16 + at % 16}.{at // 16}" for at in range(16 * 256))
@@ -150,7 +164,9 @@ def subnets(first: int) -> Iterator[str]:
 
 
 def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
-    """Those that no network or address in what `ip` said is in; what leads nearly everywhere does not count."""
+    """The candidates that overlap with no network or address in the output `said` of `ip`; very wide routes are
+    ignored.
+    """
     known = [ipaddress.IPv4Network(one, strict=False) for one in set(_NETWORK.findall(said))]
     known = [one for one in known if one.prefixlen >= NARROW]
     for subnet in candidates:
@@ -161,13 +177,13 @@ def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Card:
-    """A link of this namespace that a run made."""
+    """A network link of this namespace that a run created."""
 
     name: str
     supervisor: int
-    """Process id."""
+    """Process id of the run's supervisor."""
     started: str
-    """When that process was started, as the bridge says; empty: a host's card, or not known."""
+    """Start time of the supervisor, stored in the bridge's name; empty for a host's card, or if unknown."""
 
 
 def _links() -> list[Card]:
@@ -175,17 +191,17 @@ def _links() -> list[Card]:
 
 
 def parse_links(said: str) -> list[Card]:
-    """The links of runs in what `ip -o link` said."""
+    """The links of runs in the output of `ip -o link`."""
     return [Card(found[1], int(found[2]), found[3] or "") for found in _CARD.finditer(said)]
 
 
 def _of(supervisor: int, cards: list[Card]) -> list[Card]:
-    """Those of one run, its bridge last."""
+    """The links of one run, its bridge last."""
     return sorted((card for card in cards if card.supervisor == supervisor), key=lambda card: bool(card.started))
 
 
 def sweep(cards: list[Card]) -> None:
-    """Take away what supervisors left that are no more; another process may have the number of one by now."""
+    """Remove the links of supervisors that no longer run; start times tell whether a process id was reused."""
     bridges = {card.supervisor: card.started for card in cards if card.started}
     for supervisor in {card.supervisor for card in cards}:
         now = _started(supervisor)
@@ -195,12 +211,12 @@ def sweep(cards: list[Card]) -> None:
 
 def _remove(cards: list[Card]) -> None:
     for card in cards:
-        with contextlib.suppress(ConfigurationError):  # it went with its namespace, or somebody else is at it
+        with contextlib.suppress(ConfigurationError):  # it is gone or being removed
             _run(["ip", "link", "del", card.name])
 
 
 def _started(process: int) -> str | None:
-    """When a process was started, in the kernel's ticks; None: there is none, or it has ended."""
+    """Start time of a process in the kernel's ticks; None if the process does not exist or has ended."""
     try:
         fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -209,7 +225,7 @@ def _started(process: int) -> str | None:
 
 
 def _address_here() -> str | None:
-    """The address of this process's host, if it is in a namespace of a run already."""
+    """The address of this process's host if the process is in a namespace of a run; otherwise None."""
     if shutil.which("ip") is None:
         return None
     found = _HOST.search(_run(["ip", "-4", "-o", "addr"]))
@@ -221,7 +237,7 @@ def _label(supervisor: int) -> str:
 
 
 def _claim(directory: Path) -> int:
-    """A number for this host that no other one of the run has."""
+    """Reserve a host number that no other process of the run has."""
     for number in range(2, 255):
         try:
             os.close(os.open(directory / f"host{number}", os.O_CREAT | os.O_EXCL))

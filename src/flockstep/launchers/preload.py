@@ -1,4 +1,4 @@
-"""The heavy parts of a node, imported once by the process that nodes are forked from."""
+"""The heavy imports of a node, done once by the fork server."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Folders for sockets in the temporary folder. Those of processes that were killed are removed by the next run."""
+"""Temporary folders for sockets. The next run removes the folders of processes that were killed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from flockstep.records.owner import OWNER, owned
 
 PREFIX = "flockstep-"
 MARK = ".sockets"
-"""Name of an empty file that only a folder of `scratch` holds: a record has an owner too, and names are the user's."""
+"""Name of an empty file that marks a folder of `scratch`; a record has an owner file too, and users choose folder
+names.
+"""
 AFTER_MULTIPROCESSING = -200
 """Priority of an exit handler that runs after multiprocessing has removed its own temporary folder (-100)."""
 LONGEST = 50
-"""Length of a temporary folder's path that leaves room for the path of the fork server's socket: at most 104 bytes."""
+"""Longest path of a temporary folder that leaves room for the path of the fork server's socket, which has at most 104
+bytes.
+"""
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Make a folder that this process owns, and remove the folders of processes that were killed."""
+    """Context manager: a temporary folder owned by this process; also removes the folders of processes that were
+    killed.
+    """
     pid = os.getpid()
     sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -35,12 +41,12 @@ def scratch() -> Iterator[Path]:
         with owned(folder):
             yield folder
     finally:
-        if os.getpid() == pid:  # a forked child that forgets what it has inherited comes here too
+        if os.getpid() == pid:  # a forked child that runs inherited exit handlers comes here too
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep(place: Path) -> None:
-    """Remove this user's folders of `scratch` in `place` whose owner has died, and no other."""
+    """Remove this user's folders of `scratch` in `place` whose owner has died."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ConfigurationError):  # another process owns or removes it
             if _is_ours(folder) and (folder / OWNER).stat().st_size:
@@ -49,7 +55,7 @@ def sweep(place: Path) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether this user's `scratch` has made the folder, and no run has its record there."""
+    """Whether this user's `scratch` created the folder, and no run has its record in it."""
     mark = folder / MARK
     return (
         folder.is_dir()
@@ -63,9 +69,9 @@ def _is_ours(folder: Path) -> bool:
 
 @functools.cache
 def house_fork_server() -> None:
-    """Let multiprocessing put the socket of its fork server into a folder of `scratch`, until this process exits.
+    """Let multiprocessing put the socket of its fork server into a folder of `scratch` until this process exits.
 
-    Where that path would be too long for a socket, multiprocessing chooses its own folder.
+    If that path would be too long for a socket, multiprocessing chooses its own folder.
     """
     if len(tempfile.gettempdir()) > LONGEST:
         return
@@ -80,7 +86,7 @@ def house_fork_server() -> None:
 
 
 def fork_servers_folder() -> list[str]:
-    """The folder of the fork server that this process was forked from; none if multiprocessing had its own."""
+    """The folder of the fork server that forked this process; an empty list if multiprocessing chose its own folder."""
     if multiprocessing.parent_process() is None:
         return []
     folder = Path(util.get_temp_dir()).parent

@@ -1,4 +1,4 @@
-"""Runs a user's own script, unchanged, on several workers of this machine."""
+"""Runs a user's script, unchanged, on several workers of this machine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ from flockstep.records.summary import Summary
 from flockstep.transports.base import Transport
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables that say how many threads numerical libraries use; without them, each process uses every core.
+"""Environment variables that set the number of threads of numerical libraries; without them each process uses every
+core.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """How the output of scripts is shown: of which ranks, and whether each line begins with its rank."""
+    """Display of the scripts' output: the ranks shown, and whether each line begins with its rank."""
 
     ranks: Literal["all", "rank0"] = "all"
     prefix: bool = False
@@ -53,15 +54,15 @@ def launch(
 
     With `overwrite`, a run that the folder holds is replaced.
 
-    A program guards the call, since the servers that it may start import the program again:
+    A program must guard the call, because server processes import the program again:
 
         if __name__ == "__main__":
             config = RunConfig(kind="launch", job="mine.py", strategy="as the script says", workers=2)
             launch(Path("mine.py"), [], config, Path("runs/mine"))
 
     Raises:
-        ConfigurationError: there is no such script, or the workers do not agree on model and strategy.
-        RunError: the run failed; the record is complete up to then.
+        ConfigurationError: the script does not exist, or the workers do not agree on model and strategy.
+        RunError: the run failed; the record is complete up to the failure.
     """
     end_if_unguarded()
     if not script.is_file():
@@ -109,7 +110,7 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
     """Complete the record with what only the supervisor knows.
 
     Raises:
-        RunError: the run failed, or lost a part of its record.
+        RunError: the run failed, or a part of its record was lost.
     """
     owner.check(record.path)
     if outcome.strategy is not None and outcome.strategy.traits.results:
@@ -130,7 +131,9 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 def start_script(
     script: Path, arguments: Sequence[str], ticket: Ticket, threads: int | None, output: Output = Output()
 ) -> Script:
-    """Start the script as one worker; without `threads`, the user's own variables say how many, or else one is used."""
+    """Start the script as one worker; `threads` None keeps the user's thread variables, or sets one thread if there are
+    none.
+    """
     command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
     limits = {} if chosen else dict.fromkeys(THREADS, str(threads or 1))
@@ -140,13 +143,15 @@ def start_script(
 
 
 def place_of(ticket: Ticket) -> dict[str, str]:
-    """The environment variables in which scripts look for their rank, by torchrun's names; all run on this host."""
+    """Environment variables in which scripts look for their rank, as torchrun names them; all workers run
+    on this host.
+    """
     rank, workers = str(ticket.address), str(ticket.workers)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
 
 
 def result_of(outcome: Outcome) -> FlatArray | None:
-    """The model that the strategy's default policy chooses among the final parameters."""
+    """The model that the strategy's default result policy selects from the final parameters."""
     if outcome.strategy is None or not outcome.strategy.traits.results:
         return None
     return newest_model(outcome.newest.tick(outcome.lost), outcome.strategy.traits.results[0], outcome)

@@ -1,4 +1,4 @@
-"""A run in virtual time, with its record."""
+"""Runs a job in virtual time and writes its record."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ def simulate(
     progress: Callable[[int, int, float], None] = lambda done, all_steps, t: None,
     overwrite: bool = False,
 ) -> Summary:
-    """Simulate a run; return the summary of the record in `folder`. `progress` gets steps done, all steps, seconds.
+    """Simulate a run; return the summary of the record in `folder`.
 
-    With `overwrite`, a run that the folder holds is replaced.
+    `progress` is called with steps done, total steps and virtual seconds. With `overwrite`, a run that the folder holds
+    is replaced.
 
     Raises:
-        ConfigurationError: before anything starts, for input that no run could work with.
-        RunError: the run failed; the record is complete up to then, its summary says why.
+        ConfigurationError: the configuration is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
     limit_threads(config.threads or 1)
     engine, plan, config = prepare(config)
-    limit_threads(config.threads or 1)  # of what the job has imported too
+    limit_threads(config.threads or 1)  # also the libraries that the job has imported
     network, compute = Network.parse(str(config.network)), ComputeModel.parse(str(config.compute))
     faults = [Fault.parse(fault) for fault in config.faults]
     config = dataclasses.replace(config, versions={**config.versions, "gradients": engine.batching})

@@ -1,4 +1,4 @@
-"""What a supervisor knows of each node while a run goes on, for the display."""
+"""The state of each node during a run, for the display."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flockstep.records.events import Step
 
 @dataclass
 class Standing:
-    """What is known of one node."""
+    """The displayed state of one node."""
 
     state: str = "starting"
     step: int = 0
     loss: float | None = None
 
     def progress(self, event: Step) -> None:
-        """The node has made a step."""
+        """Update the state with a step of the node."""
         self.step = event.step
         self.loss = self.loss if event.loss is None else event.loss

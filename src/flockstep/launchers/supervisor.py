@@ -1,4 +1,4 @@
-"""Brings the processes of a run together, watches them, and collects what they hand in."""
+"""Connects the processes of a run, watches them, and collects their events and models."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from flockstep.transports.links import Control
 from flockstep.transports.wire import PROTOCOL
 
 GRACE = 3.0
-"""Seconds that processes get to end by themselves after a failure, before they are killed."""
+"""Seconds processes get to end by themselves after a failure, before they are killed."""
 TURN = 4 * WINDOW
-"""Messages of a node that are handled before the next node's: none can keep the supervisor to itself."""
+"""Messages of one node that are handled before the next node's turn, so that no node can monopolize the supervisor."""
 LAST_POLL = 0.005
-"""Seconds between two looks at processes that are about to end."""
+"""Seconds between two polls of processes that are about to end."""
 POLL = 0.05
-"""Seconds between two looks at the processes."""
+"""Seconds between two polls of the processes."""
 
 
 @dataclass
 class Outcome:
-    """What a supervised run left."""
+    """The result of a supervised run."""
 
     workers: int = 0
     schema: Schema | None = None
@@ -66,11 +66,11 @@ class Outcome:
     lost: dict[Address, Lost] = field(default_factory=dict)
     error: FlockstepError | None = None
     nodes: set[Address] = field(default_factory=set)
-    """Nodes whose events are written to a file each."""
+    """Nodes whose events are written to files."""
 
 
 class Supervisor:
-    """One run of `workers` processes, and the servers that their strategy asks for."""
+    """Supervises one run of `workers` processes and the servers that their strategy needs."""
 
     def __init__(
         self,
@@ -85,12 +85,11 @@ class Supervisor:
         step_timeout: float | None = None,
         evaluation: Evaluation | None = None,
     ):
-        """`start_worker` and `start_server` return the process if they know it: None where somebody else starts it.
+        """`start_worker` and `start_server` return the started process, or None if the process is started by something
+        else.
 
-        `evaluation` is told what nodes hand in.
-
-        `patience` is how many seconds processes may live on after a run that went well. None is for users' scripts:
-        as long as they like, and they have to exit with code 0.
+        `evaluation` receives the snapshots that nodes send. `patience`: seconds that processes may continue after a
+        successful run; None, for users' scripts, sets no limit and requires exit code 0.
         """
         self.outcome = Outcome(workers)
         self.standings: dict[Address, Standing] = {rank: Standing() for rank in range(workers)}
@@ -122,9 +121,10 @@ class Supervisor:
         self._draws = Draws(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
-        """Start everything, wait for the end, dismiss everyone; `result` is the model to hand back to them.
+        """Start the processes, wait for the end, and dismiss the nodes; `result` selects the model that is returned to
+        them.
 
-        Never raises for what happens inside the run: `outcome.error` says it.
+        Errors of the run are never raised; `outcome.error` holds them.
         """
         try:
             self._start()
@@ -139,14 +139,14 @@ class Supervisor:
             self.outcome.error.__cause__ = error
         try:
             self._end_all()
-        except KeyboardInterrupt:  # asked a second time: now
+        except KeyboardInterrupt:  # a second request to end
             kill_all(list(self.children.values()))
             self.outcome.error = self.outcome.error or Interrupted("interrupted after the run had ended")
         self._clean_up()
         return self.outcome
 
     def forget(self) -> None:
-        """Remove what nodes have handed in."""
+        """Remove the snapshots that nodes have sent."""
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -176,10 +176,10 @@ class Supervisor:
         )
 
     def _watch(self) -> None:
-        """Handle what comes in until every node that is left has handed in its final parameters.
+        """Handle messages until every remaining node has sent its final parameters.
 
         Raises:
-            RunError: a node failed, or was lost where the others cannot do without it.
+            RunError: a node failed, or was lost and the others cannot continue without it.
         """
         shown = 0.0
         while not self._finished():
@@ -190,7 +190,7 @@ class Supervisor:
                 owner.check(self._record)
         self._show(self.standings)
         assert self.outcome.strategy is not None
-        for address in self._gone - self._done:  # the others may have been done too when it went
+        for address in self._gone - self._done:  # the others may have finished too when this node was lost
             if address < 0 or not self.outcome.strategy.traits.survives:
                 raise PeerLost(self.outcome.lost[address].reason)
 
@@ -211,7 +211,7 @@ class Supervisor:
         self._evaluation.go_on()
 
     def _hear(self, link: Link, most: int = -1) -> None:
-        """Handle what a node has said, or that many messages of it."""
+        """Handle the messages of a node that have arrived, at most `most` of them."""
         try:
             while most and (message := link.receive()) is not None:
                 self._handle(message)
@@ -224,7 +224,7 @@ class Supervisor:
         try:
             words = msgspec.msgpack.decode(data, type=Hello | Failure)
         except (ValueError, RecursionError):
-            return  # A stranger on the control socket; it is not let in.
+            return  # A stranger on the control socket; it is ignored.
         if words.run != self._run or words.address not in self.standings:
             return
         if isinstance(words, Failure):
@@ -232,7 +232,7 @@ class Supervisor:
         self._hello(words)
 
     def _hello(self, hello: Hello) -> None:
-        if hello.address in self._links or hello.address in self._gone:  # who was lost stays so
+        if hello.address in self._links or hello.address in self._gone:  # a lost node may not return
             return
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
@@ -244,7 +244,7 @@ class Supervisor:
         self._welcome()
 
     def _check_hello(self, hello: Hello) -> None:
-        """Every node must hold the same model and follow the same strategy as the first that said hello."""
+        """Check that every node has the same model and strategy as the first node that joined."""
         if self.outcome.schema is None or self.outcome.strategy is None:
             self.outcome.schema, self.outcome.strategy = hello.schema, rule_of(hello.strategy)
             self.outcome.strategy.check(self._workers)
@@ -268,7 +268,7 @@ class Supervisor:
                 self._keep_child(server(index), self._start_server(self._ticket(server(index)), index, hello))
 
     def _welcome(self) -> None:
-        """Once everyone is linked, let everyone in."""
+        """When all nodes have joined, send each of them the addresses of the others."""
         strategy = self.outcome.strategy
         servers = 0 if strategy is None else strategy.servers_for(self._workers)
         if strategy is None or len(self._links) < self._workers + servers:
@@ -288,14 +288,14 @@ class Supervisor:
                 if len(self._ready) == len(self._links):
                     self._went = time.monotonic()
                     self._waits.begin(bool(self.outcome.strategy and self.outcome.strategy.traits.results))
-                    # All are connected; so even a killed supervisor leaves no sockets.
+                    # All are connected, so even a killed supervisor leaves no sockets behind.
                     shutil.rmtree(self._directory, ignore_errors=True)
                     for link in self._links.values():
                         self._begin(link)
             case "communicator":
                 self._communicators.hear(self._links[address], self._links, note, self._control, self._directory)
             case "alive":
-                pass  # the node has found its link whole by sending this
+                pass  # this message has verified the node's link
             case "events":
                 self._write(address, events_in(message.payload))
             case "waiting":
@@ -313,7 +313,7 @@ class Supervisor:
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
     def _begin(self, link: Link) -> None:
-        """All nodes are ready: let this one go."""
+        """All nodes are ready: tell this one to begin."""
         node, record = link.address, RunFolder(self._record)
         self._writers[node] = self._open.enter_context(EventWriter(record.node_events_file(node), MOST))
         self.outcome.nodes.add(node)
@@ -321,7 +321,7 @@ class Supervisor:
         link.tell("go")
 
     def _write(self, address: Address, events: list[Event]) -> None:
-        """Put a node's events on the record."""
+        """Write a node's events to the record."""
         writer = self._writers.get(address)
         if writer is None:
             raise ProtocolError("it sent events before the run began")
@@ -341,7 +341,7 @@ class Supervisor:
             self._take(link.address, np.empty(0, np.uint8))
 
     def _take(self, address: Address, part: FlatArray) -> None:
-        """A part of a snapshot is here; of one that no place takes, it is dropped."""
+        """Handle a part of a snapshot; drop the snapshot if no folder accepts the part."""
         if (arriving := self._arriving.pop(address, None)) is None:
             return
         with self._warned(arriving.tick):
@@ -354,7 +354,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _warned(self, tick: float) -> Iterator[None]:
-        """Only the final parameters have to be written: without a place for others, the run goes on."""
+        """Turn an error of storing a snapshot into a warning; only final parameters must be stored."""
         try:
             yield
         except RunError as error:
@@ -364,7 +364,7 @@ class Supervisor:
                 self.outcome.warnings.append(str(error))
 
     def _leave(self, address: Address, how: str, step: int) -> None:
-        """A node's program has ended, or it sends no more steps."""
+        """Handle a node whose program has ended, or that takes no more steps."""
         if how == "done":
             self._done.add(address)
             self.standings[address].state = "done"
@@ -380,7 +380,7 @@ class Supervisor:
             how = None if address in self._gone else self._health.gone(address)
             link = self._links.get(address)
             if how is not None and link is not None:
-                self._hear(link)  # its last words
+                self._hear(link)  # its last messages
             if how is not None and address not in self._gone:
                 step = self.standings[address].step
                 self._lose(address, f"{how} at step {step}" if step else how)
@@ -390,7 +390,7 @@ class Supervisor:
         if (child := self.children.get(address)) is not None:
             child.kill()
         if (link := self._links.pop(address, None)) is not None:
-            link.close()  # the node may only have been stopped: what it says when it wakes up belongs to no run
+            link.close()  # the node may only have been stopped: messages that it sends later belong to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
         self.outcome.lost[address] = Lost(since, address, reason)
         if (arriving := self._arriving.pop(address, None)) is not None:
@@ -414,14 +414,18 @@ class Supervisor:
                 link.tell(tag, note)
 
     def _dismiss(self, result: FlatArray | None) -> None:
-        """Let everyone go, with the resulting model where a node holds another, and with the workers' final buffers."""
+        """Tell all nodes that the run has ended; send the resulting model to nodes that hold another, with the workers'
+        final buffers.
+        """
         buffers = {} if result is None else self.outcome.newest.buffers()
         known = None if result is None else fingerprint(result)
         for address, link in self._links.items():
             link.dismiss(None if address < 0 or self._hashes.get(address) == known else result, buffers)
 
     def _end_all(self) -> None:
-        """Ask everyone to end, after a failure; wait until they have, or kill them; keep what they still hand in."""
+        """After a failure, ask all processes to end, keep what they still send, and kill those that do not
+        end in time.
+        """
         error = self.outcome.error
         if error is not None:
             self._stop_all(error)
@@ -431,7 +435,7 @@ class Supervisor:
             if deadline is not None and time.monotonic() > deadline:
                 kill_all(list(self.children.values()))
                 if all(child.exit_code() is not None for child in self.children.values()):
-                    break  # the others are no processes of this host: their links are closed
+                    break  # the others are not processes of this host: their links are closed
                 deadline += 1.0
             self._collect(LAST_POLL)
         self._collect(0.0)
@@ -439,7 +443,7 @@ class Supervisor:
             self._check_exits()
 
     def _stop_all(self, error: FlockstepError) -> None:
-        """Ask those that can hear it to end, and keep what they have handed in."""
+        """Ask connected processes to end, and kill those that have not joined yet."""
         refused = int(isinstance(error, ConfigurationError))
         for address, child in self.children.items():
             if address not in self._links:
@@ -448,9 +452,9 @@ class Supervisor:
             link.tell("stop", {"reason": str(error)[:2000], "refused": refused})
 
     def _collect(self, seconds: float) -> None:
-        """Keep what nodes hand in while the run ends, for about that time."""
+        """Store what nodes send while the run ends, for about `seconds`."""
         if (self.children or self._links) and self._control.wait((link.wire for link in self._links.values()), seconds):
-            list(self._control.heard())  # nobody joins any more
+            list(self._control.heard())  # no process can join any more
             for link in self._links.values():
                 with contextlib.suppress(ProtocolError, RunError):
                     while (message := link.receive()) is not None:

@@ -34,7 +34,7 @@ from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 
 HEARTBEAT = 5.0
-"""Seconds of silence after which a stopped process counts as lost, unless told otherwise."""
+"""Default heartbeat: seconds without an answer after which a node counts as lost."""
 
 Show = Callable[[dict[Address, Standing]], None]
 
@@ -44,21 +44,21 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
 
     With `overwrite`, a run that the folder holds is replaced.
 
-    A script guards the call, since the processes that it starts import the script again:
+    A script must guard the call, because the processes that it starts import the script again:
 
         if __name__ == "__main__":
             train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2), Path("runs/mine"))
 
     Raises:
-        ConfigurationError: before anything starts, for input that no run could work with.
-        RunError: the run failed; the record is complete up to then, its summary says why.
+        ConfigurationError: the configuration is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
     end_if_unguarded()
     engine, plan, config = prepare(config)
     require_handles(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
     every, policy = plan.evaluate_every, plan.result
-    del engine, plan  # a model each; the process that evaluates has its own
+    del engine, plan  # each holds a model; the evaluating process builds its own
     release()
     with record.created(config, overwrite):
         _train(config, record, every, policy, show)
@@ -105,7 +105,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
 
 
 def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outcome: Outcome) -> FlockstepError | None:
-    """Wait until all that was handed in is evaluated; complete the record, and return why the run failed, if it did."""
+    """Wait until all snapshots are evaluated, and complete the record; return the reason if the run failed."""
     try:
         error = evaluation.finish()
     finally:
@@ -113,13 +113,13 @@ def settle(record: RunFolder, evaluation: Evaluator, policy: ResultPolicy, outco
         with EventWriter(record.node_events_file(None)) as events:
             for lost in outcome.lost.values():
                 events.write(lost)
-        if not record.result_file.exists():  # the evaluation came to no end
+        if not record.result_file.exists():  # the evaluation did not finish
             keep_newest(record, policy, outcome)
     return outcome.error or error
 
 
 def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> None:
-    """Write what the nodes handed in last as the run's result, chosen without an evaluation."""
+    """Write the newest snapshots as the run's result, selected by `policy` without an evaluation."""
     tick = outcome.newest.tick(outcome.lost)
     params = newest_model(tick, policy, outcome)
     if params is not None and outcome.schema is not None:
@@ -129,18 +129,20 @@ def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> No
 
 
 def newest_model(tick: FiledTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
-    """The model that a policy chooses of what was handed in last; None where there is none."""
+    """The model that a policy selects from the newest snapshots; None if there is none."""
     if not tick.workers or outcome.strategy is None or outcome.schema is None:
         return None
     return tick.model(policy, outcome.strategy.held(outcome.workers, outcome.schema.size))
 
 
 class TargetReached(Exception):
-    """An evaluation has reached the target of a run that ends there."""
+    """Raised when an evaluation reaches the target of a run that ends at its target."""
 
 
 def until_target(config: RunConfig, emit: Emit) -> Emit:
-    """Write events by `emit`; raise `TargetReached` after the first evaluation that reaches the target."""
+    """Wrap `emit`: pass on every event, and raise `TargetReached` after the first evaluation that reaches
+    the target.
+    """
 
     def heard(event: Event) -> None:
         emit(event)
@@ -152,7 +154,9 @@ def until_target(config: RunConfig, emit: Emit) -> Emit:
 
 @contextlib.contextmanager
 def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
-    """Around a run: whatever happens, its record gets a summary that says so, with the notes that the run leaves."""
+    """Context manager around a run: however the run ends, its record gets a summary with that status and the run's
+    notes.
+    """
     status: Status = "failed"
     text, notes = None, list[str]()
     try:
@@ -172,8 +176,10 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back the signals that stop a run: asked twice, as `timeout` does, it completes its record all the same."""
-    if threading.current_thread() is not threading.main_thread():  # signals are handled elsewhere
+    """Context manager that delays the signals that stop a run, so that a second signal, as of `timeout`, leaves a
+    complete record.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are handled in the main thread
         yield
         return
     held: list[int] = []

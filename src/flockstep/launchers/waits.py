@@ -1,4 +1,4 @@
-"""Whom a run waits for: said every ten seconds, and ended where the user has set a limit."""
+"""Reports every ten seconds which workers a run waits for, and ends the run at the user's time limit."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from flockstep.errors import RunError
 from flockstep.messages import Fields, node_name
 
 PERIOD = 10.0
-"""Seconds of waiting after which a run says for whom it waits, and again after as many."""
+"""Seconds of waiting after which a run reports the workers that it waits for, and between two reports."""
 STARTING = 3
-"""Periods after which a run says that nobody at all has joined: scripts that still import are no sign of a fault."""
+"""Periods after which a run reports that no worker has joined; scripts that take long to import are not a fault."""
 FRESH = 5.0
-"""Seconds for which a worker's word that it waits for something holds; it is repeated every second."""
+"""Seconds for which a worker's report that it waits is valid; the worker repeats it every second."""
 
 SHOWN = 4
-"""Workers that a sentence names; more are counted."""
+"""Largest number of workers named in one report; further workers are counted."""
 
 
 def on_stderr(text: str) -> None:
-    """Print a line for the user, if there is a terminal or a file to print to."""
+    """Print a line to standard error, if it is open."""
     if sys.stderr is None:
         return
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a reader that has left; a file that was closed
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe, or a closed file
         sys.stderr.write(f"flockstep: {text}\n")
         sys.stderr.flush()
 
 
 class Waits:
-    """Knows of each worker when it took its last step, and what it waits for if it does."""
+    """The time of each worker's last step, and what each waiting worker waits for."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Waits:
         period: float = PERIOD,
         now: Callable[[], float] = time.monotonic,
     ):
-        """`limit`: seconds that a step may take, or joining the run, before the run ends; None: as long as it likes."""
+        """`limit`: seconds that a step, or joining the run, may take before the run ends; None: no limit."""
         self._limit = limit
         self._say = say
         self._period = period
@@ -53,12 +53,12 @@ class Waits:
         self._stepping = True
 
     def begin(self, stepping: bool = True) -> None:
-        """The clock of the run starts now; workers that follow no strategy take no steps, which have no limit then."""
+        """Start the run's clock; without a strategy (`stepping` false) workers take no steps, and there is no limit."""
         self._stepping = stepping
         self._since = dict.fromkeys(self._since, self._now())
 
     def hear(self, rank: int, note: Fields) -> None:
-        """A worker has taken a step, or says `for` what it waits."""
+        """Handle a worker's step, or its report of what it waits `for`."""
         self._steps[rank] = int(note["step"])
         if "for" in note:
             self._waiting[rank] = self._now(), str(note["for"])
@@ -67,7 +67,7 @@ class Waits:
             self._waiting.pop(rank, None)
 
     def look(self, joined: Collection[int], ended: Collection[int]) -> None:
-        """Say for whom the run waits, if it is time to.
+        """Report the workers that the run waits for, if a report is due.
 
         Raises:
             RunError: the run has waited for longer than its limit.
@@ -92,15 +92,15 @@ class Waits:
             self._say(f"{told}; --step-timeout SECONDS ends such a run")
 
     def _is_awaited(self, late: list[int], waiting: list[int], joined: Collection[int], ended: Collection[int]) -> bool:
-        """Whether anybody is known to wait for those that are late."""
+        """Whether any worker is known to wait for the late workers."""
         if any(rank not in joined for rank in late):
             starting = not joined and self._now() - min(self._since.values()) < STARTING * self._period
             return len(self._since) > 1 and not starting
-        # Workers that have ended wait for the others only where steps are taken: a communicator's do not.
+        # Ended workers wait for the others only if the run takes steps; users of a communicator do not wait.
         return bool(waiting) or (any(self._steps.values()) and bool(ended))
 
     def _told(self, late: list[int], waiting: list[int], joined: Collection[int], seconds: float) -> str:
-        """For whom the run waits, at what, and what the others wait for."""
+        """Sentence about the late workers, their steps, and what the other workers wait for."""
         missing = [rank for rank in late if rank not in joined]
         if missing:
             return (

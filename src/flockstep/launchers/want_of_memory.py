@@ -1,4 +1,4 @@
-"""Tells whether the kernel has killed a process of this run for want of memory."""
+"""Detects whether the kernel killed a process of this run because memory ran out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, on this host and in this control group."""
+    """Number of processes that the kernel has killed for lack of memory, on this host and in this control group."""
     files = [VMSTAT]
     with contextlib.suppress(OSError):
         groups = [line.partition("::")[2] for line in CGROUP.read_text().splitlines() if line.startswith("0::")]
@@ -31,14 +31,14 @@ def _counter(file: Path) -> int:
 
 
 class WantOfMemory:
-    """Compares the kernel's counter of such kills with the counter at the beginning of the run."""
+    """Compares the kernel's counter of such kills with its value at the start of the run."""
 
     def __init__(self, count: Callable[[], int] = oom_kills):
         self._count = count
         self._before = count()
 
     def explain(self, code: int) -> str:
-        """What to add to the words for that exit code: empty unless SIGKILL came and the counter has risen."""
+        """Addition to the message about that exit code; empty unless it was SIGKILL and the counter has risen."""
         if code != -signal.SIGKILL or self._count() <= self._before:
             return ""
         return ", probably by the kernel for want of memory; take fewer workers, or a smaller model or batch"

@@ -1,4 +1,4 @@
-"""The record of a run: what was configured, what happened, and the figures computed from it."""
+"""The record of a run: its configuration, its events, and the summary computed from them."""
 
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import EventWriter, Record, RunFolder

@@ -1,4 +1,4 @@
-"""The resolved configuration of a run: everything that it takes to run it again."""
+"""The resolved configuration of a run: every setting needed to repeat it."""
 
 from __future__ import annotations
 
@@ -36,61 +36,63 @@ _OPTIONS = (
     "step_timeout",
 )
 _LAUNCH_OPTIONS = ("workers", "transport", "heartbeat", "step_timeout")
-"""A launched script says the rest itself."""
+"""Settings of `flockstep launch`. A launched script chooses the other settings itself."""
 LONGEST_HEARTBEAT = 3600
-"""Seconds; ZeroMQ cannot count twice as many."""
+"""Largest heartbeat, in seconds. The limit of ZeroMQ's heartbeat options lies below twice this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What was run. Components are kept as text (`ps(consistency=ssp(3))`); None means the job's own value."""
+    """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`); None means the job's own
+    value.
+    """
 
     kind: Kind
-    """train: real processes, real seconds; launch: the same for a user's script; simulate: virtual seconds."""
+    """train: real processes and real seconds; launch: the same, for a user's script; simulate: virtual seconds."""
     job: str
     """A workload's expression, or the path of a Python file with a `job()` function."""
     strategy: str
     workers: int
     system: str | None = None
-    """Name of the system whose composition the strategy is; None where it was written out."""
+    """Name of the system whose composition the strategy is; None if the strategy was given as an expression."""
     seed: int = 0
     transport: str | None = None
     result: str | None = None
-    """The policy that picks the resulting model."""
+    """Policy that selects the resulting model."""
     steps: int | None = None
     """Local steps per worker; takes precedence over epochs."""
     epochs: float | None = None
     batch: int | None = None
     """Samples per worker and step."""
     lr: float | None = None
-    """Overrides the learning rate of the job's optimiser."""
+    """Learning rate that replaces the one of the job's optimizer."""
     schedule: str | None = None
-    """How learning rate and batch change over the steps; factors on `lr` and `batch`."""
+    """Schedule of learning rate and batch size over the steps, as factors on `lr` and `batch`."""
     split: str = "iid"
     network: str | None = None
     compute: str | None = None
     faults: tuple[str, ...] = ()
-    """What goes wrong in virtual time."""
+    """Faults injected into a simulation, in virtual time."""
     evaluate_every: float | None = None
     metric: str = "accuracy"
-    """Name of the job's metric, for people."""
+    """Display name of the job's metric."""
     higher_is_better: bool = True
     target: float | None = None
-    """The metric that time-to-target refers to."""
+    """Metric value that time-to-target refers to."""
     until_target: bool = False
     """Whether the run ends at the first evaluation that reaches the target."""
     threads: int | None = None
     """Threads of the numerical libraries in each process."""
     heartbeat: float | None = None
-    """Seconds of silence after which a node counts as lost."""
+    """Seconds without a sign of life after which a node counts as lost."""
     step_timeout: float | None = None
-    """Seconds that a worker may take for a step, or for joining the run, before the run ends; None: any number."""
+    """Seconds a worker may take for one step, or for joining the run, before the run ends; None: no limit."""
     imports: tuple[str, ...] = ()
-    """Python files that register components of one's own, run before anything else."""
+    """Python files that register custom components; they are executed before anything else."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Package → version that this was run with; `same_run` does not compare them."""
+    """Package → version in use during the run; `same_run` does not compare versions."""
     facts: dict[str, str] = field(default_factory=dict)
-    """What must be the same when the run is repeated, for example a hash of the data."""
+    """Values that must be equal when the run is repeated, for example a hash of the data."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -113,12 +115,12 @@ class RunConfig:
 
     @property
     def clock(self) -> Clock:
-        """Whether the record's seconds were measured or modelled."""
+        """`real` if the record's seconds were measured, `virtual` if they were modeled."""
         return "virtual" if self.kind == "simulate" else "real"
 
     @property
     def title(self) -> str:
-        """What to call the strategy: the system's name, or the expression."""
+        """Display name of the strategy: the system's name if there is one, otherwise the expression."""
         return self.system or self.strategy
 
     @property
@@ -140,17 +142,21 @@ class RunConfig:
         return shlex.join(["flockstep", self.kind, self.job, "--strategy", self.title, *options])
 
     def to_toml(self) -> str:
-        """This configuration as a TOML document; what is None is left out."""
+        """This configuration as a TOML document; settings that are None or empty are left out."""
         data = {key: value for key, value in dataclasses.asdict(self).items() if value not in (None, {}, ())}
         return tomli_w.dumps(data)
 
     @classmethod
     def from_toml(cls, text: str, where: str = "config.toml") -> RunConfig:
-        """The configuration that `to_toml` wrote; `where` names the document in errors.
+        """Read a configuration that `to_toml` wrote.
+
+        Args:
+            text: the TOML document.
+            where: name of the document in error messages.
 
         Raises:
-            ConfigurationError: no TOML, a value is missing or has the wrong type.
-            UnknownName: a setting that does not exist, with the nearest that does.
+            ConfigurationError: `text` is not TOML, or a value is missing or has the wrong type.
+            UnknownName: a setting does not exist; the message names the nearest one that does.
         """
         try:
             data = tomllib.loads(text)
@@ -167,10 +173,12 @@ class RunConfig:
 
 
 def same_run(a: RunConfig, b: RunConfig) -> bool:
-    """Whether both describe the same run: equal in everything but versions."""
+    """Whether both configurations describe the same run: all settings but `versions` are equal."""
     return dataclasses.replace(a, versions={}) == dataclasses.replace(b, versions={})
 
 
 def _word(value: str | float) -> str:
-    """One command-line word; a whole float without its fraction, so that integer options take it too."""
+    """Format a value as one command-line word; a whole float is written without its fraction, as integer options
+    require.
+    """
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

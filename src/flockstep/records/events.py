@@ -1,7 +1,7 @@
-"""What happened, one event a line: the only source of every number in a summary, a table or a report.
+"""The events of a run, one JSON document per line. Every number in a summary, table or report is computed from them.
 
-Times are seconds since all nodes were ready; virtual seconds where the run's clock is virtual. Bytes are payload
-bytes, headers not counted. Node numbers are as in `flockstep.messages`: workers 0.., servers -1, -2, ...
+Times are seconds since all nodes were ready; if the run's clock is virtual, they are virtual seconds. Bytes are payload
+bytes without headers. Node numbers are those of `flockstep.messages`: workers 0, 1, …, servers -1, -2, …
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
-    """A worker used its step-th gradient; the amounts are since its previous step event."""
+    """A worker used its gradient number `step`; the amounts cover the time since the worker's previous step event."""
 
     t: float
     rank: int
@@ -26,10 +26,10 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 class Update(msgspec.Struct, tag="update", frozen=True):
-    """`count` updates of worker `source` (None: of every other worker) took effect on `node`.
+    """`count` updates of worker `source` took effect on `node`; a `source` of None stands for every other worker.
 
     `weight`: multiple of the learning rate at which each of these gradients was applied (1/n under `bsp`, 1 under
-    `asynchronous`); None where no server applied them, and in older records.
+    `asynchronous`); None if no server applied the updates, and in older records.
     """
 
     t: float
@@ -41,7 +41,7 @@ class Update(msgspec.Struct, tag="update", frozen=True):
 
 
 class Span(msgspec.Struct, tag="span", frozen=True):
-    """What a node did from start to end: compute, wait or comm; kept for the first steps only."""
+    """What a node did from `start` to `end`: compute, wait or comm. Spans are recorded for the first steps only."""
 
     node: int
     kind: str
@@ -50,10 +50,11 @@ class Span(msgspec.Struct, tag="span", frozen=True):
 
 
 class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
-    """The resulting model as it would be if the run ended at t, evaluated off the clock.
+    """Evaluation of the model that the run would return if the run ended at `t`; evaluating takes no time on the run's
+    clock.
 
-    `step`: mean local steps per worker; `samples`: over all workers; `bytes`: sent per worker so far (mean);
-    `divergence`: root mean square distance of the replicas from their mean, None where not all replicas are known.
+    `step`: mean local steps per worker; `samples`: samples used by all workers; `bytes`: mean bytes sent per worker so
+    far; `divergence`: root mean square distance of the replicas from their mean, None if not all replicas are known.
     """
 
     t: float
@@ -66,7 +67,7 @@ class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
 
 
 class Replica(msgspec.Struct, tag="replica", frozen=True):
-    """A worker's own replica at its end, evaluated off the clock."""
+    """Evaluation of a worker's own replica at the end of its program; evaluating takes no time on the run's clock."""
 
     t: float
     rank: int
@@ -75,7 +76,7 @@ class Replica(msgspec.Struct, tag="replica", frozen=True):
 
 
 class Node(msgspec.Struct, tag="node", frozen=True):
-    """Totals of one node at its end; `hash` is of its final parameters."""
+    """Totals of one node at the end of its program; `hash` is the hash of its final parameters."""
 
     node: int
     t: float
@@ -100,7 +101,7 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
 
 
 class Diverged(msgspec.Struct, tag="diverged", frozen=True):
-    """The parameters of a node are not finite any more."""
+    """The parameters of a node are no longer finite."""
 
     t: float
     node: int
@@ -108,7 +109,7 @@ class Diverged(msgspec.Struct, tag="diverged", frozen=True):
 
 
 class Figure(msgspec.Struct, tag="figure", frozen=True):
-    """A figure of a strategy's own, such as the number of lost updates."""
+    """A scalar that a strategy records, such as the number of lost updates."""
 
     t: float
     node: int
@@ -117,7 +118,7 @@ class Figure(msgspec.Struct, tag="figure", frozen=True):
 
 
 class Result(msgspec.Struct, tag="result", frozen=True):
-    """The model in result.npy is the run's model as it was at t; `step`: mean local steps of its `workers` workers."""
+    """result.npy holds the run's model at `t`; `step`: mean local steps of its `workers` workers."""
 
     t: float
     step: float
@@ -126,4 +127,4 @@ class Result(msgspec.Struct, tag="result", frozen=True):
 
 Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica | Result
 HELD_BACK = (Step, Update, Span)
-"""Events that come in numbers: writers may wait for more of them."""
+"""Frequent events: a writer may buffer these before writing them."""

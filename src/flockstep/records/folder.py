@@ -1,8 +1,8 @@
 """A run's folder: config.toml, events.jsonl, summary.json, result.npy and schema.json.
 
-While a real run is going the launcher writes the events of every node to a file of its own (events/worker-0.jsonl,
-events/server-0.jsonl, events/launcher.jsonl); `merge_events` joins them into events.jsonl, sorted by time. Readers cope
-with both, with files that are missing, and with the half-written last line of a killed process.
+During a real run the launcher writes the events of each node to a separate file (events/worker-0.jsonl,
+events/server-0.jsonl, events/launcher.jsonl). `merge_events` joins these files into events.jsonl, sorted by time.
+Readers accept both layouts, missing files, and the incomplete last line of a killed process.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from flockstep.records.summary import Summary, summarise, time_of
 T = TypeVar("T")
 
 ENDED = ("finished", "diverged")
-"""What the status of a run is that there is no reason to repeat."""
+"""Statuses of a run that does not have to be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 @dataclass(frozen=True)
 class Record:
-    """All that a run left: what tables, figures and tests read."""
+    """The whole record of a run: what tables, reports and tests read."""
 
     config: RunConfig
     summary: Summary
@@ -47,10 +47,10 @@ class Record:
 
 
 class EventWriter:
-    """Appends events to a file, one JSON document a line.
+    """Append events to a file, one JSON document per line.
 
-    Up to `flush_every` - 1 steps, updates and spans are held back; everything else is written at once. What was
-    written survives the death of the process. A half-written last line that an earlier writer left is removed.
+    Up to `flush_every` - 1 steps, updates and spans are buffered; every other event is written at once, with what is
+    buffered. Written events survive the death of the process. An incomplete last line of an earlier writer is removed.
     """
 
     def __init__(self, path: Path | str, flush_every: int = 8):
@@ -66,7 +66,7 @@ class EventWriter:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, event: Event) -> None:
-        """Add one event."""
+        """Append one event."""
         self._encoder.encode_into(event, self._buffer, -1)
         self._buffer += b"\n"
         self._held += 1
@@ -74,9 +74,10 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Hand what is held back to the operating system; where a full disk does not take it, drop it with a warning.
+        """Write the buffered events to the file; if the disk is full, drop them with a warning.
 
-        After a part of a line no event could be read any more, so the rest of that line is tried again first.
+        If part of a line was written, the rest of that line is kept and tried again first: otherwise no later event
+        could be read.
         """
         try:
             while self._buffer:
@@ -89,7 +90,7 @@ class EventWriter:
         self._held = 0
 
     def _drop(self, error: OSError) -> None:
-        """Drop the whole lines that are held back, but not the rest of a line that was begun."""
+        """Drop the whole lines in the buffer, but keep the rest of a line of which a part is in the file."""
         begun = self._buffer.find(b"\n") + 1 if self._in_line() else 0
         dropped = self._buffer.count(b"\n", begun)
         del self._buffer[begun:]
@@ -98,7 +99,7 @@ class EventWriter:
         self._lost += dropped
 
     def _in_line(self) -> bool:
-        """Whether the file ends in the middle of a line."""
+        """Whether the last line of the file is incomplete."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
@@ -106,7 +107,7 @@ class EventWriter:
         return False
 
     def close(self) -> None:
-        """Flush and close; again is harmless."""
+        """Flush and close the file; closing it again has no effect."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -120,7 +121,7 @@ class EventWriter:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The record of one run on disk; nothing is touched until a method is called."""
+    """The record of one run on disk. Creating this object reads and writes nothing."""
 
     path: Path
 
@@ -129,30 +130,31 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
+        """Path of config.toml, the resolved configuration."""
         return self.path / "config.toml"
 
     @property
     def events_file(self) -> Path:
-        """All events of a run that has ended, or of a simulation."""
+        """Path of events.jsonl: all events of a simulation, or of a real run that has ended."""
         return self.path / "events.jsonl"
 
     @property
     def summary_file(self) -> Path:
-        """The run in figures."""
+        """Path of summary.json, the summary of the run."""
         return self.path / "summary.json"
 
     @property
     def result_file(self) -> Path:
-        """The resulting model's flat parameters."""
+        """Path of result.npy, the flat parameters of the resulting model."""
         return self.path / "result.npy"
 
     @contextlib.contextmanager
     def created(self, config: RunConfig, overwrite: bool = False) -> Iterator[None]:
-        """Own the folder, made ready for `config`; with `overwrite`, the run that it holds is removed.
+        """Context manager that owns the folder and prepares it for `config`; `overwrite` removes the run in the folder.
 
         Raises:
-            ConfigurationError: another process owns it, or it holds what a run computed, or files that are no run.
+            ConfigurationError: another process owns the folder, the folder holds the results of a run and `overwrite`
+                is false, or the folder holds files that are not a run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigurationError(f"{self.path} is a file, not a folder; choose another folder for the run")
@@ -169,14 +171,14 @@ class RunFolder:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is no run that came to its end, so that there is reason to repeat it."""
+        """Whether the folder holds no finished run, so that the run has to be repeated."""
         return self._status() not in ENDED and not _gone(self.summary_file)
 
     def check_whole(self, nodes: Iterable[Address | None] = ()) -> None:
-        """Check that nobody has removed what this process and the nodes of its run have written so far.
+        """Check that the files written so far by this process and by the given nodes of the run are still there.
 
         Raises:
-            RunError: the folder, or a file in it, is gone.
+            RunError: the folder, or a file in it, was removed.
         """
         owner.check(self.path)
         for file in (self.config_file, *map(self.node_events_file, nodes)):
@@ -187,18 +189,18 @@ class RunFolder:
                 )
 
     def holds_finished(self, config: RunConfig) -> bool:
-        """Whether this run is already here, finished: then there is nothing to do."""
+        """Whether the folder holds this run, finished, so that the run does not have to be repeated."""
         return self.config_file.exists() and not self.unfinished and same_run(self.read_config(), config)
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.toml."""
+        """Write the configuration to config.toml."""
         replace(self.config_file, config.to_toml().encode())
 
     def read_config(self) -> RunConfig:
-        """Read config.toml.
+        """Read the configuration from config.toml.
 
         Raises:
-            ConfigurationError: there is none, or it does not describe a run.
+            ConfigurationError: config.toml is missing, or does not describe a run.
         """
         if not self.config_file.is_file():
             raise ConfigurationError(f"{self.path} holds no run: config.toml is missing; name the folder of a run")
@@ -207,12 +209,12 @@ class RunFolder:
         )
 
     def node_events_file(self, node: Address | None) -> Path:
-        """Where the events of a node of a real run are written; None is the launcher."""
+        """Path of the events file of one node of a real run; None stands for the launcher."""
         name = "launcher" if node is None else node_name(node).replace(" ", "-")
         return self.path / "events" / f"{name}.jsonl"
 
     def read_events(self) -> list[Event]:
-        """All events that are on disk by now, sorted by time; none where there is no file yet."""
+        """All events on disk, sorted by time; an empty list if there is no file yet."""
         if self.events_file.is_file():
             files: Iterable[Path] = [self.events_file]
         else:
@@ -220,7 +222,7 @@ class RunFolder:
         return sorted((event for file in files for event in read_event_file(file)), key=time_of)
 
     def merge_events(self) -> list[Event]:
-        """Join the nodes' files into events.jsonl and remove them; return all events, sorted by time."""
+        """Join the nodes' files into events.jsonl and remove the nodes' files; return all events, sorted by time."""
         events = self.read_events()
         encoder = msgspec.json.Encoder()
         try:
@@ -237,11 +239,11 @@ class RunFolder:
         return events
 
     def write_summary(self, summary: Summary) -> None:
-        """Write summary.json; from then on the run counts as ended."""
+        """Write summary.json, which marks the run as ended."""
         replace(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2))
 
     def read_summary(self) -> Summary:
-        """Read summary.json; where there is none, the summary of the events so far, as an interrupted run's."""
+        """Read summary.json; if the file is missing, summarize the events on disk as an interrupted run."""
         if not self.summary_file.is_file():
             why = "the run ended without a summary"
             if _gone(self.summary_file):  # of a run whose disk was full
@@ -255,11 +257,11 @@ class RunFolder:
             ) from None
 
     def read(self) -> Record:
-        """Configuration, summary and events."""
+        """The whole record: configuration, summary and events."""
         return Record(self.read_config(), self.read_summary(), self.read_events())
 
     def write_result(self, params: FlatArray, schema: Schema) -> None:
-        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the table of what lies where.
+        """Write the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
             SchemaMismatch: `params` does not have the table's size and dtype.
@@ -269,7 +271,7 @@ class RunFolder:
         replace(self.result_file, lambda file: np.save(file, params, allow_pickle=False))
 
     def read_result(self) -> tuple[FlatArray, Schema]:
-        """The resulting model's flat parameters (K,), or (M, K) of an ensemble, and their table.
+        """Read the resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
             ConfigurationError: the run left no result, or a file of it is damaged.
@@ -286,7 +288,9 @@ class RunFolder:
         return params, schema
 
     def _computed(self) -> str | None:
-        """What kind of run the folder holds; None where there is none, or it ended before its first step."""
+        """What the folder holds, for an error message; None if it holds no run, or a run that ended before its first
+        step.
+        """
         if not self.config_file.exists():
             return None
         try:
@@ -302,7 +306,7 @@ class RunFolder:
         return f"{'an' if summary.status == 'interrupted' else 'a'} {summary.status}"
 
     def _status(self) -> str | None:
-        """The status in summary.json; None where there is no readable one."""
+        """The status in summary.json; None if the file is missing or unreadable."""
         if not self.summary_file.is_file():
             return None
         try:
@@ -311,7 +315,7 @@ class RunFolder:
             return None
 
     def _clear(self) -> None:
-        """Remove the files that a run writes, and no other; config.toml stays, so that this is still a run's folder."""
+        """Remove the files that a run writes, except config.toml, by which the folder is recognized as a run's."""
         names = ("summary.json", "events.jsonl", "result.npy", "schema.json")
         halves = self.path.glob(f"*{HALF}")
         for file in [*(self.path / name for name in names), *halves, *(self.path / "events").glob("*.jsonl")]:
@@ -327,17 +331,19 @@ def _undamaged(path: Path, read: Callable[[Path], T]) -> T:
 
 
 def _gone(file: Path) -> bool:
-    """Whether this is a link to a file that a full disk did not take, and that file is not there any more."""
+    """Whether `file` is a link to a file that was stored elsewhere because the disk was full, and that file no longer
+    exists.
+    """
     return file.is_symlink() and not file.is_file()
 
 
 def _may_go(file: Path) -> bool:
-    """Whether a run that was killed before it had written its configuration may have left this file."""
+    """Whether a run that was killed before it wrote its configuration may have left this file."""
     return file.suffix == HALF or file.name == OWNER
 
 
 def read_event_file(path: Path) -> list[Event]:
-    """The events in one file, in the order in which they were written; a half-written last line is left out.
+    """The events in one file, in the order in which they were written; an incomplete last line is skipped.
 
     Raises:
         ConfigurationError: a line before the last is broken.
@@ -368,7 +374,7 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
 
 
 def _not_finite(data: dict[str, Any]) -> Event:
-    """An evaluation or a figure with a number that was not finite: JSON has no such, so it was written as null."""
+    """Decode an evaluation or scalar with numbers that were not finite: JSON has none, so they were written as null."""
     kinds: dict[str, tuple[type[Event], tuple[str, ...]]] = {
         "evaluation": (Snapshot, ("loss", "metric")),
         "replica": (Replica, ("loss", "metric")),

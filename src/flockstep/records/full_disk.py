@@ -1,4 +1,4 @@
-"""Writes whole files; where the disk is full, elsewhere."""
+"""Write whole files; if the disk is full, write them to another folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import IO
 
 HALF = ".half"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk that takes no more: the run goes on without what the disk did not take."""
+"""Error numbers of a full disk. The run continues without the data that the disk did not take."""
 _kept: dict[tuple[Path, Path], Path] = {}
-"""Where this process keeps files of a folder: by that folder, and by the place in which the folder of the kept is."""
+"""(folder, parent of the substitute folder) → substitute folder in which this process stores the folder's files."""
 
 
 def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file or leave the old one: a reader never sees half of it."""
+    """Write a whole file, or leave the old file in place: a reader never sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + HALF)
     try:
@@ -32,12 +32,13 @@ def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None
 
 
 def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file; where the disk is full, write it to the temporary or the home folder and say where it is.
+    """Write a whole file; if the disk is full, write it to the temporary folder or the home folder and print where it
+    is.
 
-    A symbolic link, for which a full disk has room, stands for the file in its own place.
+    A symbolic link, for which a full disk has room, is left in the file's own place.
 
     Raises:
-        OSError: no place takes it.
+        OSError: none of the folders takes the file.
     """
     try:
         write_whole(path, data)
@@ -58,7 +59,7 @@ def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
 
 
 def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) -> Path:
-    """Write a file into a folder in `place` that nobody else can write to, one for each record; return where it is."""
+    """Write a file to a private folder in `place`, one folder for each record; return the file's path."""
     who = Path(os.path.abspath(path.parent)), place  # noqa: PTH100 - a link in it stays a link
     if who not in _kept or not _kept[who].is_dir():
         _kept[who] = Path(tempfile.mkdtemp(prefix=f"flockstep-kept-{who[0].name}-", dir=place))
@@ -74,7 +75,7 @@ def _keep(place: Path, path: Path, data: bytes | Callable[[IO[bytes]], object]) 
 
 
 def say_full(path: Path, error: OSError, how: str) -> None:
-    """Say on standard error which file a full disk did not take, and what follows from it."""
+    """Print to standard error which file the full disk did not take, and the consequence."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"flockstep: {path} could not be written: {error.strerror}; {how}\n")
         sys.stderr.flush()

@@ -1,6 +1,7 @@
-"""Parameters that nodes hand in, in files beside the record: no process has to hold the models of several nodes.
+"""Model snapshots that nodes send in, stored in files beside the record: no process has to hold several models in
+memory.
 
-The supervisor writes the files as the parameters arrive, and the process that evaluates reads them.
+The supervisor writes the files as the parameters arrive; the evaluating process reads them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from flockstep.errors import ProtocolError, RunError
 from flockstep.messages import Address, Fields, node_name
 
 LAST = -1.0
-"""The tick of a node's newest parameters, handed in now and then and when a run fails; each replaces the one before."""
+"""Tick of a node's most recent parameters, sent from time to time and when a run fails; each replaces the previous
+ones.
+"""
 SNAPSHOTS = "snapshots"
 _HALF = ".half"
 
 
 class HandedIn(msgspec.Struct, frozen=True):
-    """A node's parameters at a tick of progress, and where they lie; a `tick` of None is the end of its program."""
+    """A snapshot of a node's parameters at a tick of progress, and its file; a `tick` of None is the end of the node's
+    program.
+    """
 
     tick: float | None
     address: int
@@ -35,7 +40,7 @@ class HandedIn(msgspec.Struct, frozen=True):
     dtype: str
     size: int
     buffers: int
-    """Bytes of the buffers, which follow the parameters."""
+    """Size of the buffers in bytes; they follow the parameters in the file."""
     t: float
     step: int
     sent: int
@@ -46,7 +51,7 @@ class HandedIn(msgspec.Struct, frozen=True):
         return self.size * numpy_dtype(self.dtype).itemsize
 
     def read(self, part: slice = slice(None)) -> FlatArray:
-        """The parameters, or a part of them."""
+        """Read the parameters, or a slice of them."""
         start, stop, _ = part.indices(self.size)
         dtype = numpy_dtype(self.dtype)
         with Path(self.path).open("rb") as file:
@@ -57,35 +62,36 @@ class HandedIn(msgspec.Struct, frozen=True):
         return read
 
     def read_buffers(self) -> FlatArray:
-        """The bytes of the buffers that were handed in with the parameters."""
+        """Read the buffers of the snapshot, as bytes."""
         return np.fromfile(self.path, np.uint8, self.buffers, offset=self.nbytes)
 
     def remove(self) -> None:
-        """Delete the file."""
+        """Delete the snapshot's file."""
         Path(self.path).unlink(missing_ok=True)
 
 
 def places(record: Path, run: str) -> list[Path]:
-    """Where what the nodes of a run hand in may lie: beside the record, or else in the temporary folder."""
+    """Folders in which a run's snapshots may be stored: beside the record, otherwise in a temporary folder."""
     others = [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - another file system; the folder is private
     return [record / SNAPSHOTS, *(place / f"flockstep-{run}" for place in others if place.is_dir())]
 
 
 def file_name(address: Address, tick: float) -> str:
-    """The name of the file for a node's parameters at a tick."""
+    """Name of the file that holds a node's parameters at a tick."""
     when = {LAST: "last", math.inf: "final"}.get(tick) or f"{tick:g}"
     return f"{node_name(address).replace(' ', '-')}.{when}"
 
 
 class Arriving:
-    """A node's parameters and buffers on their way into a file: of one part after the other, none is kept in memory."""
+    """Writes an arriving snapshot, parameters and buffers, to a file part by part; no part is kept in memory."""
 
     def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
-        """Begin a file in the first of the folders that takes one; `largest`: bytes that the arrays have at most.
+        """Open a file in the first of the folders that accepts one; `largest`: upper limit of the arrays' size in
+        bytes.
 
         Raises:
-            ProtocolError: the note announces more than that.
-            RunError: no folder takes a file.
+            ProtocolError: the announced size exceeds `largest`.
+            RunError: no folder accepts a file.
         """
         self.tick = tick = float(note["tick"])
         self.item = HandedIn(
@@ -108,11 +114,11 @@ class Arriving:
         self._open()
 
     def add(self, part: FlatArray) -> HandedIn | None:
-        """Write the next part; return what is in the file once it is whole.
+        """Write the next part; return the snapshot if the file is complete, otherwise None.
 
         Raises:
             ProtocolError: the part is longer than what is missing.
-            RunError: no folder takes the part.
+            RunError: no folder accepts the part.
         """
         self._missing -= part.nbytes
         if self._missing < 0:
@@ -128,7 +134,7 @@ class Arriving:
         return self._whole() if not self._missing else None
 
     def drop(self) -> None:
-        """The rest never comes: remove the file."""
+        """Remove the incomplete file; its other parts will not arrive."""
         if self._file is not None:
             self._file.close()
             Path(self._file.name).unlink(missing_ok=True)
@@ -140,7 +146,7 @@ class Arriving:
         return msgspec.structs.replace(self.item, path=str(half.replace(half.with_name(self._name))))
 
     def _open(self) -> None:
-        """Open a file in the next folder, with what the one before has taken."""
+        """Open a file in the next folder, and copy the parts that the previous folder took."""
         before = self._file
         while self._folders:
             folder = self._folders[0]
@@ -162,7 +168,7 @@ class Arriving:
         )
 
     def _give_up(self, error: OSError) -> None:
-        """The first of the folders takes no more."""
+        """Remove the first folder from the list, because it accepts no more data."""
         self._reasons.append(f"{self._folders.pop(0)}: {error.strerror}")
         if self._file is not None:
             self._file.close()

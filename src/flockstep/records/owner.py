@@ -1,4 +1,4 @@
-"""A folder has one owner at a time: the process that writes the record in it holds a file there locked."""
+"""A folder has one owner at a time: the process that holds a lock on a file in it and writes the record."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import IO
 from flockstep.errors import ConfigurationError, RunError
 
 OWNER = ".owner"
-"""Name of the file that the owner of a folder holds locked; it says the owner's process id."""
+"""Name of the file that the owner of a folder holds locked; the file contains the owner's process id."""
 _held: dict[Path, IO[str]] = {}
 
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Own a folder, which is made if it is missing; the system takes the lock back if this process is killed.
+    """Context manager that owns a folder and creates it if it is missing; the system releases the lock if the process
+    dies.
 
     Raises:
-        ConfigurationError: another run owns it.
+        ConfigurationError: another run owns the folder.
     """
     pid, folder = os.getpid(), Path(os.path.abspath(folder))  # noqa: PTH100 - a link in it stays a link
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,10 +36,10 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def check(folder: Path) -> None:
-    """Check that a folder which this process owns is still the one that it took.
+    """Check that a folder owned by this process has not been replaced.
 
     Raises:
-        RunError: it was removed, or another folder is in its place.
+        RunError: the folder was removed, or another folder is in its place.
     """
     if not is_ours(folder):
         raise RunError(
@@ -48,7 +49,7 @@ def check(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is not one that this process owned and that is gone by now."""
+    """Whether a folder is in place; false only if this process owned the folder and it was removed or replaced."""
     file = _held.get(Path(os.path.abspath(folder)))  # noqa: PTH100
     return file is None or _is_at(folder, file)
 

@@ -1,4 +1,4 @@
-"""The figures of one run, computed from its events and nothing else."""
+"""The summary of one run, computed from its events alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flockstep.records.events import (
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
-"""What a run ended in whose model is not to be relied on."""
+"""Statuses of runs whose final model must not be relied on."""
 _IDENTITY = (
     "job", "strategy", "system", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better",
     "target", "lr",
@@ -41,14 +41,14 @@ class GradientWeight(msgspec.Struct, frozen=True):
     """The weights at which servers applied one worker's gradients, as multiples of the learning rate."""
 
     count: int
-    """Gradients applied, counted at every server that applied them."""
+    """Number of gradients applied, counted at every server that applied them."""
     mean: float
     min: float
     max: float
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker did: its Node event, or the sum of its Step events where it died before writing one."""
+    """Totals of one worker: its node event, or the sum of its step events if the worker died before it wrote one."""
 
     rank: int
     steps: int
@@ -61,112 +61,127 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     messages_received: int
     header_bytes: int
     completeness: float | None = None
-    """Updates of other workers that took effect here ÷ steps of the other workers; see `Summary.completeness`."""
+    """Updates of other workers that took effect on this worker ÷ steps of the other workers; see
+    `Summary.completeness`.
+    """
     loss: float | None = None
-    """Test loss of the worker's own replica at its end; None where there is none, or it is not finite."""
+    """Test loss of the worker's own replica at its end; None if the replica was not evaluated or the loss is not
+    finite.
+    """
     metric: float | None = None
-    """Metric of the worker's own replica at its end; None where there is none, or it is not finite."""
+    """Metric of the worker's own replica at its end; None if the replica was not evaluated or the metric is not finite.
+    """
     gradient_weight: GradientWeight | None = None
-    """Weights at which servers applied this worker's gradients, in learning rates (1/n under `bsp`, 1 under
-    `asynchronous`): `count`, `mean`, `min` and `max`; None where no weight is on the record."""
+    """Weights at which servers applied this worker's gradients, as multiples of the learning rate (1/n under `bsp`, 1
+    under `asynchronous`): `count`, `mean`, `min` and `max`; None if no weight is on the record.
+    """
 
     @property
     def seconds(self) -> float:
-        """All accounted time: computing, waiting and communicating."""
+        """Accounted seconds: computing plus waiting plus communicating."""
         return self.compute + self.wait + self.comm
 
     @property
     def utilisation(self) -> float | None:
-        """Share of the accounted time spent computing; None where no time is accounted."""
+        """Share of the accounted time spent computing; None if no time is accounted."""
         return self.compute / self.seconds if self.seconds > 0 else None
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in figures. Seconds are of `clock`; bytes are payload; "per worker" is the mean over all workers."""
+    """One run in figures. Seconds are those of `clock`; bytes are payload bytes; "per worker" is the mean over all
+    workers.
+    """
 
     job: str
     strategy: str
     system: str | None = None
-    """Name of the system whose composition the strategy is."""
+    """Name of the system whose composition the strategy is; None if the strategy was given as an expression."""
     workers: int
     seed: int
     network: str | None
     compute: str | None
     clock: Clock
-    """real: measured; virtual: modelled."""
+    """real: measured seconds; virtual: modeled seconds."""
     metric: str
     higher_is_better: bool
     target: float | None
     lr: float | None = None
-    """Learning rate that the run began with."""
+    """Learning rate at the start of the run."""
     status: Status
-    """diverged: a loss is not finite, in training or at the last evaluation, or that evaluation's metric is not, or the
-    parameters of a script's worker are not."""
+    """diverged: the training loss, the loss or metric of the last evaluation, or the parameters of a script's worker
+    are not finite.
+    """
     error: str | None
-    """Why the run did not finish, or has no model to rely on."""
+    """Reason why the run did not finish, or why its model must not be relied on."""
     seconds: float
-    """Time of the last event."""
+    """Time of the last event, in seconds."""
     time_to_target: float | None
-    """Time of the first evaluation whose metric reaches the target; None: never, or there is no target."""
+    """Time of the first evaluation whose metric reaches the target, in seconds; None if no evaluation does, or there is
+    no target.
+    """
     samples_to_target: int | None
-    """Samples used by all workers together up to that evaluation."""
+    """Samples used by all workers together up to the evaluation that reaches the target."""
     bytes_to_target: float | None
-    """Bytes sent per worker up to that evaluation."""
+    """Bytes sent per worker up to the evaluation that reaches the target."""
     final_metric: float | None
-    """Metric of the last evaluation; None where there is none, or it is not finite."""
+    """Metric of the last evaluation; None if there is no evaluation or the metric is not finite."""
     best_metric: float | None
-    """The best finite metric of all evaluations."""
+    """Best finite metric of all evaluations."""
     final_loss: float | None
-    """Test loss of the last evaluation; None where there is none, or it is not finite."""
+    """Test loss of the last evaluation; None if there is no evaluation or the loss is not finite."""
     samples: int
     """Samples used by all workers together up to the last evaluation."""
     sent_per_worker: float
     received_per_worker: float
     messages_per_worker: float
-    """Messages sent and received."""
+    """Messages sent plus messages received, mean over the workers."""
     header_bytes_per_worker: float
-    """Bytes of message headers, which the payload does not count."""
+    """Bytes of message headers, which the payload bytes do not include."""
     staleness_mean: float | None
-    """Mean over all updates whose staleness is on the record; an event of `count` updates counts that often."""
+    """Mean staleness of all updates whose staleness is on the record; an event of `count` updates counts `count` times.
+    """
     staleness_max: int | None
     staleness_counts: dict[int, int]
     """Staleness → number of updates."""
     utilisation: float | None
     """Mean over workers of computing ÷ (computing + waiting + communicating)."""
     divergence: float | None
-    """Root mean square distance of the replicas from their mean at the last evaluation; 0 where that is unknown but
-    all workers ended with equal parameters; otherwise None."""
+    """Root mean square distance of the replicas from their mean at the last evaluation. If that is unknown: 0 if all
+    workers ended with equal parameters, otherwise None.
+    """
     completeness: float | None
-    """Communication completeness: the share of updates that took effect elsewhere.
+    """Communication completeness: the share of updates that took effect on other nodes.
 
-    Where servers record updates: updates applied by servers ÷ steps of all workers ÷ number of servers, the same for
-    each worker. Otherwise, where workers record them: updates of others that took effect ÷ steps of others, both
-    summed over the workers. None where no update is on the record, or nobody else made a step. Never clipped: more
-    than 1 is a mistake in a strategy's accounting.
+    Where servers record updates: updates applied by servers ÷ steps of all workers ÷ number of servers, equal for all
+    workers. Otherwise, where workers record updates: updates of other workers that took effect ÷ steps of other
+    workers, both summed over the workers. None if no update is on the record, or no other worker made a step. The value
+    is never clipped: more than 1 is a mistake in a strategy's accounting.
     """
     effective_rate: float | None = None
-    """Sum of the weights of all gradients ÷ number of servers ÷ steps per worker (mean): the multiple of the learning
-    rate at which a gradient of every worker together was applied, 1 under `bsp`, n under `asynchronous`; less where
-    gradients were dropped. None where no weight is on the record."""
+    """Sum of the weights of all gradients ÷ number of servers ÷ mean steps per worker: the multiple of the learning
+    rate at which one gradient of each worker together was applied; 1 under `bsp`, n under `asynchronous`, less if
+    gradients were dropped. None if no weight is on the record.
+    """
     replicas_agree: bool | None
-    """All workers ended with equal parameters; None where a worker left no hash."""
+    """Whether all workers ended with equal parameters; None if a worker recorded no hash."""
     hashes: dict[str, str]
     """Node ("worker 0", "server 0", …) → hash of its final parameters."""
     per_worker: list[WorkerTotals]
-    """By rank."""
+    """Totals of each worker, in order of rank."""
     lost: list[Lost]
-    """The first report of each node that died or stopped responding."""
+    """First report of each node that died or stopped responding."""
     result_step: float | None = None
-    """Mean local steps of the workers whose model is in result.npy; `result_seconds`: as of when that model is."""
+    """Mean local steps of the workers whose model is in result.npy; `result_seconds` is the time of that model."""
     result_seconds: float | None = None
     notes: list[str] = []
-    """What is missing from the record, and why."""
+    """Sentences about what is missing from the record, and why."""
     figures: dict[str, float] = {}
-    """What the strategy itself recorded, by name: the last value of each node, summed over those where it is finite."""
+    """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
+    """
 
     @property
     def useful(self) -> bool:
-        """Whether the model that the run ended with may be relied on."""
+        """Whether the final model of the run may be relied on."""
         return self.status not in USELESS
 
     @property
@@ -181,14 +196,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def time_of(event: Event) -> float:
-    """When the event was complete."""
+    """Time at which an event was complete, in seconds."""
     return event.end if isinstance(event, Span) else event.t
 
 
 def summarise(
     config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
 ) -> Summary:
-    """The summary of a run that ended in `status`; `events` in any order."""
+    """Summarize a run that ended in `status`; `events` may be in any order."""
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, Update)]
     quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])
@@ -241,7 +256,7 @@ def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
 
 
 class _Quality(NamedTuple):
-    """What the evaluations say."""
+    """Evaluation figures of a run: target hit, best and final metric, final loss, samples, divergence."""
 
     hit: Snapshot | None = None
     best: float | None = None
@@ -270,7 +285,7 @@ def _quality(config: RunConfig, snapshots: Sequence[Snapshot]) -> _Quality:
 
 
 def reaches(config: RunConfig, metric: float) -> bool:
-    """Whether a metric is as good as the target of the run; not where there is none."""
+    """Whether a metric reaches the target of the run; false if the run has no target."""
     if config.target is None:
         return False
     return metric >= config.target if config.higher_is_better else metric <= config.target
@@ -317,7 +332,7 @@ def _of_steps(rank: int, steps: Sequence[Step]) -> WorkerTotals:
 def _completed(
     workers: list[WorkerTotals], updates: Sequence[Update], nodes: dict[Address, Node]
 ) -> tuple[list[WorkerTotals], float | None]:
-    """The workers with their completeness, and that of the run."""
+    """The workers with their communication completeness, and the completeness of the run."""
     total = sum(worker.steps for worker in workers)
     if not updates:
         return workers, None
@@ -354,7 +369,7 @@ def _weighted(workers: list[WorkerTotals], updates: Sequence[Update]) -> tuple[l
 
 
 def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
-    """Count, mean, least and largest of weights, each given with the number of gradients that have it."""
+    """Count, mean, minimum and maximum of weights, given as pairs (weight, number of gradients)."""
     count = sum(times for _, times in weights)
     if not count:
         return None
@@ -364,7 +379,7 @@ def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
 
 
 def _count(update: Update, nodes: int) -> int:
-    """How many updates the event stands for: without a source, `count` of each of the other workers."""
+    """Number of updates that an event stands for: without a source, `count` updates of each of the other workers."""
     return update.count * (nodes - 1) if update.source is None else update.count
 
 

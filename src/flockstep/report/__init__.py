@@ -1,4 +1,4 @@
-"""From records to tables and pictures: the ranking, the terminal table, and one self-contained HTML page."""
+"""Tables, figures and one self-contained HTML page from the records of runs."""
 
 from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels, rank

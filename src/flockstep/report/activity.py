@@ -1,4 +1,4 @@
-"""Where the time went: per step, per worker, and on a timeline of the first steps."""
+"""Figures of where the time went: per step, per worker, and on a timeline of the first steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TITLE_PX = 34
 
 
 def per_step(series: Sequence[Series]) -> Figure:
-    """One bar per run: milliseconds per local step that the mean worker computed, communicated and waited."""
+    """One bar per run: mean milliseconds per local step that a worker computed, communicated and waited."""
     shown = [one for one in series if one.record.summary.steps]
     names = [one.title(46) for one in shown]
     data = []
@@ -72,7 +72,7 @@ def _total(one: Series, name: str) -> dict[str, Any]:
 
 
 def per_worker(series: Sequence[Series]) -> Figure:
-    """Per run a panel with one stacked bar per worker: how its time divides."""
+    """One panel per run with one stacked bar per worker: the shares of computing, communicating and waiting."""
     titles = [one.title(32) for one in series]
     panels = Panels(len(series), min(4, len(series)), title_px=title_px(titles), panel_px=110, bottom_px=56)
     data, made, notes = [], {}, []
@@ -125,7 +125,7 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
 
 
 def timeline(series: Sequence[Series]) -> Figure | None:
-    """What each node did during the first steps, all runs on one time axis; None where no run kept spans."""
+    """What each node did during the first steps, all runs on one time axis; None if no run recorded spans."""
     shown = [(one, _spans(one, len(series) >= _MANY_RUNS)) for one in series]
     shown = [(one, spans) for one, spans in shown if spans]
     if not shown:
@@ -156,7 +156,9 @@ def timeline(series: Sequence[Series]) -> Figure | None:
 
 
 def _spans(one: Series, many: bool) -> list[Span]:
-    """The run's spans, of so many nodes that they can be told apart."""
+    """The spans of the run's first few nodes, at most `_MOST_SPANS`, in order of their start; fewer nodes if `many`
+    runs are drawn.
+    """
     chosen = [
         event
         for event in one.record.events
@@ -189,6 +191,8 @@ def _bars(spans: Sequence[Span], kind: str, nodes: Sequence[int], index: int) ->
 
 
 def _extent(shown: Sequence[tuple[Series, list[Span]]]) -> float:
-    """Seconds that the time axis shows: all, unless a few runs are so slow that the others would vanish."""
+    """Seconds that the time axis shows: the whole timeline, but at most 2.5 times the median run, so that a few slow
+    runs do not hide the others.
+    """
     ends = [max(span.end for span in spans) for _, spans in shown]
     return min(max(ends), 2.5 * statistics.median(ends)) or 1.0

@@ -1,4 +1,4 @@
-"""How well: metric and loss against seconds, bytes and samples; how late updates were."""
+"""Figures of the quality of training: metric and loss against seconds, bytes and samples; staleness of updates."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def _axes(first: Summary, losses: Sequence[float]) -> dict[str, Any]:
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 of every decade that `values` touch; the powers of ten alone where that would be many."""
+    """Ticks of a logarithmic axis: 1, 2 and 5 of every decade that `values` touch; from four decades on, the powers of
+    ten alone.
+    """
     decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
     return [float(f"{digit}e{decade}") for decade in decades for digit in ((1, 2, 5) if len(decades) < 4 else (1,))]
 
@@ -126,7 +128,7 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
 
 
 def near_target(series: Sequence[Series]) -> list[float] | None:
-    """The range of the metric in which the race for the target is decided; None where there is no target."""
+    """The range of the metric around the target and the best run, for a magnified view; None if there is no target."""
     summary = series[0].record.summary
     bests = [best for one in series if (best := one.record.summary.best_metric) is not None]
     if summary.target is None or not bests:
@@ -138,7 +140,7 @@ def near_target(series: Sequence[Series]) -> list[float] | None:
 
 
 def staleness(series: Sequence[Series]) -> Figure | None:
-    """A histogram of staleness for each run that has it on the record; None where no run has."""
+    """A histogram of staleness for each run whose record has staleness; None if no run has."""
     shown = [one for one in series if one.record.summary.staleness_counts]
     if not shown:
         return None

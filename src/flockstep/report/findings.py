@@ -1,4 +1,4 @@
-"""What the figures show, in sentences: who was first, why, and what the record does not settle."""
+"""The findings of a comparison as sentences: the fastest run, the reasons, and what the record leaves open."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Hit:
     samples: int
     sent: float
     before: float
-    """Time of the evaluation before: the target was reached somewhere between the two."""
+    """Time of the previous evaluation, in seconds: the target was reached between this time and `time`."""
 
     @property
     def label(self) -> str:
@@ -32,7 +32,9 @@ class _Hit:
 
 
 def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
-    """Plain sentences, not escaped, the most important first; `series` in order of rank, medians of so many seeds."""
+    """Findings as plain unescaped sentences, the most important first; `series` in order of rank, each the median of
+    `seeds` runs.
+    """
     usable = [one for one in series if one.record.summary.useful]
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
@@ -92,7 +94,9 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
 
 
 def _why(fast: _Hit, slow: _Hit) -> str:
-    """Time to target is samples to target ÷ samples per second: say which of the two made the difference."""
+    """Say whether fewer samples or more samples per second made the faster run faster: time to target is samples to
+    target ÷ samples per second.
+    """
     samples = _ratio(fast.samples, slow.samples)
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
     took = words.share(_ratio(fast.time, slow.time))

@@ -1,4 +1,4 @@
-"""The page that compares runs."""
+"""The HTML page that compares runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_report(
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
 ) -> Path:
-    """Write the page to `path` and return it; the folder is made if need be."""
+    """Write the page that compares runs to `path`, create its folder if it is missing, and return the path."""
     return write(render(records, predictions, spread), path)
 
 
@@ -67,10 +67,13 @@ def render(
     predictions: Sequence[Prediction | None] = (),
     spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
 ) -> str:
-    """The page as text; `records` in any order, `predictions` of them in the same, None where there is none.
+    """The page that compares runs, as text.
 
-    `spread`: groups of runs that differ in their seed only, and those whose learning rate is ranked; each of these is
-    one of `records`, whose summary is the medians'.
+    Args:
+        records: the runs, in any order.
+        predictions: one for each record, in the same order; None for a run without a prediction.
+        spread: groups of runs that differ in their seed only, and the groups whose learning rate is ranked. Each ranked
+            group stands in `records` as one record, whose summary is the group's median.
 
     Raises:
         ConfigurationError: the runs cannot be compared, or there are none.
@@ -114,7 +117,7 @@ def _title(series: Sequence[Series]) -> str:
 
 
 def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
-    """What was run, one value each where all runs agree."""
+    """Settings of the runs with their names: one value if all runs agree, otherwise all values."""
     found = []
     for name, text in _FACTS:
         values = list(dict.fromkeys(getattr(config, name) for config in configs))
@@ -145,7 +148,7 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
 
 
 def _predicted(series: Sequence[Series], predictions: Sequence[Prediction | None]) -> list[list[str]]:
-    """A row for each run of which there is a prediction."""
+    """One table row for each run that has a prediction."""
     pairs = zip(series, predictions, strict=bool(predictions))
     return [prediction.cells(one.label) for one, prediction in pairs if prediction is not None]
 

@@ -1,4 +1,4 @@
-"""A model layer by layer: the rows of a table, what they come to in words, a picture, and the page of all three."""
+"""A model layer by layer: the rows of a table, their summary in sentences, a figure, and an HTML page of all three."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.report.style import COLOURS, Figure, axis, key, layout, ref, safe
 
 DATA, SPLIT = COLOURS[0], COLOURS[1]
 MANY = 60
-"""Layers above which the picture shows only those with parameters."""
+"""Number of layers above which the figure shows layers with parameters only."""
 HEADINGS = (
     "layer",
     "kind",
@@ -30,7 +30,7 @@ HEADINGS = (
     "cheaper",
 )
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
-"""Title of each plot of the picture → its range from bottom to top."""
+"""Title of each plot of the figure → vertical range of the plot, as shares of the plotting area."""
 CAPTION = (
     "From the input on the left to the output on the right; of many layers, every second or third is named. "
     "Multiply-adds are those of the forward pass of one sample. "
@@ -50,7 +50,7 @@ EXPLAINED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One layer at a batch and a number of workers; sizes in bytes, work in floating-point operations."""
+    """One layer at a given batch size and number of workers; sizes in bytes, work in floating-point operations."""
 
     layer: str
     kind: str
@@ -58,7 +58,7 @@ class Row:
     tied: str | None
     parameters: int
     multiply_adds: float
-    """Of the forward pass of one sample."""
+    """Multiply-add operations of the forward pass for one sample."""
     work_forward: float
     work_backward: float
     depth: int
@@ -67,14 +67,14 @@ class Row:
     gradient_bytes: int
     data_bytes: float
     split_bytes: float | None
-    """None where the layer has no gradient to save."""
+    """Bytes sent per worker if the layer is split over the workers; None if the layer has no gradient to save."""
     cheaper: str | None
     break_even_batch: float | None
-    """Samples per worker above which data parallelism moves fewer bytes."""
+    """Samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
 
 
 def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
-    """Each layer of `model` with `batch` samples per worker.
+    """One row for each layer of `model`, with `batch` samples per worker.
 
     Raises:
         ConfigurationError: batch or workers are below 1.
@@ -106,7 +106,7 @@ def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> Row:
 
 
 def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Totals and rows of the table as plain data, for JSON."""
     listed = [dataclasses.asdict(row) for row in rows(model, batch, workers)]
     return {
         "model": model.name,
@@ -131,7 +131,7 @@ def document(model: ModelShape, batch: int, workers: int) -> dict[str, Any]:
 
 
 def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
-    """What the table comes to."""
+    """The totals of the table in sentences."""
     require_scale(batch, workers)
     first = (
         f"{model.name}: {model.parameters:,} parameters, {amount(model.multiply_adds)} multiply-adds a sample forward; "
@@ -162,7 +162,7 @@ def _advice(model: ModelShape, batch: int, workers: int) -> str:
 
 
 def amount(value: float) -> str:
-    """A count with three digits and k, M, G, T, P or E."""
+    """Format a count with three digits and the suffix k, M, G, T, P or E."""
     for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{words.number(value / scale)} {prefix}"
@@ -175,7 +175,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The texts of a row, one for each of `HEADINGS`."""
+    """The texts of a row, in the order of `HEADINGS`."""
     marks = {"formula": "", "torch": " (counted by torch)", "unknown": " (unknown)"}
     missing = row.counted == "unknown"
     return (
@@ -195,7 +195,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
-    """The texts of the last row; the last of them is the bytes where each layer goes the cheaper way."""
+    """The texts of the total row; the last one is the bytes sent if each layer uses the cheaper of the two ways."""
     return (
         "total",
         "",
@@ -213,7 +213,9 @@ def total_cells(model: ModelShape, batch: int, workers: int) -> tuple[str, ...]:
 
 
 def picture(model: ModelShape, batch: int, workers: int) -> Figure:
-    """Three plots above one another, a column for each layer: parameters, W/D, and bytes in either way."""
+    """Three plots, one above the other, with one column per layer: parameters, W/D, and bytes sent per worker in both
+    ways.
+    """
     shown = [row for row in rows(model, batch, workers) if row.parameters or row.parallelism]
     if len(shown) > MANY:
         shown = [row for row in shown if row.parameters]
@@ -281,7 +283,7 @@ def _points(name: str, layers: Sequence[str], values: Sequence[Any], colour: str
 
 
 def layers_page(model: ModelShape, batch: int, workers: int) -> Page:
-    """Sentences, the picture and the table, for `batch` samples per worker.
+    """The HTML page: sentences, figure and table, for `batch` samples per worker.
 
     Raises:
         ConfigurationError: batch or workers are below 1.

@@ -1,6 +1,6 @@
-"""Figure 14 of Langer et al. (2020) redrawn: the least delay of a step, by where the parameters lie.
+"""Figure 14 of Langer et al. (2020) redrawn: lower bounds of the communication delay of a step, by parameter layout.
 
-Eight layouts, as lines over the number of workers and over the link's speed, a panel for each model.
+One line for each of the eight layouts, over the number of workers and over the link speed, with one panel per model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flockstep.report.style import COLOURS, GRID, Figure, above, axis, key, layo
 
 WORKERS = tuple(1 << power for power in range(11))
 SPEEDS = tuple(1e8 / 8 * 10 ** (step / 2) for step in range(7))
-"""Bytes per second: 100 Mbit/s to 100 Gbit/s."""
+"""Link speeds in bytes per second, from 100 Mbit/s to 100 Gbit/s."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
 DASHES = ("solid", "dash", "dot", "dashdot", "solid", "dash", "dot", "dashdot")
 MOST = 4
-"""Models for which there is room."""
+"""Largest number of models in one figure."""
 PANEL_PX, GAP_PX, TOP_PX = 330, 120, 120
 CAPTION = (
     "The least time that one step spends on exchanging and updating the parameters: transmitting, adding gradients "
@@ -32,7 +32,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its bytes."""
+    """A model, described by its size in bytes."""
 
     name: str
     parameters: int
@@ -41,7 +41,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Delays:
-    """Models on so many workers, each with a link of so many bytes per second."""
+    """Communication delays of models on `workers` workers, each with a link of `bandwidth` bytes per second."""
 
     models: tuple[Model, ...]
     workers: int
@@ -54,26 +54,26 @@ class Delays:
             raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; vgg-a is one")
 
     def seconds(self, model: Model, name: str) -> float:
-        """Of one layout, here."""
+        """Seconds per step of the layout `name` for one model."""
         return LAYOUTS[name](self.workers, Times.of(model.nbytes, self.bandwidth))
 
     @property
     def link(self) -> str:
-        """The bandwidth in words."""
+        """The link's bandwidth as text, for example "1 Gbit/s"."""
         return speed(self.bandwidth)
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """Models, bandwidth and seconds of every layout as plain data, for JSON."""
         found = {model.name: {name: self.seconds(model, name) for name in LAYOUTS} for model in self.models}
         sizes = {model.name: {"parameters": model.parameters, "bytes": model.nbytes} for model in self.models}
         return {"workers": self.workers, "bandwidth": self.bandwidth, "models": sizes, "seconds": found}
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row for each layout, a column for each model."""
+        """Table rows: one row for each layout, one column for each model."""
         return [(name, *(words.seconds(self.seconds(model, name)) for model in self.models)) for name in LAYOUTS]
 
     def sentences(self) -> list[str]:
-        """What it comes to."""
+        """The table's main results in sentences."""
         shared = [name for name in LAYOUTS if not name.startswith("asynchronous")]
         said = []
         for model in self.models:
@@ -88,7 +88,7 @@ class Delays:
 
 
 def speed(bandwidth: float) -> str:
-    """Bytes per second as bits per second, in words."""
+    """Format bytes per second as bits per second, for example "1 Gbit/s"."""
     bits = 8 * bandwidth
     for unit, scale in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= 0.9995 * scale:
@@ -97,7 +97,7 @@ def speed(bandwidth: float) -> str:
 
 
 def layouts_page(delays: Delays) -> Page:
-    """The picture, and its figures as tables."""
+    """The HTML page: the figure, and its values as tables."""
     headings = ("layout", *(f"{model.name} ({words.size(model.nbytes)})" for model in delays.models))
     note = f"Seconds a step, {delays.workers} workers, {delays.link} each."
     return Page(
@@ -121,7 +121,7 @@ def _over_workers(delays: Delays, model: Model) -> Listing:
 
 
 def picture(delays: Delays) -> Figure:
-    """Two rows of panels, a column for each model, a line for each layout."""
+    """The figure: two rows of panels, one column per model, one line per layout."""
     count = len(delays.models)
     width = (1 - 0.06 * (count - 1)) / count
     height = 2 * PANEL_PX + GAP_PX

@@ -1,4 +1,4 @@
-"""Runs of one strategy that differ in seed or learning rate: medians and ranges, and the best rate of each."""
+"""Runs of one strategy that differ in seed or learning rate: medians, ranges, and the best learning rate."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ SPREAD = ("strategy", "lr", "runs", "s to target", "final metric", "at target", 
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one strategy at one learning rate, one for each seed."""
+    """The runs of one strategy at one learning rate, one run for each seed."""
 
     runs: tuple[Summary, ...]
 
     @property
     def useful(self) -> list[Summary]:
-        """Those that neither failed nor diverged."""
+        """The runs that neither failed nor diverged."""
         return [run for run in self.runs if run.useful]
 
     def spread(self, name: str) -> tuple[float, float, float] | None:
-        """Least, median and largest of what runs have of a figure; None where no run has it."""
+        """Minimum, median and maximum of a summary field over the runs that have a value; None if no run has one."""
         found = [value for run in self.useful if (value := getattr(run, name)) is not None]
         return (min(found), statistics.median(found), max(found)) if found else None
 
     def nearest(self) -> Summary:
-        """The run whose time to the target, then final metric, are nearest the medians; a useful one if most are."""
+        """The run nearest to the medians, by time to target, then final metric; a useful run if most are useful."""
         time, metric = self._medians()
         useful = 2 * len(self.useful) > len(self.runs)
 
@@ -78,7 +78,7 @@ class Group:
         return found if math.isfinite(found) else None
 
     def document(self, chosen: bool) -> dict[str, Any]:
-        """As plain data; `chosen`: whether the strategy is ranked by this learning rate."""
+        """The group as plain data, for JSON; `chosen`: whether the strategy is ranked by this learning rate."""
         keys = ("least", "median", "largest")
         spreads = {name: self.spread(name) for name in ("time_to_target", "final_metric", "seconds")}
         return {
@@ -93,14 +93,14 @@ class Group:
 
 
 def _apart(one: float | None, other: float | None) -> float:
-    """How far two figures are from each other: nothing if neither is there, beyond measure if one is."""
+    """Distance of two figures: 0 if both are missing, infinite if one is missing."""
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     return abs(one - other)
 
 
 def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
-    """What medians and chosen learning rates do not settle, in sentences."""
+    """Sentences about what medians and chosen learning rates leave open."""
     said = []
     if len(groups) > len(chosen):
         said.append(
@@ -126,7 +126,9 @@ def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
 
 
 def _missed(rates: Sequence[Group], chosen: Group) -> list[str]:
-    """That most runs at the best learning rate did not reach the target, and how near all of them came."""
+    """A sentence for a group in which most runs at the best learning rate missed the target, with the best metric
+    reached.
+    """
     first, runs = chosen.runs[0], [run for group in rates for run in group.runs]
     tops = [(run.best_metric, run.lr) for group in rates for run in group.useful if run.best_metric is not None]
     if first.target is None or chosen.median().time_to_target is not None or not tops:
@@ -144,20 +146,22 @@ def _missed(rates: Sequence[Group], chosen: Group) -> list[str]:
 
 
 def best(groups: Sequence[Group]) -> Group:
-    """The group whose medians rank first: time to target, then the final metric."""
+    """The group whose medians rank first: by time to target, then by final metric."""
     medians = [group.median() for group in groups]
     return groups[medians.index(rank(medians)[0])]
 
 
 def title(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
-    """What the table of ranges shows."""
+    """Title of the table of ranges."""
     seeds = max(len(group.runs) for group in groups)
     over = f"Medians over {seeds} seeds [least to largest]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 
 def rows(groups: Sequence[Group], chosen: Sequence[Group]) -> list[list[str]]:
-    """The table of ranges, in the order of `SPREAD`; a star marks a learning rate of several that is ranked."""
+    """Rows of the table of ranges, in the order of `SPREAD`; a star marks the learning rate that is ranked if there are
+    several.
+    """
     several = len(groups) > len(chosen)
     return [_row(group, several and group in chosen) for group in groups]
 
@@ -171,7 +175,7 @@ def _row(group: Group, starred: bool) -> list[str]:
 
 
 def spreads(groups: Sequence[Group], chosen: Sequence[Group]) -> Table:
-    """Every learning rate of every strategy with its ranges over seeds."""
+    """The terminal table of every learning rate of every strategy with its ranges over seeds."""
     made = Table(title=escape(title(groups, chosen)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for heading in SPREAD:
         made.add_column(heading, justify="left" if heading == "strategy" else "right", overflow="fold")

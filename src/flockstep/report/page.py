@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: everything inlined, nothing loaded, readable without a network."""
+"""Self-contained HTML pages: styles, scripts and data are inlined, so that a page works without a network."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flockstep.report.style import Figure
 
 @dataclass(frozen=True)
 class Drawing:
-    """A plot with a heading, and a caption that says what its axes and signs are."""
+    """A plot with a heading and a caption that explains its axes and symbols."""
 
     name: str
-    """Its place in the page."""
+    """Identifier of the plot in the page."""
     heading: str
     caption: str
     figure: Figure
@@ -27,42 +27,42 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Listing:
-    """A table."""
+    """A table with a heading and a note."""
 
     heading: str
     note: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     styles: Mapping[int, str] = field(default_factory=dict)
-    """Of rows that stand out, by number: chosen, split or total, as the template has them."""
+    """Row number → style of a highlighted row: chosen, split or total, as the template defines them."""
     left: Sequence[int] = (0,)
-    """Columns that are words, not figures."""
+    """Numbers of the columns that hold text and are aligned left."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page of sentences, plots and tables: what stands on it, from top to bottom."""
+    """A page of sentences, lists, plots and tables, from top to bottom."""
 
     brand: str
     title: str
     footer: str
     sentences: Sequence[str] = ()
     lists: Sequence[tuple[str, Sequence[str]]] = ()
-    """Headings, each with what stands below."""
+    """Pairs (heading, list entries)."""
     drawings: Sequence[Drawing] = field(default=())
     listings: Sequence[Listing] = ()
 
     def render(self) -> str:
-        """The page as text."""
+        """The page as HTML text."""
         return filled("page.html.j2", page=self)
 
     def write(self, path: Path | str) -> Path:
-        """Write it to `path` and return that; the folder is made if need be."""
+        """Write the page to `path`, create its folder if it is missing, and return the path."""
         return write(self.render(), path)
 
 
 def filled(template: str, **values: Any) -> str:
-    """A template of this folder with these values; what users write is escaped, what is not given is an error."""
+    """Fill in a template of this folder; values are escaped, and a missing value is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -74,7 +74,7 @@ def filled(template: str, **values: Any) -> str:
 
 
 def write(page: str, path: Path | str) -> Path:
-    """Write a page to `path` and return that; the folder is made if need be."""
+    """Write a page to `path`, create its folder if it is missing, and return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -83,13 +83,13 @@ def write(page: str, path: Path | str) -> Path:
 
 @functools.cache
 def _plotly() -> str:
-    """The script that every page carries."""
+    """The plotly script that every page contains."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that cannot end the script element it stands in; what is not finite becomes null."""
+    """Encode a value as JSON that is safe inside a script element; numbers that are not finite become null."""
     text = msgspec.json.encode(value).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

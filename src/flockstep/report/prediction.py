@@ -1,4 +1,4 @@
-"""What was predicted of a run, beside what came of it, as a report shows it."""
+"""Predicted and measured figures of a run, side by side, as a report shows them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ HEADINGS = ("strategy", "predicted s a step", "in the run", "error", "predicted 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a worker, in the mean: seconds and bytes sent, both ways."""
+    """Mean step of a worker, predicted and measured: seconds, and bytes sent."""
 
     seconds: float
     measured: float
     sent: float
     measured_sent: float
     source: str
-    """What the prediction is from: a closed form or a rehearsal, and of which machines."""
+    """Source of the prediction: a closed form or a rehearsal, and the machines that it describes."""
 
     @property
     def error(self) -> float:
-        """By which share of the measured seconds the prediction is too long."""
+        """Relative error of the predicted seconds: positive if the prediction is too long."""
         return self.seconds / self.measured - 1 if self.measured else 0.0
 
     def cells(self, label: str) -> list[str]:
-        """Those under `HEADINGS`."""
+        """The texts of a table row, in the order of `HEADINGS`."""
         took = [words.seconds(self.seconds), words.seconds(self.measured), f"{self.error:+.1%}"]
         return [label, *took, f"{self.sent / 1e6:.4g}", f"{self.measured_sent / 1e6:.4g}", self.source]

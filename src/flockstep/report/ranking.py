@@ -1,4 +1,4 @@
-"""Which run is better, and what to call it."""
+"""Ranking of runs, and labels that tell runs apart."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ _MUST_AGREE = {"clock": "clocks", "job": "jobs", "metric": "metrics", "target": 
 
 
 def rank(summaries: Sequence[Summary]) -> list[Summary]:
-    """The best first: time to target (reached before not reached), then final metric, then bytes per worker.
+    """Sort runs, the best first: by time to target (runs that reach the target first), then final metric, then bytes
+    per worker.
 
-    Runs that failed or diverged come last, whatever they reached: their final model is not to be relied on.
+    Runs that failed or diverged come last, whatever they reached: their final model must not be relied on.
 
     Raises:
-        ConfigurationError: the runs cannot be compared: real and virtual clocks, several jobs, metrics or targets.
+        ConfigurationError: the runs cannot be compared: their clocks, jobs, metrics or targets differ.
     """
     require_comparable(summaries)
     return [summaries[index] for index in order(summaries)]
 
 
 def order(summaries: Sequence[Summary]) -> list[int]:
-    """Positions in `summaries`, the best run's first."""
+    """Positions in `summaries`, in order of rank."""
     return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
 
 
 def require_comparable(summaries: Sequence[Summary]) -> None:
-    """Raise `ConfigurationError` unless times and metrics of these runs mean the same thing."""
+    """Raise `ConfigurationError` unless times and metrics of these runs have the same meaning."""
     for name, plural in _MUST_AGREE.items():
         found = {str(getattr(summary, name)) for summary in summaries}
         if len(found) > 1:
@@ -40,7 +41,7 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 
 
 def labels(summaries: Sequence[Summary]) -> list[str]:
-    """A short name for each run, all different: its strategy, and what else it takes to tell it from the others."""
+    """A short, unique label for each run: its strategy, and the settings in which runs of equal strategy differ."""
     names = [summary.system or summary.strategy for summary in summaries]
     for setting in ("workers", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]

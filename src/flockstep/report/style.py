@@ -1,4 +1,4 @@
-"""What all figures share: one colour, dash and symbol per run, fonts, axes, and panels side by side."""
+"""Shared style of all figures: color, dash and symbol of each run, fonts, axes, and grids of panels."""
 
 from __future__ import annotations
 
@@ -29,68 +29,68 @@ COLOURS = (
     "#8a8a8a",
 )
 DASHES = {"solid": "none", "10px,4px": "10 4", "2px,3px": "2 3"}
-"""plotly's name of a line style → the same as SVG's stroke-dasharray."""
+"""plotly's name of a line style → the equivalent stroke-dasharray of SVG."""
 ACTIVITIES = {
     "compute": ("computing", "#3d4f66"),
     "comm": ("communicating", "#e8a33d"),
     "wait": ("waiting", "#cfd5dd"),
 }
 WIDE = 100.0
-"""Ratio of the ends of an axis above which powers of ten are ticks enough."""
+"""Ratio of an axis's ends above which only powers of ten are ticks."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
 
 
 @dataclass(frozen=True)
 class Series:
-    """A run as it is drawn: the same in every figure."""
+    """A run with its label and rank; color and dash follow from the rank, so that they are equal in every figure."""
 
     label: str
     record: Record
     place: int
-    """0 for the best run."""
+    """Rank of the run, from 0 for the best run."""
 
     @property
     def colour(self) -> str:
-        """Line and bar colour."""
+        """Color of the run's lines and bars."""
         return COLOURS[self.place % len(COLOURS)]
 
     @property
     def dash(self) -> str:
-        """Line style: a second cue, for those who do not tell the colours apart."""
+        """Line style of the run, for readers who cannot tell the colors apart."""
         return list(DASHES)[self.place % len(DASHES)]
 
     @property
     def stroke(self) -> str:
-        """The same line style for SVG."""
+        """Line style of the run as SVG's stroke-dasharray."""
         return DASHES[self.dash]
 
     @property
     def name(self) -> str:
-        """The label, safe as plotly text."""
+        """The label, escaped for plotly."""
         return safe(self.label)
 
     def title(self, width: int) -> str:
-        """The label, safe and broken into lines of at most `width` characters."""
+        """The label, escaped for plotly and broken into lines of at most `width` characters."""
         return wrapped(self.label, width)
 
 
 def title_px(titles: Sequence[str]) -> int:
-    """Height of the strip above each panel in which these titles and the axis above fit."""
+    """Height in pixels of the strip above each panel that holds these titles and the labels of the axis above."""
     return 24 + 16 * max(title.count("<br>") + 1 for title in titles)
 
 
 def safe(text: str) -> str:
-    """`text` with everything that plotly would read as markup made harmless."""
+    """Escape everything in `text` that plotly would read as markup."""
     return html.escape(text, quote=False)
 
 
 def wrapped(text: str, width: int) -> str:
-    """`text`, safe and broken into lines."""
+    """Escape `text` for plotly and break it into lines of at most `width` characters."""
     return "<br>".join(safe(line) for line in textwrap.wrap(text, width) or [text])
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:
-    """The common layout; `more` is plotly's own."""
+    """The layout that all figures share; `more` holds further keys of plotly's layout."""
     return {
         "height": height,
         "font": {"family": FONT, "size": 13, "color": INK},
@@ -103,7 +103,7 @@ def layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    """A thin axis with light grid lines; `more` is plotly's own."""
+    """A thin axis with light grid lines; `more` holds further keys of plotly's axis."""
     made: dict[str, Any] = {
         "gridcolor": GRID,
         "zeroline": False,
@@ -120,7 +120,7 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def decades(values: Sequence[float], said: Callable[[float], str], unit: float = 1.0) -> dict[str, Any]:
-    """For `axis`: ticks at powers of ten of a unit between these values; where those are close, also at 2 and 5."""
+    """Keys of `axis`: ticks at powers of ten of `unit` in the range of `values`; in a narrow range also at 2 and 5."""
     low, high = (math.log10(end / unit) for end in (min(values), max(values)))
     steps = (1.0,) if 10**high > WIDE * 10**low else (1.0, 2.0, 5.0)
     every = [unit * step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
@@ -129,18 +129,18 @@ def decades(values: Sequence[float], said: Callable[[float], str], unit: float =
 
 
 def key(letter: str, index: int) -> str:
-    """plotly's name of the index-th axis in a layout: xaxis, xaxis2, … and so on."""
+    """plotly's name of the index-th axis in a layout: xaxis, xaxis2, and so on."""
     return f"{letter}axis{index + 1 if index else ''}"
 
 
 def ref(letter: str, index: int) -> str:
-    """plotly's name of the index-th axis in a trace: x, x2, … and so on."""
+    """plotly's name of the index-th axis in a trace: x, x2, and so on."""
     return f"{letter}{index + 1 if index else ''}"
 
 
 @dataclass(frozen=True)
 class Panels:
-    """A grid of small plots; panel i is filled row by row from the top left."""
+    """A grid of small plots, filled row by row from the top left."""
 
     count: int
     columns: int
@@ -151,21 +151,21 @@ class Panels:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Number of rows of the grid."""
         return -(-self.count // self.columns)
 
     @property
     def plot_px(self) -> int:
-        """Height of the plotting area."""
+        """Height of the plotting area in pixels."""
         return self.rows * (self.title_px + self.panel_px)
 
     @property
     def height(self) -> int:
-        """Height of the figure, margins included."""
+        """Height of the figure in pixels, including margins."""
         return self.plot_px + self.bottom_px + 30
 
     def domain(self, index: int) -> tuple[list[float], list[float]]:
-        """x and y range of panel `index`, as shares of the plotting area."""
+        """x range and y range of panel `index`, as shares of the plotting area."""
         row, column = divmod(index, self.columns)
         width = (1 - self.gap_x * (self.columns - 1)) / self.columns
         left = column * (width + self.gap_x)
@@ -173,23 +173,23 @@ class Panels:
         return [left, min(left + width, 1.0)], [max(top - self.panel_px / self.plot_px, 0.0), top]
 
     def heading(self, index: int, text: str, colour: str) -> dict[str, Any]:
-        """An annotation above panel `index`."""
+        """The title of panel `index`, as an annotation."""
         (left, _), (_, top) = self.domain(index)
         return heading(text, left, top, colour)
 
 
 def heading(text: str, left: float, top: float, colour: str) -> dict[str, Any]:
-    """An annotation above a plot, flush left, with a run's colour before it; `text` is safe already."""
+    """An annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
     marked = f'<span style="color:{colour}">■</span> {text}'
     return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
 
 
 def above(text: str, left: float, top: float) -> dict[str, Any]:
-    """An annotation above a plot, flush left; `text` is safe already."""
+    """An annotation above a plot, aligned left; `text` must be escaped."""
     paper = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
     return {"text": text, "x": left, "y": top, **paper, "showarrow": False}
 
 
 def by_rank(records: Sequence[tuple[str, Record]]) -> list[Series]:
-    """Labelled records, the best first, as they are drawn."""
+    """Series of labeled records that are sorted by rank."""
     return [Series(label, record, place) for place, (label, record) in enumerate(records)]

@@ -1,4 +1,4 @@
-"""The ranked table for the terminal."""
+"""The terminal table of ranked runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "fai
 
 
 def headings(summary: Summary) -> list[tuple[str, str]]:
-    """The columns' titles, in full and narrow; all rows share the clock and the metric of `summary`."""
+    """Column titles as pairs (full, narrow); all rows share the clock and the metric of `summary`."""
     unit = "s" if summary.clock == "real" else "virtual s"
     narrow = "the end" if summary.target is None else f"{summary.target:g}"
     full = narrow if summary.target is None else f"{summary.metric} {narrow}"
@@ -36,7 +36,7 @@ def headings(summary: Summary) -> list[tuple[str, str]]:
 
 
 def cells(place: int, label: str, summary: Summary) -> list[str]:
-    """One row as text, in the order of `headings`; a run that has not reached its target says how long it tried."""
+    """One row as text, in the order of `headings`; a run that missed the target shows its whole time."""
     return [
         str(place) if summary.useful else words.NONE,
         label,
@@ -58,13 +58,13 @@ def _time(summary: Summary) -> str:
 
 
 def modelled(summaries: Sequence[Summary]) -> str:
-    """The law of computing that simulated runs share, for a heading; labels tell apart what runs do not share."""
+    """The compute model that all simulated runs share, for a heading; if the runs differ, their labels name it."""
     laws = {summary.compute for summary in summaries}
     return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modelled"
 
 
 def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
-    """Sentences about simulations whose gradients could not be computed for many workers in one call."""
+    """Sentences about simulations that could not compute the gradients of several workers in one call."""
     said = {config.versions.get("gradients", "batched") for config in configs} - {"batched"}
     return [
         f"gradients were computed {how}; seconds are virtual, but the simulation takes longer" for how in sorted(said)
@@ -72,7 +72,7 @@ def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """The ranked table for the terminal; empty where there are no runs.
+    """The terminal table of ranked runs; without runs the table is empty.
 
     Raises:
         ConfigurationError: the runs cannot be compared.

@@ -1,4 +1,4 @@
-"""Figures as text, the same everywhere: "12.3 s", "4.1 MB", "83 %", and a dash for what is not known."""
+"""Numbers as text, in the same form everywhere: "12.3 s", "4.1 MB", "83 %", and a dash for an unknown value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NONE = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, without an exponent for everyday sizes."""
+    """Format a number with three significant digits; an exponent appears only for very large and very small numbers."""
     if value is None:
         return NONE
     size = abs(value)
@@ -25,7 +25,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration in s, ms or µs."""
+    """Format a duration in s, ms or µs."""
     if value is None:
         return NONE
     if value == 0 or value >= 1:
@@ -34,7 +34,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in B, kB, MB or GB (powers of 1000)."""
+    """Format a number of bytes in B, kB, MB or GB (powers of 1000)."""
     if value is None:
         return NONE
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -44,7 +44,7 @@ def size(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent; never rounded to 0 % or 100 % when it is not."""
+    """Format a share in percent; a value is rounded to 0 % or 100 % only if the share is exactly 0 or 1."""
     if value is None:
         return NONE
     percent = value * 100
@@ -56,17 +56,17 @@ def share(value: float | None) -> str:
 
 
 def metric(value: float | None) -> str:
-    """An accuracy or the like."""
+    """Format a metric, such as an accuracy."""
     return NONE if value is None else f"{value:.4f}" if abs(value) < 10 else number(value)
 
 
 def times(value: float) -> str:
-    """A ratio: "3.2 times"."""
+    """Format a ratio, for example "3.2 times"."""
     return f"{number(value, 2)} times"
 
 
 def staleness(summary: Summary) -> str:
-    """Mean and largest."""
+    """Format mean and maximum staleness of a run."""
     if summary.staleness_mean is None:
         return NONE
     return f"{number(summary.staleness_mean, 2)}/{summary.staleness_max}"

@@ -1,1 +1,1 @@
-"""Moving messages between two nodes."""
+"""Transports: how messages move between the nodes of a run."""

@@ -1,4 +1,4 @@
-"""The contract of a bus: what delivers messages between the nodes of a run."""
+"""The interface of a bus, which delivers messages between the nodes of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.messages import Address, Array, Message, Wanted
 
 LAUNCHER: Address = 1 << 30
-"""The address of the process that supervises the run."""
+"""Address of the supervisor, the process that launches and watches a run."""
 
 
 class Backlog(PeerLost):
-    """The peer is connected, and takes no more messages at the moment: the same message may be sent again later."""
+    """The peer is connected, but its queue is full; the same message may be sent again later."""
 
 
 @dataclass
 class Traffic:
-    """Payload bytes and messages that a node sent and received, and the bytes of the headers it sent."""
+    """Counters of one node: payload bytes and messages sent and received, and header bytes sent."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -28,20 +28,20 @@ class Traffic:
     header_bytes: int = 0
 
     def sent(self, message: Message, header_bytes: int) -> None:
-        """Count a message that was sent."""
+        """Count one sent message."""
         self.messages_sent += 1
         if message.array is not None:
             self.sent_bytes += message.array.nbytes
         self.header_bytes += header_bytes
 
     def received(self, message: Message) -> None:
-        """Count a message that arrived."""
+        """Count one received message."""
         self.messages_received += 1
         if message.array is not None:
             self.received_bytes += message.array.nbytes
 
     def moved(self, sent: int, received: int, messages: int) -> None:
-        """Count payload bytes that did not travel as messages, as that number of messages each way."""
+        """Count payload bytes that moved through shared memory, as if `messages` messages had carried them each way."""
         self.sent_bytes += sent
         self.received_bytes += received
         self.messages_sent += messages
@@ -51,7 +51,7 @@ class Traffic:
 class Bus(ABC):
     """Delivers messages between one node and its peers, in order for each pair of nodes.
 
-    `address` is what a peer needs to connect; `traffic` counts what peers send and receive, without greetings.
+    `address` is where peers connect; `traffic` counts the messages exchanged with peers, without greetings.
     """
 
     address: str
@@ -59,54 +59,61 @@ class Bus(ABC):
 
     @abstractmethod
     def connect(self, peers: Mapping[Address, str]) -> None:
-        """Connect to the peers at their addresses, and accept no others; `poll` until all of them are `reachable`."""
+        """Connect to the peers at their addresses and accept no other connections; call `poll` until all peers are
+        `reachable`.
+        """
 
     @abstractmethod
     def disconnect(self, peer: Address) -> None:
-        """Give up a peer that was lost, and free the memory that was lent to it."""
+        """Close the connection to a peer that was lost, and free the memory that the peer had borrowed."""
 
     @abstractmethod
     def reachable(self, peer: Address) -> bool:
-        """Whether the connection to the peer stands."""
+        """Whether the connection to the peer is established."""
 
     @abstractmethod
     def waiting(self, peer: Address) -> int:
-        """Bytes of messages to the peer that have not been given to the system yet."""
+        """Bytes of messages to the peer that are still queued in this process."""
 
     @abstractmethod
     def broken(self, seconds: float) -> set[Address]:
-        """The peers whose connection ended at least so long ago, for whatever reason."""
+        """The peers whose connection ended at least `seconds` ago, for any reason."""
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer without waiting for it; an array that is not lent may change afterwards.
+        """Send a message to a peer without waiting; the caller may change the array afterwards, unless `lend` returned
+        the array.
 
         Raises:
-            Backlog: too many messages, or bytes, wait for the peer; the same message may be sent again later.
+            Backlog: too many messages or bytes are queued for the peer; the same message may be sent again later.
             PeerLost: the peer is not connected.
         """
 
     @abstractmethod
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        """The next message; None if none came within `seconds` (None: no limit), or a descriptor of `also` can be read.
+        """Return the next message; None if none arrived within `seconds` or a descriptor of `also` became readable.
 
-        If it is `wanted`, its array may be received in that message's `place`, and then is that array.
+        Args:
+            seconds: time limit; None waits without limit.
+            also: file descriptors that end the wait when they become readable.
+            wanted: the message that the caller expects. Its array may be received directly into `wanted.place`; then
+                the message's array is that place.
 
         Raises:
-            ProtocolError: a peer sent something that is not as agreed.
+            ProtocolError: a peer sent a message that breaks the protocol.
         """
 
     @abstractmethod
     def lend(self, array: Array) -> Array:
-        """A read-only copy of the array, in memory that peers can reach where there is some."""
+        """Return a read-only copy of the array, in memory that peers can read if such memory is available."""
 
     @abstractmethod
     def close(self, linger: float) -> None:
-        """Close; what was sent is still delivered, for up to `linger` seconds."""
+        """Close the bus; queued messages are delivered for up to `linger` seconds."""
 
 
 def cannot_listen(address: str, why: str) -> ConfigurationError:
-    """The error of a node that cannot listen at ipc://PATH or tcp://HOST:PORT."""
+    """The error of a node that cannot listen at `address`, ipc://PATH or tcp://HOST:PORT."""
     way_out = (
         "use an address of this machine, such as 127.0.0.1"
         if address.startswith("tcp:")

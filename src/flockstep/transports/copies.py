@@ -1,4 +1,4 @@
-"""Memory for arrays on their way, which is used again once nobody holds what lies in it."""
+"""Buffers for arrays in transit, reused as soon as no array refers to them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from flockstep.messages import Address, Array, frozen, unchangeable
 from flockstep.transports.shared_heap import SMALLEST, SharedHeap, slot_bytes
 
 REUSED = 1 << 16
-"""Bytes from which memory is used again: fresh memory of that size has to be mapped and zeroed page by page, which
-costs more than the copying itself."""
+"""Smallest size in bytes of a reused buffer. New memory of this size has to be mapped and zeroed page by page, which
+costs more than the copy.
+"""
 KEPT = 8
-"""Buffers of each size that are kept."""
+"""Number of buffers of each size that are kept for reuse."""
 
 
 class Copies:
-    """Read-only copies, as `frozen` makes them, in a heap that other processes read or in buffers that are used again.
+    """Read-only copies, as `frozen` creates them, in a heap that other processes can read or in reused buffers.
 
-    What lies in a buffer is seen by the arrays that hold it: the buffer is free again when they are gone.
+    Every array in a buffer holds a reference to the buffer; the buffer is free when only its list refers to it.
     """
 
     def __init__(self) -> None:
         self.heap: SharedHeap | None = None
-        """Memory that other nodes read, if there is some."""
+        """Heap that other nodes can read; None if this node shares no memory."""
         self.lost: set[Address] = set()
-        """Nodes that have died: what was lent to them is free."""
+        """Addresses of nodes that have died; memory lent to them is free."""
         self._buffers: dict[int, list[Array]] = {}
 
     def frozen(self, array: Any) -> Array:
-        """A read-only copy of `array`, or `array` itself where nobody can change it; of a tensor one on its device."""
+        """A read-only copy of `array`, or `array` itself if it cannot change; the copy of a tensor is on the tensor's
+        device.
+        """
         if not isinstance(array, np.ndarray):
             return frozen(array)
         if self.heap is not None and array.nbytes >= SMALLEST:
@@ -48,7 +51,7 @@ class Copies:
         return copy
 
     def lasting(self, array: Array) -> bool:
-        """Whether nobody can change the array: it lies in one of these buffers, or in no memory that can be written."""
+        """Whether the array cannot change: it lies in one of these buffers or in read-only memory."""
         if array.flags.writeable:
             return False
         root = array
@@ -57,7 +60,7 @@ class Copies:
         return any(root is one for some in self._buffers.values() for one in some) or unchangeable(array)
 
     def room(self, nbytes: int) -> Array:
-        """An array of that many bytes (uint8) which nobody else holds."""
+        """An array of `nbytes` bytes (uint8) in a free buffer."""
         if nbytes < REUSED:
             return np.empty(nbytes, np.uint8)
         size = slot_bytes(nbytes)
@@ -76,4 +79,4 @@ def _references() -> int:
 
 
 _UNUSED = _references()
-"""References to a buffer that only the list holds, as the loop over it counts them."""
+"""Reference count of a buffer that only its list holds, as the loop in `room` counts references."""

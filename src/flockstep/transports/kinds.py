@@ -1,4 +1,4 @@
-"""Transports between processes: of one host, or of several."""
+"""Transports between processes of one host or of several hosts."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Ipc(Transport):
     """Unix sockets in a directory of the run that only its owner can enter."""
 
     def listen(self, directory: Path, name: str) -> str:
-        """A socket file in the run's directory."""
+        """Address of a socket file in the run's directory."""
         return f"ipc://{directory / name}"
 
 
 @dataclass(frozen=True)
 class InSharedMemory(Ipc):
-    """Unix sockets for messages; large payloads and sums in shared memory. Linux, on x86-64 or AArch64."""
+    """Unix sockets for messages; large payloads and sums in shared memory. Requires Linux on x86-64 or AArch64."""
 
     def __post_init__(self) -> None:
         _require_memory("--transport ipc")
 
     @property
     def lends(self) -> bool:
-        """All nodes are on one host."""
+        """True: all nodes are on one host."""
         return True
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory:
-        """A new segment; what of it is not used takes no memory."""
+        """Create a segment for the sums of `workers` workers; memory that is not used is not allocated."""
         return SharedMemory.create(needed(workers, room_for(model_bytes)))
 
 
 @dataclass(frozen=True)
 class Tcp(Transport):
-    """TCP on a free port of `host`; loopback unless told otherwise.
+    """TCP on a free port of `host`, by default the loopback address.
 
-    With `memory`, nodes of one host read large arrays in each other's memory: each attaches to the others' memory and
-    verifies it when they connect. A network namespace counts as a host of its own.
+    With `memory`, nodes of one host read large arrays in each other's memory: when nodes connect, each attaches to the
+    other's memory and verifies a token. A network namespace counts as a separate host.
     """
 
     host: str = "127.0.0.1"
@@ -63,11 +63,11 @@ class Tcp(Transport):
 
     @property
     def lends(self) -> bool:
-        """As told."""
+        """The field `memory`."""
         return self.memory
 
     def listen(self, directory: Path, name: str) -> str:
-        """Any free port."""
+        """Address of any free port of `host`."""
         return f"tcp://{self.host}:*"
 
 

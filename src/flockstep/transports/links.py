@@ -1,8 +1,8 @@
-"""What a supervisor and the processes of its run say to each other: a control socket for all, a link to each.
+"""Connections between the supervisor and the processes of its run: one control socket for all, and one link to each.
 
-ZeroMQ sockets: a thread of its own answers heartbeats, so that a process that computes for long, also in code that
-keeps the interpreter to itself, is not taken for a stopped one, and a stopped one is noticed without its help.
-Message sizes are capped.
+The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for long, even in
+code that holds the interpreter lock, is not mistaken for a stopped one, and a stopped process is noticed. Message sizes
+are limited.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
 from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
 
 CONTROL_BYTES = 1 << 20
-"""The largest message that the control socket takes."""
+"""Largest message that the control socket accepts, in bytes."""
 WELCOME_BYTES = 1 << 20
-"""The largest header of what a supervisor says, which may name where every node listens: some 150 bytes for each."""
+"""Largest header of a supervisor's message, in bytes. The header may hold the addresses of all nodes, about 150 bytes
+each.
+"""
 ZERO_COPY = 1 << 18
-"""Bytes from which an array is sent from where it lies: below, a copy is cheaper than keeping track of it."""
+"""Smallest size in bytes of an array that is sent without a copy. Below this size a copy costs less than tracking the
+array.
+"""
 _READABLE = int(zmq.POLLIN)
 QUEUED = 10_000
-"""Messages that may wait for the other end before the sender has to wait for it."""
+"""Largest number of queued messages; a sender waits when its queue is full."""
 KNOCKING = 20_000
-"""Milliseconds in which a word on the control socket must be heard: the first packets over a new network link may be
-lost, and are sent again late."""
+"""Milliseconds until a message on the control socket must be delivered; the first packets over a new network link may
+be lost and sent again late.
+"""
 
 
 class Control:
-    """The supervisor's socket that any process of the run can speak to, and that opens links to them."""
+    """The supervisor's socket that every process of the run can send to; opens the links to the processes."""
 
     def __init__(self, address: str, heartbeat: float):
-        """`heartbeat`: seconds of silence after which a node counts as lost.
+        """Listen at `address`; `heartbeat`: seconds without a heartbeat after which a node counts as lost.
 
         Raises:
-            ConfigurationError: the address cannot be listened at.
+            ConfigurationError: it is not possible to listen at the address.
         """
         self._heartbeat = heartbeat
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -48,16 +53,16 @@ class Control:
         self.address = bind(self._socket, address)
 
     def heard(self) -> Iterator[bytes]:
-        """What was said here since the last call."""
+        """The messages that have arrived on the control socket since the last call."""
         while self._socket.poll(0):
             yield self._socket.recv_multipart()[-1]
 
     def link(self, address: Address, endpoint: str, me: Identity) -> Wire:
-        """A link to the node that listens at `endpoint`; `me` is who the supervisor is for it."""
+        """Open a link to the node that listens at `endpoint`; `me` identifies the supervisor."""
         return Wire(self._context, address, endpoint, me, self._heartbeat)
 
     def wait(self, wires: Iterable[Wire], seconds: float) -> bool:
-        """Whether there is something to hear, here or on a link, within that time."""
+        """Wait up to `seconds` for a message on the control socket or on a link; whether one has arrived."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for one in wires:
@@ -65,13 +70,13 @@ class Control:
         return bool(poller.poll(int(seconds * 1000)))
 
     def close(self) -> None:
-        """Close, once all links are closed."""
+        """Close the control socket; all links must be closed before."""
         self._socket.close(linger=0)
         self._context.term()
 
 
 class Wire:
-    """The supervisor's end of a link to one node; notices when the node stops answering heartbeats."""
+    """The supervisor's end of a link to one node; detects that the node no longer answers heartbeats."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: Address, endpoint: str, me: Identity, heartbeat: float
@@ -86,7 +91,9 @@ class Wire:
         self.socket.connect(endpoint)
 
     def send(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message; never waits. The array must not change afterwards: all links send it from where it lies."""
+        """Queue a message without waiting. The array must not change afterwards, because all links send it without a
+        copy.
+        """
         message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
         frames: list[bytes | memoryview] = [encode(message, self._me)]
         if array is not None:
@@ -98,10 +105,10 @@ class Wire:
         self._told += 1
 
     def receive(self) -> Message | None:
-        """The next message of the node that is here by now.
+        """The next message of the node that has arrived; None if there is none.
 
         Raises:
-            ProtocolError: it is not as agreed.
+            ProtocolError: the message breaks the protocol.
         """
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -121,7 +128,7 @@ class Wire:
         return broke
 
     def close(self) -> None:
-        """Close; what was not delivered yet never will be. Again is harmless."""
+        """Close the link; queued messages are dropped. Closing it again has no effect."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close()
@@ -132,13 +139,14 @@ class Line:
     """A node's end of its link to the supervisor, which connects to `address`."""
 
     def __init__(self, me: Identity, address: str, heartbeat: float):
-        """`heartbeat`: seconds of silence after which the node counts as lost.
+        """Listen for the supervisor; `heartbeat`: seconds without a heartbeat after which the supervisor counts as
+        lost.
 
         Raises:
-            ConfigurationError: the address cannot be listened at.
+            ConfigurationError: it is not possible to listen at the address.
         """
         self.rejected = 0
-        """Messages of strangers, which were not read."""
+        """Number of unread messages from senders other than the supervisor."""
         self._me = me
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -153,13 +161,13 @@ class Line:
             self.close(0)
             raise
         self.descriptor: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        """Readable once there may be something to `receive`, until that has been called."""
+        """File descriptor that is readable when `receive` may have a message."""
 
     def send(self, tag: str, note: Fields | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message for the supervisor; never waits.
+        """Queue a message for the supervisor without waiting.
 
         Raises:
-            Backlog: too much is queued already; the same may be sent again later.
+            Backlog: the queue is full; the same message may be sent again later.
             PeerLost: the supervisor is not connected.
         """
         message = Message(self._me.address, tag, array, note or {}, number=self._told + 1)
@@ -178,32 +186,32 @@ class Line:
         self._told += 1
 
     def receive(self) -> Message | None:
-        """The supervisor's next message that is here by now.
+        """The next message of the supervisor that has arrived; None if there is none.
 
         Raises:
-            ProtocolError: it is not as agreed.
+            ProtocolError: the message breaks the protocol.
         """
         while self._socket.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if frames[0].bytes != routing_id(LAUNCHER) or not 2 <= len(frames) <= 3:
-                self.rejected += 1  # a stranger: ZeroMQ let it connect, nobody in this run sent it
+                self.rejected += 1  # a stranger: ZeroMQ accepts any connection
                 continue
             payload = frames[2].buffer if len(frames) > 2 else None
             return decode(frames[1].bytes, payload, LAUNCHER, self._me, WELCOME_BYTES)
         return None
 
     def wait(self, seconds: float) -> None:
-        """Wait for something to receive, for up to so many seconds."""
+        """Wait up to `seconds` for a message."""
         self._socket.poll(int(seconds * 1000))
 
     def close(self, linger: float) -> None:
-        """Close; what was sent is still delivered, for up to `linger` seconds."""
+        """Close the link; queued messages are delivered for up to `linger` seconds."""
         self._socket.close(int(linger * 1000))
         self._context.term()
 
 
 def knock(control: str, data: bytes, heartbeat: float) -> None:
-    """Say something on the control socket at that address, which never answers there."""
+    """Send one message to the control socket at `control`, which never answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
@@ -215,7 +223,7 @@ def knock(control: str, data: bytes, heartbeat: float) -> None:
 
 
 def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
-    """Set what every socket of a run has: size cap, heartbeats, bounded queues, a short linger.
+    """Set the options that every socket of a run has: largest message, heartbeats, bounded queues, short linger.
 
     `heartbeat` is in seconds: a peer that stops answering is disconnected within three quarters of it.
     """
@@ -229,10 +237,10 @@ def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
 
 
 def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Bind and return the address that others connect to.
+    """Bind the socket and return the address that others connect to.
 
     Raises:
-        ConfigurationError: the address is in use or not ours, or the path of the socket is too long.
+        ConfigurationError: the address is in use or belongs to another machine, or the path of the socket is too long.
     """
     try:
         socket.bind(address)
@@ -243,5 +251,5 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
 
 
 def routing_id(address: Address) -> bytes:
-    """The name of a node's socket; never starts with a zero byte, which ZeroMQ reserves."""
+    """The ZeroMQ identity of a node's socket; it never starts with a zero byte, which ZeroMQ reserves."""
     return b"n" + address.to_bytes(4, "big", signed=True)

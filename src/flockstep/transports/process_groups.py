@@ -1,7 +1,7 @@
-"""torch.distributed's process groups: who takes part, and work that goes on in its threads.
+"""Process groups of torch.distributed, and operations that run in the groups' threads.
 
-A run has a group of its own for each backend, so that a script's is left alone; but where a script has called
-`torch.distributed.init_process_group` before, with that backend, its group is used.
+For each backend, a run creates a group of its own and leaves a script's group alone. But if the script has called
+`torch.distributed.init_process_group` with the same backend, the script's group is used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.programs import Rendezvous
 
 FOREVER = timedelta(days=365)
-"""The supervisor says who is lost; a backend's own limit would end runs whose workers are slow."""
+"""Time limit of a backend's operations. The supervisor detects lost workers; a backend's own limit would end runs with
+slow workers.
+"""
 GLANCE = 0.0002
-"""Seconds between two looks at work of a backend that cannot wait for a limited time."""
+"""Seconds between two polls of an operation of a backend that cannot wait with a time limit."""
 
 
 class Work:
-    """An operation of a group under way; `after` is called once when it has succeeded."""
+    """A running operation of a group; `after` is called once, when the operation has succeeded."""
 
     def __init__(self, what: str, work: Any, patient: bool, after: Callable[[], None] | None = None):
         self._what = what
@@ -39,20 +41,20 @@ class Work:
         return self._what
 
     def done(self) -> bool:
-        """Whether it has succeeded by now."""
+        """Whether the operation has succeeded."""
         if not self._work.is_completed():
             return False
         try:
             self.wait(0.001)
         except PeerLost:
-            return False  # whoever waits for it hears of it
+            return False  # `wait` reports the failure
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within that time.
+        """Wait up to `seconds` for the end of the operation; whether it has ended.
 
         Raises:
-            PeerLost: it failed, as it does when a peer dies.
+            PeerLost: the operation failed, as it does when a peer dies.
         """
         try:
             if self._patient:
@@ -63,7 +65,7 @@ class Work:
                 self._work.wait()
         except RuntimeError as error:
             if not self._work.is_completed():
-                return False  # that was the time limit
+                return False  # the time limit has passed
             raise PeerLost(f"{self._what} failed: {_first_line(error)}") from None
         after, self._after = self._after, None
         if after is not None:
@@ -80,7 +82,9 @@ class Work:
 
 
 class Joining:
-    """Making a group, which waits for all others: in a thread, so that the supervisor is heard meanwhile."""
+    """Creates a group, which waits for all workers, in a thread, so that messages of the supervisor are handled
+    meanwhile.
+    """
 
     def __init__(self, backend: str, meeting: Rendezvous):
         self.group: Any = None
@@ -92,14 +96,14 @@ class Joining:
         return "the process group"
 
     def done(self) -> bool:
-        """Whether everyone has joined by now."""
+        """Whether all workers have joined."""
         return not self._thread.is_alive() and self._error is None
 
     def wait(self, seconds: float) -> bool:
-        """Whether everyone has joined within that time.
+        """Wait up to `seconds` for all workers; whether all have joined.
 
         Raises:
-            ConfigurationError: torch cannot make such a group.
+            ConfigurationError: torch cannot create such a group.
             PeerLost: a peer died meanwhile.
         """
         self._thread.join(seconds)
@@ -112,12 +116,12 @@ class Joining:
     def _run(self, backend: str, meeting: Rendezvous) -> None:
         try:
             self.group = _make(backend, meeting)
-        except Exception as error:  # noqa: BLE001 - raised again where somebody waits
+        except Exception as error:  # noqa: BLE001 - raised again in `wait`
             self._error = error
 
 
 class Group:
-    """All workers of a run as one group of a backend."""
+    """All workers of a run as one process group of a backend."""
 
     def __init__(self, backend: str, meeting: Rendezvous):
         self.backend = backend
@@ -131,7 +135,7 @@ class Group:
         self._group: Any = theirs
 
     def close(self, failed: bool) -> None:
-        """Leave a group of the run's own, giving up what is under way if the run failed; keep a script's."""
+        """Leave a group that the run created, aborting its operations if the run failed; a script's group is kept."""
         group, self._group = self._group, None
         if self._own and group is not None:
             if failed and hasattr(group, "abort"):
@@ -141,47 +145,53 @@ class Group:
             _file(self.backend, self._meeting).unlink(missing_ok=True)
 
     def sum_up(self, array: Any) -> Work:
-        """Begin to replace `array` by the sum over all workers."""
+        """Start replacing `array` by the sum over all workers."""
         tensor, back = self._taken(array)
         return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
 
     def reduce(self, array: Any, root: int) -> Work:
-        """The same on one worker only; on the others `array` is undefined afterwards."""
+        """Start replacing `array` on worker `root` by the sum over all workers; on the others `array` becomes
+        undefined.
+        """
         options = dist.ReduceOptions()
         options.rootRank = root
         tensor, back = self._taken(array)
         return self._work("reduce", self._group.reduce([tensor], options), back)
 
     def broadcast(self, array: Any, root: int) -> Work:
-        """Begin to replace `array` by one worker's."""
+        """Start replacing `array` by the array of worker `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor, back = self._taken(array)
         return self._work("broadcast", self._group.broadcast([tensor], options), back)
 
     def gather(self, array: Any, out: Sequence[Any]) -> Work:
-        """Begin to write everyone's `array`, all of one size, into the arrays of `out`."""
+        """Start writing the `array` of every worker, all of one size, into the arrays of `out`, in order of rank."""
         pairs = [self._taken(one) for one in out]
         tensor, _ = self._taken(array)
         work = self._group.allgather([[to for to, _ in pairs]], [tensor])
         return self._work("all-gather", work, lambda: [back() for _, back in pairs if back is not None])
 
     def scatter_sum(self, out: Any, parts: Sequence[Any]) -> Work:
-        """Begin to write this worker's part of the sum into `out`; `parts`, all of one size, are what it adds."""
+        """Start writing this worker's part of the sum into `out`; `parts`, all of one size, are this worker's summands,
+        one for each rank.
+        """
         tensor, back = self._taken(out)
         given = [self._taken(part)[0] for part in parts]
         work = self._group.reduce_scatter([tensor], [given], dist.ReduceScatterOptions())
         return self._work("reduce-scatter", work, back)
 
     def meet(self) -> Work:
-        """Begin to wait for all others."""
+        """Start a barrier over all workers."""
         return self._work("barrier", self._group.barrier(dist.BarrierOptions()), None)
 
     def _work(self, what: str, work: Any, after: Callable[[], Any] | None) -> Work:
         return Work(f"a {self.backend} {what}", work, self.backend == "gloo", after)
 
     def _taken(self, array: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The array as a tensor that the backend takes, and what brings the result back if that is a copy."""
+        """The array as a tensor that the backend accepts; if that is a copy, also a function that copies the result
+        back.
+        """
         tensor = _tensor(array)
         if self.backend != "nccl" or tensor.is_cuda:
             return tensor, None
@@ -190,7 +200,7 @@ class Group:
 
 
 def _of_script(backend: str, meeting: Rendezvous) -> Any:
-    """The script's own group, if it has one of that backend."""
+    """The script's group, if its backend is `backend`; otherwise None."""
     if not dist.is_initialized() or backend not in str(dist.get_backend_config(dist.group.WORLD)):
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -203,13 +213,13 @@ def _of_script(backend: str, meeting: Rendezvous) -> Any:
 
 
 def _make(backend: str, meeting: Rendezvous) -> Any:
-    """A group of all workers, on this host alone."""
+    """Create a group of all workers, which must be on one host."""
     if backend == "mpi":
         if not dist.is_mpi_available():
             raise _not_built(backend)
         return dist.ProcessGroupMPI.create(list(range(meeting.workers)))
     classes: Any = dist  # not all of what it offers is declared
-    store = classes.FileStore(str(_file(backend, meeting)), -1)  # whose end waits for nobody
+    store = classes.FileStore(str(_file(backend, meeting)), -1)  # its destructor waits for no other worker
     if backend == "nccl":
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise _not_built(backend)
@@ -224,7 +234,7 @@ def _make(backend: str, meeting: Rendezvous) -> Any:
 
 
 def _file(backend: str, meeting: Rendezvous) -> Path:
-    """Where the workers of a run leave word for each other."""
+    """Path of the file through which the workers of a run find each other."""
     return meeting.folder / f".torch-{backend}-{meeting.run}"
 
 
@@ -233,7 +243,7 @@ def _not_built(backend: str) -> ConfigurationError:
 
 
 def _tensor(array: Any) -> torch.Tensor:
-    """A tensor on the array's own memory; torch knows no bfloat16 of numpy's."""
+    """A tensor on the array's own memory; torch does not accept numpy's bfloat16."""
     if isinstance(array, torch.Tensor):
         return array
     if array.dtype.name == "bfloat16":

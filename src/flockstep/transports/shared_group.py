@@ -1,4 +1,4 @@
-"""Workers of one host that share memory: all-reduce without messages."""
+"""All-reduce without messages, for workers of one host that share memory."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from flockstep.transports.shared_memory import SharedMemory
 
 PAGE = 4096
 SLOT = 1 << 17
-"""Bytes of each of a process's two slots, through which arrays from elsewhere are added up."""
+"""Bytes of each of a process's two slots, through which arrays outside the segment are summed."""
 PIECE = 1 << 20
-"""Bytes of a message of a ring all-reduce, at most."""
+"""Largest message of a ring all-reduce, in bytes."""
 MISMATCH = -2
 SUMMED = ("float32", "float64")
-"""Names of the dtypes that can be added up here."""
+"""Names of the dtypes that can be summed in shared memory."""
 
 
 class SharedGroup:
     """One process's view of a segment that n processes of a host have mapped.
 
     Each process has a region: two slots, then the arrays that it allocates. All processes allocate the same arrays in
-    the same order, so that they lie at the same place of every region, and call `all_reduce` in the same order.
+    the same order, so that an array lies at the same offset in every region, and call `all_reduce` in the same order.
     """
 
     def __init__(self, memory: SharedMemory, rank: int, workers: int, room: int):
-        """`room` is the number of bytes that each process may allocate; the segment must hold `needed` bytes.
+        """Attach to the segment `memory`; `room`: bytes that each process may allocate.
 
         Raises:
-            ProtocolError: it is smaller.
+            ProtocolError: the segment has fewer than `needed(workers, room)` bytes.
         """
         from flockstep.transports import shared_signals, shared_sums
 
         self.rank, self.workers = rank, workers
         self.waited = 0.0
-        """Seconds that the last all-reduce waited for the others."""
+        """Seconds that the last all-reduce waited for other processes."""
         if memory.size < needed(workers, room):
             raise ProtocolError(f"a segment of {memory.size} bytes is none of {workers} workers with {room} bytes each")
         self._memory = memory
@@ -55,7 +55,7 @@ class SharedGroup:
         self._heaps = {np.dtype(name).char: self._heap(name) for name in SUMMED}
 
     def allocate(self, size: int, dtype: str) -> FlatArray:
-        """A new array (size,) in this process's region, zeros: what lies in it is added up where it is.
+        """Allocate an array (size,) of zeros in this process's region; such an array is summed without a copy.
 
         Raises:
             ConfigurationError: the region is full.
@@ -68,13 +68,13 @@ class SharedGroup:
         return self._memory.array(dtype, size, start)
 
     def at(self, rank: int, array: FlatArray) -> FlatArray:
-        """What lies in the region of `rank` where `array`, which was allocated here, lies in this one."""
+        """The array of process `rank` at the same offset as `array`, which this process allocated."""
         offset = self._offset(array)
         assert offset is not None, "an array from elsewhere"
         return self._memory.array(array.dtype, array.size, self._control + rank * self._stride + offset)
 
     def alone_on(self, rank: int) -> AbstractContextManager[None]:
-        """Keep all other processes out of their own `alone_on` of that rank meanwhile."""
+        """Context manager: a lock for the region of `rank`, which one process at a time can hold."""
         return self._memory.lock_byte(rank)
 
     def holds(self, array: FlatArray) -> bool:
@@ -82,18 +82,19 @@ class SharedGroup:
         return self._offset(array) is not None
 
     def can(self, array: FlatArray) -> bool:
-        """Whether `array` can be added up here: contiguous float32 or float64."""
+        """Whether `array` can be summed in shared memory: one dimension, contiguous, float32 or float64."""
         return array.dtype.char in "fd" and array.dtype.isnative and array.ndim == 1 and array.flags.c_contiguous
 
     def all_reduce(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Replace `array` by the sum over all processes, divided by `divisor`; in place where it lies in the region.
+        """Replace `array` by the sum over all processes, divided by `divisor`; without a copy if `array` lies in the
+        region.
 
-        Bit for bit the sum of a ring all-reduce. `meanwhile` is called now and then while others keep this one waiting,
-        and may raise.
+        The result equals that of a ring all-reduce bit for bit. `meanwhile` is called from time to time while this
+        process waits for others, and may raise.
 
         Raises:
-            ProtocolError: another process adds up an array of another size or dtype, or one that lies elsewhere, or
-                divides by another number.
+            ProtocolError: another process passes an array of another size or dtype, an array at another offset, or
+                another divisor.
         """
         if self.workers == 1:
             array /= divisor
@@ -107,7 +108,7 @@ class SharedGroup:
         self.waited = int(self._how[4]) * 1e-9
 
     def moved(self, array: FlatArray) -> tuple[int, int, int]:
-        """Bytes sent, bytes received and messages each way of a ring all-reduce, which such a sum stands for."""
+        """Bytes sent, bytes received, and messages each way of the equivalent ring all-reduce."""
         n, rank, size = self.workers, self.rank, len(array)
         sizes = [part.stop - part.start for part in slices(size, n)]
         sent = 2 * size - sizes[(rank + 1) % n] - sizes[(rank + 2) % n]
@@ -146,7 +147,7 @@ class SharedGroup:
         meanwhile()
 
     def _offset(self, array: FlatArray) -> int | None:
-        """Bytes from the start of the region to `array`; None where it lies elsewhere."""
+        """Offset of `array` from the start of the region in bytes; None if it lies elsewhere."""
         offset = int(array.__array_interface__["data"][0]) - self._home
         return offset if offset >= 2 * SLOT and offset + array.nbytes <= self._stride else None
 
@@ -162,15 +163,15 @@ class SharedGroup:
 
 
 def ring_pieces(chunk: int) -> int:
-    """Messages in which a chunk of that many bytes travels around a ring.
+    """Number of messages in which a chunk of `chunk` bytes travels around a ring.
 
-    Several of them fit the processor's caches, on the way from one worker's sum to the next one's.
+    Several messages fit into the processor's caches, on the way from one worker's sum to the next one's.
     """
     return max(1, -(-chunk // PIECE))
 
 
 def warm_up() -> None:
-    """Have everything compiled, or read back from where numba keeps it, so that no sum has to wait for that."""
+    """Compile all kernels, or load them from numba's cache, so that no sum waits for compilation."""
     from flockstep.transports import shared_signals
     from flockstep.transports.shared_sums import in_place, through_slots
 
@@ -182,12 +183,12 @@ def warm_up() -> None:
 
 
 def room_for(model_bytes: int) -> int:
-    """Bytes that each process of a run may allocate: the model a few times over; what is not used takes no memory."""
+    """Bytes that each process of a run may allocate: four models and 1 MiB; unused memory is not allocated."""
     return 4 * model_bytes + (1 << 20)
 
 
 def needed(workers: int, room: int) -> int:
-    """Bytes of the segment of a group."""
+    """Size of a group's segment in bytes."""
     return _rounded(workers * 128) + workers * (2 * SLOT + _rounded(room))
 
 

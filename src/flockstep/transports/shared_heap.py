@@ -1,8 +1,8 @@
-"""Large payloads between processes of one host: written once by the sender, read where they lie by the receivers.
+"""Large payloads between processes of one host: the sender writes an array once, and receivers read it in place.
 
-Every node has a segment, in which it alone writes arrays. In front of the arrays stand a token, by which others know
-that they have attached to the right segment, and a table: for each slot and each node, how many messages with that
-slot the node is done with. A slot is free again once these are as many as were sent.
+Every node has a segment that only it writes arrays to. Before the arrays stand a token, by which other nodes verify
+that they have attached to the right segment, and a table: for each slot and each node, the number of messages with that
+slot that the node has finished reading. A slot is free when every node has finished as many messages as it was sent.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from flockstep.messages import Address, Array
 from flockstep.transports.shared_memory import SharedMemory
 
 SLOTS = 64
-"""Arrays that a node can have lying there at a time."""
+"""Largest number of arrays in a node's segment at a time."""
 NODES = 1024
-"""Nodes of a run, at most, whose processes can share memory."""
+"""Largest number of nodes of a run that can share memory."""
 SMALLEST = 1 << 16
-"""Bytes below which a message goes through the socket: there a copy costs less than the bookkeeping."""
+"""Smallest payload in bytes that goes through shared memory; copying a smaller one to the socket costs less than
+managing a slot.
+"""
 PAGE = 4096
 TOKEN = 16
-"""Bytes of a token, at the start of the segment."""
+"""Size of the token at the start of a segment, in bytes."""
 FRONT = PAGE + SLOTS * NODES * 8
-"""Bytes before the first array: what of them is not used takes no memory."""
+"""Bytes before the first array; memory of them that is not used is not allocated."""
 
 
 @dataclass
 class _Slot:
-    """A place for arrays up to a size, its memory as bytes, and how many of them are in use."""
+    """A slot: memory for an array of limited size, and the number of bytes in use."""
 
     number: int
     start: int
@@ -44,17 +46,17 @@ class _Slot:
     address: int
     nbytes: int = 0
     sent: Counter[int] = field(default_factory=Counter)
-    """Node → messages."""
+    """Node → number of messages sent to it with this slot."""
 
 
 class SharedHeap:
-    """The segment that this node writes into; `told` is what another node of this host needs to read there."""
+    """The segment that this node writes to; `told` is what other nodes of the host need to attach to it."""
 
     def __init__(self, room: int):
-        """`room`: bytes of all arrays that lie there at a time, at most.
+        """Create a segment for arrays of up to `room` bytes together.
 
         Raises:
-            ConfigurationError: this system has no such memory, or not that much.
+            ConfigurationError: this system has no shared memory, or not enough of it.
         """
         self._memory = SharedMemory.create(FRONT + room)
         token = secrets.token_bytes(TOKEN)
@@ -62,13 +64,15 @@ class SharedHeap:
         self.told = f"{token.hex()}@{self._memory.address}"
         self._done = _table(self._memory)
         self._slots: dict[int, list[_Slot]] = {}
-        """By size."""
+        """Slot size in bytes → slots of that size."""
         self._numbered: list[_Slot] = []
         self._found: dict[int, _Slot] = {}
         self._used = FRONT
 
     def copy(self, array: Array, lost: Collection[Address] = ()) -> Array | None:
-        """A read-only copy of `array` in a slot; None where none is free. What `lost` nodes hold counts as free."""
+        """A read-only copy of `array` in a free slot; None if no slot is free. Slots held only by `lost` nodes count as
+        free.
+        """
         room, gone = slot_bytes(array.nbytes), {address % NODES for address in lost}
         slots = self._slots.setdefault(room, [])
         slot = next((one for one in slots if self._free(one, gone)), None) or self._new(room, slots)
@@ -81,14 +85,16 @@ class SharedHeap:
         return view
 
     def place(self, array: Array) -> int | None:
-        """Number of the slot in which `array`, made by `copy`, lies; None: it lies elsewhere, or is a part of it."""
+        """Number of the slot that holds exactly `array`, as `copy` returned it; None if no slot does."""
         slot = self._found.get(id(array.base))
         if slot is None or array.nbytes != slot.nbytes or _address(array) != slot.address:
             return None
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
-        """A message with that slot goes to a node (count -1: it did not go after all); where the array starts."""
+        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all); return the
+        array's offset.
+        """
         slot = self._numbered[place]
         slot.sent[to % NODES] += count
         return slot.start
@@ -113,13 +119,13 @@ class SharedHeap:
 
 
 class Borrowed:
-    """Another node's segment, as the node `me` reads it."""
+    """The segment of another node, as the node `me` reads it."""
 
     def __init__(self, told: str, me: Address):
-        """`told`: what that node says of its heap.
+        """Attach to another node's segment; `told`: that node's `SharedHeap.told`.
 
         Raises:
-            CompositionError: it lies on another host, or is another segment than that node's.
+            CompositionError: the segment lies on another host, or is not that node's.
         """
         token, _, address = told.partition("@")
         self._memory = SharedMemory.attach(address, FRONT)
@@ -129,10 +135,10 @@ class Borrowed:
         self._me = me % NODES
 
     def view(self, place: int, start: int, dtype: str, size: int) -> Array:
-        """The array that a message says; read-only, valid as long as somebody holds it.
+        """A read-only view of the array that a message describes, valid as long as anything refers to it.
 
         Raises:
-            ProtocolError: there can be none.
+            ProtocolError: the segment can hold no such array.
         """
         nbytes = size * np.dtype(dtype).itemsize
         inside = start >= FRONT and start + nbytes <= self._memory.size and start % 64 == 0
@@ -145,18 +151,20 @@ class Borrowed:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Bytes of the slot for so many: whole pages, of few different sizes, so that lengths that vary share slots."""
+    """Size of a slot for `nbytes` bytes: whole pages, of few different sizes, so that arrays of similar size can use
+    the same slots.
+    """
     step = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
 
 
 def heap_room_for(model_bytes: int) -> int:
-    """Bytes for the messages of one node that are on their way."""
+    """Bytes of the segment in which a node of this model keeps its messages in transit."""
     return 16 * slot_bytes(model_bytes) + (1 << 20)
 
 
 def _address(array: Array) -> int:
-    """Where its first byte lies."""
+    """Memory address of the array's first byte."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -167,7 +175,7 @@ def _table(memory: SharedMemory) -> Array:
 
 
 def _count(done: Array, entry: int, process: int) -> None:
-    if os.getpid() == process:  # a forked child has arrays of its parent's, and has read none
+    if os.getpid() == process:  # a forked child inherits the parent's arrays, but has read none
         done[entry] += 1
 
 
@@ -177,4 +185,4 @@ def _references() -> int:
 
 
 _UNUSED = _references()
-"""References to an array that only its slot holds."""
+"""Reference count of an array that only its slot holds."""

@@ -1,4 +1,4 @@
-"""Memory that processes of one host share, without a name that could be left behind."""
+"""Anonymous memory that processes of one host share; no name of it can be left behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from flockstep.errors import CompositionError, ConfigurationError
 
 _LOCK_OF_DESCRIPTION = 38
-"""F_OFD_SETLKW: waits for a lock that belongs to whoever has opened the segment, not to the process."""
+"""F_OFD_SETLKW: waits for a lock that belongs to the open file description, not to the process."""
 _NAME = "flockstep"
 _PLACE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -27,9 +27,9 @@ _NETWORK = Path("/proc/self/ns/net")
 
 
 class SharedMemory:
-    """A segment of zeros that belongs to no file: it is gone with the last process that uses it, however that ends.
+    """A segment of zeros without a file; it disappears with the last process that uses it, however that process ends.
 
-    `address` is what another process of this host needs to attach; it works as long as the creating process lives.
+    `address` is what another process of this host needs to attach; it is valid as long as the creating process lives.
     """
 
     def __init__(self, address: str, descriptor: int):
@@ -41,10 +41,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size: int) -> SharedMemory:
-        """A new segment of `size` bytes.
+        """Create a segment of `size` bytes.
 
         Raises:
-            ConfigurationError: this system has none, or not that much.
+            ConfigurationError: this system has no shared memory, or not enough of it.
         """
         if sys.platform != "linux":
             raise ConfigurationError(f"shared memory needs Linux, got {sys.platform}; choose a strategy with messages")
@@ -61,10 +61,11 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, address: str, size: int = 0) -> SharedMemory:
-        """The segment of at least `size` bytes that another process created.
+        """Attach to a segment of at least `size` bytes that another process created.
 
         Raises:
-            CompositionError: it lies on another host, its process is gone, or it is none of ours.
+            CompositionError: the segment lies on another host, its process has ended, or it is not a segment of
+                flockstep.
         """
         host, _, path = address.partition(":")
         try:
@@ -78,12 +79,12 @@ class SharedMemory:
             ) from None
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[np.generic]:
-        """`count` elements from byte `offset` on: what one process writes there, all others see."""
+        """`count` elements from byte `offset` on, shared with all processes that have attached."""
         return np.frombuffer(self._map, dtype, count, offset)
 
     @contextmanager
     def lock_byte(self, number: int) -> Iterator[None]:
-        """Keep all other processes out of their `lock_byte` of that number; who dies inside lets go of it."""
+        """Context manager: lock number `number` of the segment; the system releases the lock of a process that dies."""
         fcntl.fcntl(self._descriptor, _LOCK_OF_DESCRIPTION, _lock(fcntl.F_WRLCK, number))
         try:
             yield
@@ -92,7 +93,7 @@ class SharedMemory:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep all other processes out of their `lock` meanwhile."""
+        """Context manager: the lock of the whole segment, which one process at a time can hold."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -101,7 +102,9 @@ class SharedMemory:
 
 
 def _opened(path: str, size: int) -> int:
-    """A descriptor of the segment at `path`; whoever named it may not make this process write into any other file."""
+    """A descriptor of the segment at `path`; any other file is refused, so that a peer cannot make this process write
+    to it.
+    """
     if not (_PLACE.fullmatch(path) and str(Path(path).readlink()).startswith(f"/memfd:{_NAME} ")):
         raise OSError(f"{path[:80]!r} is no segment of flockstep's")
     descriptor = os.open(path, os.O_RDWR)
@@ -118,10 +121,10 @@ def _too_much(size: int, error: OSError) -> ConfigurationError:
 
 
 def _host() -> str:
-    """What tells this host from others, and from itself after a restart; a network namespace counts as a host."""
+    """Identifier of this host since its last start; a network namespace counts as a separate host."""
     return f"{_BOOT.read_text().strip()}/{_NETWORK.stat().st_ino}"
 
 
 def _lock(kind: int, number: int) -> bytes:
-    """The system's description of a lock on one byte."""
+    """The system's struct flock for a lock on byte `number`."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)

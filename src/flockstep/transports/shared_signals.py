@@ -1,7 +1,7 @@
 """Signals between processes that share memory: counters that one process raises and others wait for.
 
-A wait looks at the counter for a moment, then lets other processes run, then sleeps in the kernel until it is woken:
-microseconds where the other one is about to arrive, and no load where it is not. Linux on x86-64 and AArch64.
+A wait first polls the counter for a moment, then yields the core, then sleeps in the kernel until it is woken. It takes
+microseconds if the other process is about to arrive, and causes no load if not. Linux on x86-64 and AArch64.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flockstep.arrays.kernels.jit import jit
 LINE = 32
 """Elements (int32) between two processes' counters: two cache lines."""
 SLEEPERS = 1
-"""Beside each counter: how many processes sleep until it is raised."""
+"""Offset from a counter to the number of processes that sleep until the counter is raised."""
 SAID = 2
-"""After those: three numbers for turns that are even, three for the others."""
+"""Offset from a counter to the numbers of `say`: three for even turns, then three for odd turns."""
 SLICE = 0.02
-"""Seconds that one sleep lasts at most: whoever waits longer looks up from it."""
+"""Longest sleep in seconds; a process that waits longer returns to its caller in between."""
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 
@@ -37,10 +37,10 @@ _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7
 
 
 def manner(processes: int) -> Any:
-    """How so many processes wait for each other, int64 (7,).
+    """The parameters of waiting for `processes` processes, int64 (7,).
 
-    How often to look, and to let others run, before sleeping (less where cores are scarce); how long a sleep lasts at
-    most, seconds and nanoseconds; nanoseconds waited so far; room for a time of day.
+    Polls and yields before sleeping (fewer if there are more processes than cores); the longest sleep, in seconds and
+    nanoseconds; nanoseconds waited so far; two elements for a time of day.
     """
     looks, yields = (2000, 40) if processes <= len(os.sched_getaffinity(0)) else (50, 12)
     return np.array([looks, yields, 0, int(SLICE * 1e9), 0, 0, 0], np.int64)
@@ -52,10 +52,10 @@ def _pointer(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
 
 @_built_in
 def load(_context: Any, array: Any, index: Any) -> Any:
-    """The element of an int32 array, as another process has last stored it; nothing after it is read before.
+    """The element of an int32 array that another process stored last; no later access is moved before this one.
 
-    Nor is it read before what this process has stored or added is there for others: who goes to sleep and who is to
-    wake it cannot miss each other.
+    Nor is the load moved before earlier stores and additions of this process, so a process that goes to sleep and the
+    one that has to wake it cannot miss each other.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -66,7 +66,7 @@ def load(_context: Any, array: Any, index: Any) -> Any:
 
 @_built_in
 def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Replace an element; whoever sees the new value sees all that was written before. Returns the old one."""
+    """Replace an element and return the old one; a reader of the new value sees everything written before it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         where = _pointer(context, builder, signature.args[0], *args[:2])
@@ -77,7 +77,7 @@ def store(_context: Any, array: Any, index: Any, value: Any) -> Any:
 
 @_built_in
 def add(_context: Any, array: Any, index: Any, value: Any) -> Any:
-    """Add to an element in one step; returns the old value."""
+    """Add to an element atomically and return the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         where = _pointer(context, builder, signature.args[0], *args[:2])
@@ -96,13 +96,13 @@ def _address(_context: Any, array: Any, index: Any) -> Any:
 
 @jit
 def reached(counters: Any, who: int, value: int) -> bool:
-    """Whether that process's counter has come to `value`; counters wrap around."""
+    """Whether the counter of process `who` has reached `value`; counters wrap around."""
     return bool((numba.int64(load(counters, who * LINE)) - value) & 0xFFFFFFFF < 0x80000000)
 
 
 @jit
 def raise_to(counters: Any, who: int, value: int) -> None:
-    """Set one's own counter, and wake those who sleep until it is raised."""
+    """Set this process's own counter, and wake the processes that wait for it."""
     store(counters, who * LINE, numba.int32(value))
     if load(counters, who * LINE + SLEEPERS) > 0:
         _syscall(_FUTEX, _address(counters, who * LINE), _WAKE, _ALL, 0, 0, 0)
@@ -110,7 +110,7 @@ def raise_to(counters: Any, who: int, value: int) -> None:
 
 @jit
 def _look(counters: Any, who: int, value: int, times: int) -> bool:
-    """Whether that process's counter comes to `value` while one looks so many times."""
+    """Poll the counter of process `who` up to `times` times; whether it has reached `value`."""
     for _ in range(times):  # noqa: SIM110 - numba has no any()
         if reached(counters, who, value):
             return True
@@ -119,7 +119,7 @@ def _look(counters: Any, who: int, value: int, times: int) -> bool:
 
 @jit
 def _wait(counters: Any, who: int, value: int, how: Any) -> bool:
-    """Wait until that process's counter has come to `value`; False where one sleep was not enough."""
+    """Sleep until the counter of process `who` has reached `value`; False if one sleep was not enough."""
     for _ in range(how[1]):
         _yield()
         if reached(counters, who, value):
@@ -143,7 +143,7 @@ def _address64(_context: Any, array: Any) -> Any:
 
 @jit
 def say(counters: Any, who: int, turn: int, first: int, second: int, third: int) -> None:
-    """Leave three numbers beside one's own counter, for whoever sees it at `turn`."""
+    """Store three numbers beside this process's counter, for processes that read them at `turn`."""
     base = who * LINE + SAID + 3 * (turn & 1)
     counters[base] = numba.int32(first)
     counters[base + 1] = numba.int32(second)
@@ -152,7 +152,7 @@ def say(counters: Any, who: int, turn: int, first: int, second: int, third: int)
 
 @jit
 def differs(counters: Any, me: int, n: int, turn: int) -> int:
-    """The first of processes 0..n-1 that has said something else for that turn than this one, or -1."""
+    """The first of processes 0..n-1 whose numbers for that turn differ from this process's numbers, or -1."""
     shift = SAID + 3 * (turn & 1)
     for who in range(n):
         for i in range(3):
@@ -163,16 +163,16 @@ def differs(counters: Any, me: int, n: int, turn: int) -> int:
 
 @jit
 def now(how: Any) -> int:
-    """Nanoseconds of the system's steady clock."""
+    """Nanoseconds of the system's monotonic clock."""
     _clock(1, _address64(how[5:7]))
     return int(how[5] * 1_000_000_000 + how[6])
 
 
 @jit
 def wait_for_all(counters: Any, me: int, n: int, value: int, how: Any) -> int:
-    """Wait for the counters of processes 0..n-1; the number of the first that is not there after one sleep, or -1.
+    """Wait for the counters of processes 0..n-1; the first process that has not arrived after one sleep, or -1.
 
-    `how` is what `manner` makes; the nanoseconds that it took go on top of `how[4]`, unless a look was enough.
+    `how` is the result of `manner`. The nanoseconds waited are added to `how[4]`, unless polling was enough.
     """
     start, late = 0, -1
     for hop in range(1, n):

@@ -1,7 +1,7 @@
-"""Sums over arrays that lie in memory which all processes of a group can write; bits as of a ring all-reduce.
+"""Sums over arrays in memory that all processes of a group can write, equal bit for bit to a ring all-reduce.
 
-A group's arrays lie in one segment, that of process p at element p * stride + offset. Part c of n of the array
-(`bounds` holds the n + 1 limits) is added up in the order c, c+1, …, c-1 of processes, and divided by `divisor`.
+A group's arrays lie in one segment; the array of process p starts at element p * stride + offset. Part c of n of the
+array (`bounds` holds the n + 1 limits) is summed in the order c, c+1, …, c-1 of processes, and divided by `divisor`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from flockstep.arrays.kernels.jit import jit
 from flockstep.transports.shared_signals import differs, raise_to, say, wait_for_all
 
 MISMATCH = -2
-"""What the sums return where another process's array is of another size or dtype, lies elsewhere, or is averaged."""
+"""Result of a sum if another process's array has another size, dtype, offset or divisor."""
 BLOCK = 2048
-"""Elements that are added up at a time, so that they stay in the nearest cache."""
+"""Number of elements that are summed at a time, chosen to fit into the first-level cache."""
 
 
 @jit
 def _pair(a: Any, b: Any, divisor: Any) -> None:
-    """Both become (a + b) / divisor."""
+    """a, b ← (a + b) / divisor, elementwise."""
     if divisor == 1:
         for i in range(len(a)):
             total = a[i] + b[i]
@@ -46,7 +46,7 @@ def _add(out: Any, more: Any) -> None:
 
 @jit
 def _both(a: Any, b: Any, out: Any) -> None:
-    """out ← a + b."""
+    """out ← a + b, elementwise."""
     for i in range(len(out)):
         out[i] = a[i] + b[i]
 
@@ -82,10 +82,10 @@ def in_place(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace everyone's array by the sum; returns 0 when done, the stage to go on at after a long wait, or
-    MISMATCH.
+    """Replace the array of every process by the sum.
 
-    `turn` is the counter's value before; it is two more afterwards. `how` is what `shared_signals.manner` makes.
+    Returns 0 when done, the stage to continue with after a long wait, or MISMATCH. `turn` is the counter's value before
+    the call; afterwards the counter is two higher. `how` is the result of `shared_signals.manner`.
     """
     n = len(bounds) - 1
     if stage == 0:
@@ -111,7 +111,7 @@ def in_place(
 
 @jit
 def _reduce_part(heap: Any, stride: int, offset: int, bounds: Any, me: int, n: int, divisor: Any) -> None:
-    """Add up part `me` and write it to everyone."""
+    """Sum part `me` and write the sum to the arrays of all processes."""
     for low in range(bounds[me], bounds[me + 1], BLOCK):
         high = min(low + BLOCK, bounds[me + 1])
         base = me * stride + offset
@@ -142,11 +142,11 @@ def through_slots(
     divisor: Any,
     how: Any,
 ) -> int:
-    """Replace `array`, which lies anywhere, by the sum, `capacity` elements at a time, from `at` on.
+    """Replace `array`, which may lie anywhere, by the sum, `capacity` elements at a time, from element `at` on.
 
-    Everyone writes a piece into its slot, waits for the others', and adds all of them up. Two slots take turns: whoever
-    writes into one again knows from the counters that everybody has read it. Returns `at` of the first piece that is
-    not done, -1 when all are, or MISMATCH. `stage` 1: that piece lies in its slot already.
+    Every process writes a piece into its slot, waits for the pieces of the others, and sums all of them. Two slots
+    alternate: before a process writes a slot again, the counters show that all processes have read it. Returns `at` of
+    the first piece that is not done, -1 when all are done, or MISMATCH. `stage` 1: that piece is in its slot already.
     """
     n, size = len(bounds) - 1, len(array)
     while at < size:

@@ -1,12 +1,12 @@
 """A bus over stream sockets: Unix sockets on one host, TCP between hosts; large arrays in memory that nodes share.
 
-Each pair of nodes has one connection, on which every message is a prefix (length of the header, length of the
-payload), the header and the payload. The first message each way is a greeting; until it has arrived and is right,
-nothing else is read. A payload is written to the socket from where it lies as long as the socket takes it, and copied
-only when it has to wait; it is received where the program wants to have it, or into memory that is used again.
+Each pair of nodes has one connection. Every message on it is a prefix (length of the header, length of the payload),
+the header and the payload. The first message each way is a greeting; nothing else is read before a valid greeting has
+arrived. A payload is written to the socket from its own memory as long as the socket accepts it, and copied only when
+it has to wait. It is received where the program wants it, or into a reused buffer.
 
-While the program computes, a thread receives and sends what the sockets have room for. A signal's handler may raise
-anywhere: where it does so while bytes are moved, the connection is closed, since how far they have got is not known.
+While the program computes, a thread receives and sends as far as the sockets allow. A signal handler may raise at any
+point: if that happens while bytes are moved, the connection is closed, because the number of moved bytes is unknown.
 """
 
 from __future__ import annotations
@@ -40,84 +40,89 @@ from flockstep.transports.wire import (
 )
 
 QUEUED = 10_000
-"""Messages that may wait for one peer before the sender has to wait for it."""
+"""Largest number of messages queued for one peer; a sender waits when the queue is full."""
 AHEAD = 1 << 26
-"""Bytes that may wait for one peer before the sender has to wait for it."""
+"""Largest number of bytes queued for one peer; a sender waits when the queue is full."""
 UNREAD = 1 << 28
-"""Bytes of messages that are read ahead of the program."""
+"""Largest number of bytes of messages that are received before the program asks for them."""
 LOCAL_BUFFER = 1 << 20
-"""Bytes of the system's buffers within a host: with more, what is on its way no longer fits the processor's caches.
-Between hosts the system chooses, as the delay of the link demands."""
+"""Size in bytes of the system's buffers between nodes of one host; with larger buffers, data in transit no longer fits
+the processor's caches. Between hosts the system chooses the size from the link's delay.
+"""
 STAGING = 1 << 17
-"""Bytes that are read at a time where no large payload is due; more than the largest header."""
+"""Bytes per read if no large payload is expected; larger than the largest header."""
 USUAL_HEADER = 256
-"""Bytes that are read first where a large payload is due."""
+"""Bytes of the first read if a large payload is expected."""
 STRANGERS = 128
-"""Connections that may stand without a greeting; with one more, the first of them is closed."""
+"""Largest number of connections without a greeting; one more closes the oldest of them."""
 PATIENCE = 20.0
-"""Seconds in which a connection must stand: the first packets over a new network link may be lost, and are sent again
-late."""
+"""Seconds within which a connection must be established; the first packets over a new network link may be lost and sent
+again late.
+"""
 JOINED = 1 << 13
-"""Bytes below which a payload is copied behind its header: that costs less than keeping track of two parts."""
+"""Payloads below this number of bytes are copied behind their header, which costs less than tracking two parts."""
 BRIEF = 0.001
-"""Seconds without progress after which what is left of a message is copied and waits."""
+"""Seconds without progress after which the rest of a message is copied and queued."""
 FAST = 1e9
-"""Bytes per second: a connection that takes fewer is not waited for."""
+"""Bytes per second below which a sender does not wait for a connection."""
 GREETING_BYTES = 1 << 10
-"""The largest header of a connection that has not greeted yet."""
+"""Largest header on a connection without a greeting, in bytes."""
 TICK = 0.01
-"""Seconds between two looks at the sockets while the program computes."""
+"""Seconds between two polls of the sockets while the program computes."""
 UNANSWERED = 7
-"""Packets in a row that nobody acknowledges, after which a connection by TCP is broken: 25 seconds or more, since the
-system doubles the time between them. TCP_USER_TIMEOUT would also end a connection to a peer that is slow to read."""
+"""Number of successive unacknowledged packets after which a TCP connection counts as broken: 25 seconds or more, since
+the system doubles the time between packets. TCP_USER_TIMEOUT would also end a connection to a peer that is slow to
+read.
+"""
 _PREFIX = struct.Struct("<IQ")
 _PAYLOAD = 1 << 31
-"""In the length of the header: a payload follows, which may be empty."""
+"""Bit in the length of the header: a payload follows, which may be empty."""
 
 
 class _Connection:
-    """One connection, and how far what comes and goes on it has got."""
+    """One connection and the state of its incoming and outgoing messages."""
 
     def __init__(self, sock: socket.socket, wanted: Address | None = None):
         self.socket = sock
         self.wanted = wanted
-        """Who this node has connected to; None: the other end connected."""
+        """The peer that this node has connected to; None if the other end connected."""
         self.greeting: Message | None = None
         self.open = True
         self.deaf = False
-        """Nothing more can be written."""
+        """Whether the other end no longer accepts data."""
         self.armed = False
-        """Whether the end of a jam is waited for."""
+        """Whether epoll reports when the socket can be written again."""
         self.out: deque[memoryview] = deque()
         self.waiting = 0
-        """Bytes of `out`."""
+        """Number of bytes queued in `out`."""
         self.staging = memoryview(bytearray(STAGING))
         self.end = 0
-        """Bytes of `staging` that have been read."""
+        """Number of bytes in `staging` that have been read."""
         self.ahead = STAGING
-        """Bytes to read at a time: few where a large payload is likely to follow, which has a place of its own."""
+        """Bytes per read: few if a large payload is expected, which is received directly into its own buffer."""
         self.header = b""
         self.body: memoryview | None = None
-        """The payload that is arriving, of which `filled` bytes are here."""
+        """The payload that is arriving, of which `filled` bytes have been received."""
         self.filled = 0
 
     def usable(self) -> bool:
-        """Whether more can be written."""
+        """Whether data can be written to the connection."""
         return self.open and not self.deaf
 
 
 class StreamBus(Bus):
-    """A node's connections to its peers, one for each."""
+    """A node's connections to its peers, one connection for each peer."""
 
     def __init__(self, me: Identity, address: str, lends: bool = False):
-        """Listens at `address`: ipc://PATH, or tcp://HOST:* for any free port. `lends`: peers may read its memory.
+        """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port; `lends`: peers may read this node's
+        memory.
 
         Raises:
-            ConfigurationError: the address cannot be listened at.
+            ConfigurationError: it is not possible to listen at the address.
         """
         self.traffic = Traffic()
         self.rejected = 0
-        """Connections that were refused."""
+        """Number of connections that were refused."""
         self._me = me
         self._copies = Copies()
         self._heap = SharedHeap(heap_room_for(me.model_bytes)) if lends else None
@@ -129,31 +134,31 @@ class StreamBus(Bus):
         self._connections: dict[int, _Connection] = {}
         self._peers: dict[Address, _Connection] = {}
         self._ended: dict[Address, float] = {}
-        """Peer → when its connection ended."""
+        """Peer → time at which its connection ended, in seconds of the monotonic clock."""
         self._expected: set[Address] | None = None
         self._inbox: deque[Message | ProtocolError] = deque()
         self._unread = 0
         self._lock = Lock()
-        """Held by whoever moves bytes: the program, or the thread that attends to the sockets."""
+        """Held by the thread that moves bytes: the program's, or the one that serves the sockets meanwhile."""
         self._asked = False
-        """Whether the program wants in."""
+        """Whether the program waits for the lock."""
         self._closed = self._woken = False
         self._wanted: Wanted | None = None
-        """The message that the program waits for, if it has a place for its array."""
+        """The message that the program waits for, if there is a place for its array."""
         self._placing: _Connection | None = None
-        """The connection on which it arrives there."""
+        """The connection on which an array arrives in that place."""
         self._placed: Message | None = None
-        """It, once it is in the inbox."""
+        """The message whose array arrived in that place, once the message is in the inbox."""
         self._looked = 0.0
-        """When it was last looked for packets that nobody acknowledges."""
+        """Time of the last check for unacknowledged packets, in seconds of the monotonic clock."""
         if self._heap is not None:
             self.address += f" {self._heap.told}"
 
     def connect(self, peers: Mapping[Address, str]) -> None:
-        """Connect to the peers before this node in the order of addresses; the others connect here."""
+        """Connect to the peers with lower addresses; peers with higher addresses connect to this node."""
         if self._heap is not None and len(peers) < NODES:
             for peer, told in peers.items():
-                with contextlib.suppress(CompositionError):  # on another host: what is sent there goes by socket
+                with contextlib.suppress(CompositionError):  # on another host: its messages go through the socket
                     self._me.borrowed[peer] = Borrowed(told.partition(" ")[2], self._me.address)
         with self._lock:
             self._expected = set(peers)
@@ -165,32 +170,32 @@ class StreamBus(Bus):
         Thread(target=_attend, args=(weakref.ref(self),), name="flockstep-bus", daemon=True).start()
 
     def disconnect(self, peer: Address) -> None:
-        """Give up a peer that was lost."""
+        """Close the connection to a peer that was lost, and free the memory that the peer had borrowed."""
         self._copies.lost.add(peer)
         if peer in self._peers:
             with self._lock:
                 self._drop(self._peers[peer])
 
     def reachable(self, peer: Address) -> bool:
-        """Whether the connection to the peer stands."""
+        """Whether the connection to the peer is established."""
         return peer in self._peers and self._peers[peer].usable()
 
     def waiting(self, peer: Address) -> int:
-        """Bytes of messages to the peer that wait for room."""
+        """Bytes of messages to the peer that are queued."""
         connection = self._peers.get(peer)
         return connection.waiting if connection is not None and connection.usable() else 0
 
     def broken(self, seconds: float) -> set[Address]:
-        """The peers whose connection ended at least so long ago, for whatever reason."""
+        """The peers whose connection ended at least `seconds` ago, for any reason."""
         latest = time.monotonic() - seconds
         return {peer for peer, at in self._ended.items() if at <= latest}
 
     def lend(self, array: Array) -> Array:
-        """A read-only copy in shared memory where there is room, or else in memory that is used again."""
+        """A read-only copy of the array, in shared memory if there is room, otherwise in a reused buffer."""
         return self._copies.frozen(array)
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer; an array that is not lent may change afterwards."""
+        """Send a message to a peer; the caller may change the array afterwards, unless `lend` returned the array."""
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
             raise self._unreachable(to)
@@ -211,7 +216,7 @@ class StreamBus(Bus):
         self.traffic.sent(message, len(header))
 
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        """The next message from a peer."""
+        """Return the next message from a peer."""
         self._asked = True
         with self._lock:
             self._asked = False
@@ -229,7 +234,9 @@ class StreamBus(Bus):
         return message
 
     def _wait(self, seconds: float | None, wanted: Wanted | None) -> None:
-        """Wait for the next message, and receive it where it is wanted: nothing is written there afterwards."""
+        """Wait for the next message, and receive its array in the wanted place; afterwards nothing is written to that
+        place.
+        """
         now = time.monotonic()
         until = None if seconds is None else now + seconds
         self._end_unanswered(now)
@@ -246,7 +253,7 @@ class StreamBus(Bus):
                 self._settle()
 
     def _settle(self) -> None:
-        """Take what arrives, and does not go to the program now, away from where it is wanted."""
+        """Move arrays that arrive in the wanted place, but are not returned to the program now, to other memory."""
         placed, placing, self._wanted, self._placed, self._placing = self._placed, self._placing, None, None, None
         if placed is not None and self._inbox[0] is not placed:
             placed.array = self._copies.frozen(placed.payload)
@@ -256,7 +263,7 @@ class StreamBus(Bus):
             placing.body = body
 
     def close(self, linger: float) -> None:
-        """Close all connections."""
+        """Close all connections after delivering queued messages for up to `linger` seconds."""
         until = time.monotonic() + linger
         with self._lock:
             self._closed = True
@@ -270,7 +277,7 @@ class StreamBus(Bus):
             self._epoll.close()
 
     def attend(self) -> bool:
-        """Receive and send what the sockets have room for, while the program is elsewhere; whether to come again."""
+        """Receive and send as far as the sockets allow while the program computes; whether to call again."""
         if not self._asked and self._lock.acquire(blocking=False):
             try:
                 self._end_unanswered(time.monotonic())
@@ -285,7 +292,9 @@ class StreamBus(Bus):
         return not (self._closed or self._asked or self._unread > UNREAD)
 
     def _end_unanswered(self, now: float) -> None:
-        """Close connections, once a second, whose packets are lost: keepalive sends none while others are under way."""
+        """Once a second, close connections with too many unacknowledged packets: keepalive sends no probes while data
+        is in flight.
+        """
         if now < self._looked + 1:
             return
         self._looked = now
@@ -299,7 +308,7 @@ class StreamBus(Bus):
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
 
     def _move(self, seconds: float | None) -> int:
-        """Let all sockets go on that can, within that time; how many did."""
+        """Let all sockets that are ready proceed, within that time; the number of sockets that did."""
         moved = 0
         for descriptor, what in self._epoll.poll(seconds):
             connection = self._connections.get(descriptor)
@@ -317,17 +326,17 @@ class StreamBus(Bus):
 
     def _watch(self, also: Collection[int]) -> None:
         for descriptor in self._also:
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # the connection was closed meanwhile
                 self._epoll.unregister(descriptor)
         for descriptor in also:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._also = also
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # the other end has closed the connection
             self._add(self._listener.accept()[0])
             strangers = [one for one in self._connections.values() if one.greeting is None and one.wanted is None]
-            if len(strangers) > STRANGERS:  # a peer greets at once
+            if len(strangers) > STRANGERS:  # a peer sends its greeting at once
                 self._reject(strangers[0])
 
     def _add(self, sock: socket.socket, wanted: Address | None = None) -> _Connection:
@@ -345,12 +354,12 @@ class StreamBus(Bus):
         return connection
 
     def _greet(self, connection: _Connection, peer: Address) -> None:
-        """Say who this node is, and whether it can read the peer's memory."""
+        """Send a greeting: this node's identity, and whether it can read the peer's memory."""
         note = {"memory": int(peer in self._me.borrowed)}
         self._write(connection, encode(Message(self._me.address, GREETING, note=note), self._me), None)
 
     def _admit(self, connection: _Connection) -> None:
-        """Take up a connection that has greeted, once it is known who may."""
+        """Accept or reject a connection that has greeted, once the expected peers are known."""
         if connection.greeting is None or self._expected is None or not connection.open:
             return
         peer, wanted = connection.greeting.source, connection.wanted
@@ -386,7 +395,7 @@ class StreamBus(Bus):
             self._ended.setdefault(peer, time.monotonic())
 
     def _write(self, connection: _Connection, header: bytes, array: Array | None) -> None:
-        """Write a message; what the socket does not take soon is copied, unless nobody can change it, and waits."""
+        """Write a message; the part that the socket does not accept soon is queued, copied if the array can change."""
         if array is None or array.nbytes < JOINED:
             follows, data = (0, b"") if array is None else (_PAYLOAD, array.tobytes())
             self._flush(connection, memoryview(_PREFIX.pack(len(header) | follows, len(data)) + header + data))
@@ -408,7 +417,7 @@ class StreamBus(Bus):
                 connection.out.append(kept.data)
 
     def _flush(self, connection: _Connection, *more: memoryview) -> None:
-        """Write what waits, and `more` after it, as far as the socket takes it."""
+        """Write the queue, and `more` after it, as far as the socket accepts it."""
         out = connection.out
         out.extend(more)
         for part in more:
@@ -423,7 +432,7 @@ class StreamBus(Bus):
                     out[0] = out[0][sent:]
         except BlockingIOError:
             pass
-        except OSError:  # the peer has gone: what it sent before is still read
+        except OSError:  # the peer has closed: messages that it sent before are still read
             out.clear()
             connection.waiting = 0
             connection.deaf = True
@@ -436,7 +445,7 @@ class StreamBus(Bus):
             self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if out else 0))
 
     def _read(self, connection: _Connection) -> None:
-        """Read what is here, as far as it belongs together."""
+        """Read what has arrived, as far as it belongs to one message."""
         try:
             if connection.body is None:
                 end = connection.end
@@ -456,14 +465,14 @@ class StreamBus(Bus):
                     self._deliver(connection, connection.header, body)
         except BlockingIOError:
             pass
-        except OSError:  # the peer has gone
+        except OSError:  # the peer has closed the connection
             self._drop(connection)
         except BaseException:
             self._drop(connection)
             raise
 
     def _parse(self, connection: _Connection) -> None:
-        """Deliver the messages that have been read, and make room for the payload that has begun."""
+        """Deliver the messages that have been read, and prepare a buffer for a payload that has begun."""
         staging, begin, end = connection.staging, 0, connection.end
         while end - begin >= _PREFIX.size and connection.open and connection.body is None:
             length, nbytes = _PREFIX.unpack_from(staging, begin)
@@ -495,7 +504,7 @@ class StreamBus(Bus):
         connection.end = end - begin
 
     def _room(self, connection: _Connection, header: bytes, nbytes: int) -> memoryview:
-        """Where to receive a payload: where the program wants it, if it is what the program waits for."""
+        """The buffer for a payload: the program's place if this is the wanted message, otherwise a reused buffer."""
         wanted, greeting = self._wanted, connection.greeting
         if (
             wanted is not None
@@ -530,7 +539,7 @@ class StreamBus(Bus):
                 connection.greeting = decode_greeting(header, self._me)
                 self._admit(connection)
             elif self._peers.get(greeting.source) is not connection:
-                self._reject(connection)  # it speaks before it was let in
+                self._reject(connection)  # it sends before it was accepted
             else:
                 message = decode(header, body, greeting.source, self._me)
                 if self._placing is connection and self._wanted is not None:
@@ -544,13 +553,13 @@ class StreamBus(Bus):
                 self._refuse(connection, error)
 
     def _refuse(self, connection: _Connection, error: ProtocolError) -> None:
-        """What a peer of this run sent is not as agreed."""
+        """Report a peer's message that breaks the protocol, and close the connection."""
         self._inbox.append(error)
         self._drop(connection)
 
 
 def _attend(bus: weakref.ref[StreamBus]) -> None:
-    """Attend to a bus as long as there is one."""
+    """Serve the sockets of a bus as long as the bus exists."""
     going = True
     while going:
         time.sleep(TICK)
@@ -560,7 +569,7 @@ def _attend(bus: weakref.ref[StreamBus]) -> None:
 
 
 def _listening(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens at ipc://PATH or tcp://HOST:PORT, where * is any free port; its address."""
+    """A socket that listens at ipc://PATH or tcp://HOST:PORT, where * is any free port; and its address."""
     kind, _, place = address.partition("://")
     sock = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
     try:
@@ -579,7 +588,7 @@ def _listening(address: str) -> tuple[socket.socket, str]:
 
 
 def _connected(address: str) -> socket.socket | None:
-    """A connection to that address; None if nobody listens there: who it was is for the supervisor to say."""
+    """A connection to that address; None if nobody listens there, since the supervisor reports which node was lost."""
     kind, _, place = address.partition("://")
     sock = socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET)
     sock.settimeout(PATIENCE)

@@ -1,7 +1,7 @@
 """The wire format: a versioned, typed header (MessagePack), then the array's raw little-endian bytes.
 
-Nothing is believed before it is checked: the header against its types, the run, the schema and the sequence; the
-payload's size against the header and the model's. No part of it can name code.
+Everything received is checked before use: the header against its types, the run, the schema and the sequence; the size
+of the payload against the header and the model. No part of a message can name code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from flockstep.transports.shared_heap import Borrowed
 
 PROTOCOL = 3
 GREETING = "flockstep.hello"
-"""Tag of what two nodes say to each other once they are connected; it has no number."""
+"""Tag of the messages that two nodes exchange when they are connected; such a message has no sequence number."""
 HANDED_ON = "flockstep.handed-on"
-"""Tag of the model that nodes hand on to one another before a run begins; it has no number either."""
+"""Tag of the model that nodes pass on to one another before a run begins; such a message has no sequence number."""
 MAX_HEADER = 1 << 16
-"""Bytes; a header is far below, whatever the strategy puts into its note."""
+"""Largest header in bytes. Headers are far smaller, whatever the strategy puts into its note."""
 MAX_CODING = 1 << 16
-"""Bytes that an encoding may be larger than the array; one that would be larger sends the array as it is."""
+"""Bytes by which an encoded array may exceed the array; a longer encoding is not used, and the array is sent as it is.
+"""
 DTYPES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
@@ -35,7 +36,7 @@ DTYPES = {
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What stands before every payload."""
+    """The header of a message, which precedes the payload."""
 
     protocol: int
     run: str
@@ -50,7 +51,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     dtype: str
     size: int
     place: int
-    """In which slot of memory that both share the array lies; -1: it follows as a payload."""
+    """Slot of shared memory that holds the array; -1 if the array follows as a payload."""
     start: int
     note: msgspec.Raw
 
@@ -74,13 +75,13 @@ def _little(name: str) -> np.dtype[Any]:
 
 @cache
 def _reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
-    """Reads notes of that kind; None: a driver's own."""
+    """A decoder for notes of that kind; None stands for the driver's own notes."""
     return msgspec.msgpack.Decoder(kind or dict[str, int | float | str])
 
 
 @dataclass
 class Identity:
-    """Who sends, in which run, and for which model."""
+    """Identity of a sender: its run, its address, and the schema of its model."""
 
     run: str
     address: Address
@@ -89,21 +90,21 @@ class Identity:
     incarnation: int = 0
     epoch: int = 0
     borrowed: dict[Address, Borrowed] = field(default_factory=dict)
-    """The memory of others that this node can read, by node."""
+    """Node → its memory, as far as this node can read it."""
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
-    """The kinds of notes that the strategy declares."""
+    """Tag → kind of note, as the strategy declares."""
 
     @property
     def limit(self) -> int:
-        """The largest payload, in bytes, that anyone in this run may send uncoded: the whole model."""
+        """Largest payload without encoding that a node of this run may send, in bytes: the whole model."""
         return self.model_bytes
 
 
 def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> bytes:
-    """The header for `message`.
+    """Encode the header of `message`.
 
-    `place` and `start` say in which slot of shared memory the array lies, if it does.
+    `place` and `start` are the slot and the byte at which the array lies in shared memory, if it does.
     """
     array = message.array
     dtype, size = ("", 0) if array is None else (_name(array.dtype), array.size)
@@ -129,10 +130,10 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
 
 
 def decode(header: bytes, payload: memoryview | None, sender: Address, me: Identity, most: int = MAX_HEADER) -> Message:
-    """The message that `header`, of at most `most` bytes, and `payload` say; its array is a view of `payload`.
+    """Decode a message from a header of at most `most` bytes and a payload; the array is a view of `payload`.
 
     Raises:
-        ProtocolError: anything in it is not as agreed; names the sender, the value and the rule.
+        ProtocolError: a value breaks the protocol; the error names the sender, the value and the rule.
     """
     who = node_name(sender)
     if len(header) > most:
@@ -151,7 +152,7 @@ def decode(header: bytes, payload: memoryview | None, sender: Address, me: Ident
 
 
 def announces(header: bytes, tag: str | None, array: Array) -> bool:
-    """Whether a message with that header, which may be anything, carries the elements that `array` has room for."""
+    """Whether an unchecked header announces an array of the tag, dtype and size of `array`."""
     try:
         head = _decoder.decode(header)
     except (ValueError, RecursionError):
@@ -160,10 +161,10 @@ def announces(header: bytes, tag: str | None, array: Array) -> bool:
 
 
 def decode_greeting(header: bytes, me: Identity) -> Message:
-    """What somebody said who has connected, and is not known before.
+    """Decode the greeting of a peer that is not known yet.
 
     Raises:
-        ProtocolError: it is no greeting of this run.
+        ProtocolError: the message is not a greeting of this run.
     """
     head = _read(header, "somebody")
     if head.tag != GREETING or head.dtype:
