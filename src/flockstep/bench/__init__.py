@@ -1,1 +1,1 @@
-"""Measurements of what moves arrays, beside what else could: in turn, in one run, on this machine."""
+"""Benchmarks of flockstep's components against alternatives, taken in turns in one run on this machine."""

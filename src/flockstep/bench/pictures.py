@@ -1,4 +1,4 @@
-"""Measurements as figures in one self-contained HTML file."""
+"""Figures of benchmark results in one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
 def of_rates(figures: Sequence[Figure]) -> Drawing:
-    """GB/s against the array's size: a line for each way, a panel for each number of processes; bars are quartiles."""
+    """GB/s against array size: a line for each implementation, a panel for each number of processes; error bars are
+    quartiles.
+    """
     counts = sorted({one.workers for one in figures})
     ways = list(dict.fromkeys(one.way for one in figures))
     panels = Panels(len(counts), min(2, len(counts)), gap_x=0.09, panel_px=360)
@@ -89,7 +91,7 @@ def _plain(value: float) -> str:
 
 
 def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
-    """A bar for each codec and speed, relative to a copy."""
+    """A bar for each codec and rate, relative to a copy."""
     data = [
         {
             "type": "bar",
@@ -112,7 +114,7 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
 
 
 def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
-    """Worker-steps per second against replicas: a line for each strategy."""
+    """Worker-steps per second against the number of replicas, one line for each strategy."""
     data = []
     for place, name in enumerate(dict.fromkeys(one.strategy for one in figures)):
         mine = [one for one in figures if one.strategy == name]
@@ -137,7 +139,7 @@ def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
 
 
 def of_prediction(truth: Truth) -> Drawing:
-    """Predicted against measured seconds of a step: a colour for each bandwidth, a symbol for each strategy."""
+    """Predicted against measured seconds per step: a color for each bandwidth, a symbol for each strategy."""
     data: list[dict[str, object]] = []
     ends = [min(min(one.predicted, one.measured) for one in truth.pairs) / 1.5]
     ends.append(max(max(one.predicted, one.measured) for one in truth.pairs) * 1.5)
@@ -170,7 +172,7 @@ def of_prediction(truth: Truth) -> Drawing:
                 + "</extra>",
             }
         )
-    for name, symbol in symbols.items():  # in the key only
+    for name, symbol in symbols.items():  # in the legend only
         key_only: dict[str, object] = {"type": "scatter", "mode": "markers", "name": name, "x": [None], "y": [None]}
         data.append({**key_only, "marker": {"color": INK, "symbol": symbol, "size": 9}})
     axes = {"xaxis": axis("measured seconds of a step", type="log")}
@@ -179,7 +181,7 @@ def of_prediction(truth: Truth) -> Drawing:
 
 
 def page(title: str, caption: str, drawing: Drawing, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
-    """The picture, and the printed table below it."""
+    """The HTML page: the figure, with the printed table below it."""
     return Page(
         brand="flockstep bench",
         title=title,

@@ -1,4 +1,4 @@
-"""A node without a run around it: programs of one process over a transport, without books or supervision."""
+"""A node outside a run: executes the programs of one process over a transport, without metrics or supervision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flockstep.transports.wire import Identity
 
 
 class Post(Messenger):
-    """One node on a transport; `peer` is what programs are written for."""
+    """One node on a transport; `peer` is the interface that programs use."""
 
     def __init__(self, transport: Transport, name: str, place: Place):
         me = Identity("bench", place.rank, "0" * 16, place.largest)
@@ -28,7 +28,7 @@ class Post(Messenger):
         super().__init__(self.bus, self.bus.poll, self.peer, None)
 
     def connect(self, told: Sequence[str]) -> None:
-        """Connect to all others, and have heard of each."""
+        """Connect to all other nodes at the addresses `told`, by rank, and wait until all are reachable."""
         others = {rank: address for rank, address in enumerate(told) if rank != self.peer.rank}
         self.bus.connect(others)
         while not all(map(self.bus.reachable, others)):
@@ -36,7 +36,7 @@ class Post(Messenger):
                 self.take(message)
 
     def run(self, program: Coroutine[Effect, Any, Any]) -> Any:
-        """Run a program to its end; what it returns."""
+        """Run a program to its end and return its result."""
         returned: list[Any] = []
 
         async def whole() -> None:
@@ -47,7 +47,7 @@ class Post(Messenger):
         return returned[0]
 
     def drive(self, runner: Runner) -> None:
-        """Wait for messages until the program has ended."""
+        """Deliver messages to a program until it has ended."""
         while not runner.done:
             if not isinstance(runner.waiting, Wanted):
                 raise FlockstepError(f"a program of a measurement may wait for messages only, got {runner.waiting}")
@@ -55,5 +55,5 @@ class Post(Messenger):
                 self.take(message)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the node's socket."""
         self.bus.close(0)

@@ -1,8 +1,8 @@
-"""Prediction against reality: steps of real processes over links of known bandwidth, beside what was predicted.
+"""Prediction against measurement: steps of real processes over links of known bandwidth, with the predicted times.
 
-What is known of the machines is a calibration (gradients alone and all at once, messages, codecs) and the record of one
-strategy at two bandwidths. The prediction of every other strategy and bandwidth is what `flockstep plan` says of that
-cluster, over links as fast as the two records say.
+The machines are described by a calibration (gradients alone and all at once, messages, codecs) and by the records of
+one strategy at two bandwidths. Every other strategy and bandwidth is predicted as `flockstep plan` does for that
+cluster, with the link speed that the two records show.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flockstep.simulation import units
 from flockstep.strategies.base import Strategy
 
 JOB = "softmax(features=20000, train=512, test=64, batch=32)"
-"""200,010 parameters: a step takes from 10 ms to 2 s."""
+"""The measured job, with 200,010 parameters: a step takes from 10 ms to 2 s."""
 WORKERS = 4
 STRATEGIES = (
     "all_reduce",
@@ -64,75 +64,79 @@ DRAWN = (
     "slice_servers",
     "all_reduce(codec=topk(0.01), feedback=residual)",
 )
-"""Strategies that combinations are drawn from,"""
+"""Strategies from which random combinations are drawn."""
 JOBS = (JOB, "softmax(features=4000, train=512, test=64, batch=32)", "charlm")
-"""jobs,"""
+"""Jobs from which random combinations are drawn."""
 NUMBERS = (3, 4, 5)
-"""numbers of workers,"""
+"""Numbers of workers from which random combinations are drawn."""
 SPEEDS = ("7mbit", "20mbit", "50mbit", "100mbit", "300mbit", "1000mbit")
-"""and bandwidths."""
+"""Bandwidths from which random combinations are drawn."""
 CALIBRATED, ENDS = "all_reduce", ("100mbit", "1000mbit")
-"""The strategy and the bandwidths of the records that everything is predicted from."""
+"""Strategy and bandwidths of the records from which everything is predicted."""
 FRAMES = (1448 + 66 + 66 / 2) / 1448
-"""Bytes on a link for each byte of payload, at the least: headers of a frame of TCP, and an acknowledgement for two."""
+"""Minimum of bytes on a link per payload byte: headers of a TCP frame, and one acknowledgement for two frames."""
 WITHIN = 0.2
-"""Share of the measured time by which a prediction may be wrong."""
+"""Largest accepted error of a prediction, as a share of the measured time."""
 RANKED = 0.9
-"""Least rank correlation."""
+"""Smallest accepted rank correlation."""
 GRADIENTS, ROUNDS = 30, 3
-"""Of the calibration: gradients of each worker alone and with all others; large messages between two workers."""
+"""Size of the calibration: gradients of each worker, alone and with all others; rounds of large messages between two
+workers.
+"""
 SECONDS = 6.0
-"""That a run should last, if it needs not have more steps."""
+"""Seconds that a run lasts, if it does not need more steps."""
 FEW, SPANS = 14, 3
-"""Steps of a run that takes long all the same; how many times 20 counted steps one has at the most."""
+"""Smallest number of steps of a run; largest number of spans, of 20 counted steps each."""
 HEARTBEAT = 30.0
-"""Seconds: on slow links a heartbeat waits behind whole models."""
+"""Heartbeat in seconds, long because on slow links a heartbeat waits behind whole models."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A strategy at a bandwidth: seconds of a step, as predicted and as measured."""
+    """Seconds per step of one strategy at one bandwidth, predicted and measured."""
 
     strategy: str
     bandwidth: str
     steps: int
     predicted: float
     measured: float
-    """Median over the rounds; of each, the median over spans of steps of the mean over all workers."""
+    """Median over the rounds; each round counts with the median over its spans of the mean over all workers."""
     low: float
     high: float
 
     @property
     def error(self) -> float:
-        """By which share of the measured time the prediction is too long."""
+        """Relative error of the prediction: positive if the predicted time is too long."""
         return self.predicted / self.measured - 1
 
     @property
     def holds(self) -> bool:
-        """Whether that is little."""
+        """Whether the error is at most `WITHIN`."""
         return abs(self.error) <= WITHIN
 
 
 @dataclass(frozen=True)
 class Truth:
-    """All pairs, and what the predictions are from."""
+    """All pairs of predicted and measured times, with the basis of the predictions."""
 
     job: str
     workers: int
     cores: int
     efficiency: float
-    """Bandwidth fitted to the one record, as a share of the card's."""
+    """Bandwidth fitted to the record of the slower link, as a share of the card's bandwidth."""
     notes: tuple[str, ...]
     pairs: tuple[Pair, ...]
 
     @property
     def bandwidths(self) -> tuple[str, ...]:
-        """In order."""
+        """The measured bandwidths, in order."""
         return tuple(dict.fromkeys(pair.bandwidth for pair in self.pairs))
 
     @property
     def ranks(self) -> dict[str, float | None]:
-        """Rank correlation of predicted and measured, of each bandwidth and "all"; None of fewer than two pairs."""
+        """Bandwidth, or "all" → rank correlation of predicted and measured times; None if there are fewer than two
+        pairs.
+        """
         found = {name: [one for one in self.pairs if one.bandwidth == name] for name in self.bandwidths}
         found["all"] = list(self.pairs)
         return {
@@ -142,7 +146,7 @@ class Truth:
 
     @property
     def misses(self) -> list[str]:
-        """What does not hold, in words."""
+        """Sentences about the accuracy targets that are missed."""
         said = [
             f"{one.strategy} at {one.bandwidth}: {one.error:+.0%}, more than {WITHIN:.0%}"
             for one in self.pairs
@@ -154,7 +158,7 @@ class Truth:
         return said
 
     def sentences(self) -> list[str]:
-        """What the predictions are from, how well they rank, and what does not hold."""
+        """Sentences about the basis of the predictions, the rank correlations, and the missed targets."""
         ranks = ", ".join(f"{name} {rank:.3f}" for name, rank in self.ranks.items() if rank is not None)
         held = sum(one.holds for one in self.pairs)
         known = (
@@ -169,17 +173,17 @@ class Truth:
         ]
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The measurement as plain data, for JSON."""
         names = ("job", "workers", "cores", "efficiency", "notes", "ranks", "misses")
         pairs = [{**vars(one), "error": one.error} for one in self.pairs]
         return {**{name: getattr(self, name) for name in names}, "pairs": pairs}
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, equal values with their mean rank; None if one says nothing of order.
+    """Spearman's rank correlation, with mean ranks for equal values; None if all values of a sequence are equal.
 
     Raises:
-        ConfigurationError: the two are not of the same length.
+        ConfigurationError: the sequences differ in length.
     """
     if len(one) != len(other):
         raise ConfigurationError(
@@ -195,14 +199,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def coded(strategies: Sequence[str]) -> list[str]:
-    """The codecs whose arithmetic these strategies' steps take."""
+    """The lossy codecs of these strategies, whose computing time has to be measured."""
     found = (Strategy.parse(text).coding for text in strategies)
     return sorted({str(one) for one in found if one is not None and not one.lossless})
 
 
 @dataclass(frozen=True)
 class Known:
-    """A calibrated cluster; a byte takes `share` times what it takes a card, and `more` seconds."""
+    """A calibrated cluster; one byte takes `share` times its time on the card plus `more` seconds."""
 
     calibration: Calibration
     share: float
@@ -210,21 +214,21 @@ class Known:
 
     @classmethod
     def of(cls, calibration: Calibration, slow: tuple[float, float], quick: tuple[float, float]) -> Known:
-        """From the nominal and the effective bandwidth of two links, in bytes per second."""
+        """Fit the cluster's link to two pairs (nominal bandwidth, effective bandwidth), in bytes per second."""
         (one, first), (other, second) = slow, quick
         share = max(FRAMES, (1 / first - 1 / second) / (1 / one - 1 / other))
         more = 1 / first - share / one
         return cls(calibration, share, more) if more > 0 else cls(calibration, one / first, 0.0)
 
     def at(self, bandwidth: float) -> ClusterShape:
-        """The cluster with cards of so many bytes per second."""
+        """The cluster with cards of `bandwidth` bytes per second."""
         shape = self.calibration.shape
         wire = replace(shape.wires[0], bandwidth=1 / (self.share / bandwidth + self.more), fair=True)
         return replace(shape, wires=(wire,))
 
 
 def calibrated(runs: _Runs, task: Task, strategies: Sequence[str]) -> Known:
-    """The cluster as calibrated, its link as fitted to the records of two runs there."""
+    """Calibrate the cluster, and fit its link to the records of two runs."""
     transport = f"namespaces('{ENDS[0]}')"
     probed = calibrate(runs.job, runs.workers, transport=transport, gradients=GRADIENTS, rounds=ROUNDS)
     latency, message = probed.shape.wires[0].latency, probed.shape.message
@@ -238,20 +242,20 @@ def calibrated(runs: _Runs, task: Task, strategies: Sequence[str]) -> Known:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def predict(cluster: ClusterShape, task: Task, strategy: str, workers: int, steps: int) -> Prospect:
-    """What a plan says of a strategy, in a rehearsal of so many steps where there is one."""
+    """Predict a strategy as a plan does, with a rehearsal of `steps` steps where a rehearsal is needed."""
     return prospect(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
 
 
 def steps_for(seconds: float) -> int:
-    """How many steps a run should have whose steps last so long, of which a quarter at the beginning does not count.
+    """Number of steps of a run whose steps last `seconds`; the first quarter of them is not counted.
 
-    What counts divides into five spans of a multiple of four steps, so that whoever meets every four steps does so
-    equally often in each; of the slowest there are too few for that.
+    The counted steps divide into five spans of a multiple of four steps, so that a strategy that communicates every
+    four steps does so equally often in each span. The slowest runs have too few steps for that.
     """
     spans = min(SPANS, math.floor(SECONDS / (seconds * 26)))
     return max(FEW, 80 * spans // 3)
@@ -266,12 +270,12 @@ def measure(
     workers: int = WORKERS,
     pairs: Sequence[tuple[str, str]] = (),
 ) -> Truth:
-    """Calibrate, predict, and run every strategy at every bandwidth, or only `pairs` of the two.
+    """Calibrate, predict, and run every strategy at every bandwidth, or only the combinations in `pairs`.
 
-    A strategy that cannot be predicted is told to `say` and left out.
+    A strategy that cannot be predicted is reported to `say` and skipped.
 
     Raises:
-        ConfigurationError: namespaces are not to be had here, or there is no such strategy, bandwidth or job.
+        ConfigurationError: network namespaces are not available, or a strategy, bandwidth or job does not exist.
     """
     pairs = pairs or [(strategy, bandwidth) for bandwidth in bandwidths for strategy in strategies]
     strategies, bandwidths = (list(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
@@ -306,7 +310,7 @@ def measure(
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
-    """Job and number of workers → strategies and bandwidths: so many different combinations, drawn by a seed."""
+    """(job, number of workers) → pairs (strategy, bandwidth): `count` different combinations drawn with `seed`."""
     every = list(itertools.product(JOBS, NUMBERS, DRAWN, SPEEDS))
     chosen = sorted(np.random.default_rng(seed).choice(len(every), min(count, len(every)), replace=False).tolist())
     found: dict[tuple[str, int], list[tuple[str, str]]] = {}
@@ -316,7 +320,7 @@ def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]
 
 
 def together(parts: Sequence[Truth]) -> Truth:
-    """What several measurements say as one, each pair with its job and workers."""
+    """Join several measurements into one; each pair's strategy is extended by its job and number of workers."""
     pairs = [
         replace(pair, strategy=f"{pair.strategy}, {one.workers} × {one.job}") for one in parts for pair in one.pairs
     ]
@@ -327,7 +331,7 @@ def together(parts: Sequence[Truth]) -> Truth:
 
 @dataclass
 class _Runs:
-    """Runs and their records."""
+    """Runs of one job and their records, in one folder."""
 
     folder: Path
     job: str
@@ -335,7 +339,9 @@ class _Runs:
     count: int = 0
 
     def record(self, strategy: str, bandwidth: str, steps: int) -> Path:
-        """The folder of the record of a new run, evaluated at its end only: that would pass the links too."""
+        """Run a strategy and return the folder of its record. The model is evaluated at the end only, because snapshots
+        use the links too.
+        """
         self.count += 1
         config = RunConfig(
             kind="train",

@@ -1,4 +1,4 @@
-"""One process of a measurement: does what it is told over a socket. Started by `flockstep.bench.turns`."""
+"""One process of a benchmark: executes requests that arrive through a socket. Started by `flockstep.bench.turns`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from flockstep.bench.ways import Party, Place, Way
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: catalogue of ways, socket, processes, bytes of the largest array; the rank, unless MPI has it."""
+    """Arguments: module of implementations, socket, number of processes, bytes of the largest array; the rank, unless
+    MPI knows it.
+    """
     catalogue, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()
     place = Place(rank, int(workers), Path(address).parent, "", int(largest))
@@ -28,7 +30,7 @@ def main(arguments: list[str]) -> None:
         for line in file:
             try:
                 answer = {"answer": _obey(json.loads(line), ways, parties, place)}
-            except Exception as error:  # noqa: BLE001 - whatever it is, who asked has to hear of it
+            except Exception as error:  # noqa: BLE001 - reported to the process that asked
                 answer = {"failed": "".join(traceback.format_exception_only(error)).strip()}
             _say(file, answer)
         for party in parties.values():

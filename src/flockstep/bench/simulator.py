@@ -1,4 +1,4 @@
-"""Worker-steps per second in virtual time, beside a plain loop over the same gradients."""
+"""Worker-steps per second in virtual time, compared with a plain loop over the same gradients."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ REPLICAS = (16, 64, 256)
 STRATEGIES = ("local_sgd(collective=recursive_doubling)", "gossip", "asgd", "bsp", "dpsgd")
 ROUNDS = 20
 STEPS = 20
-"""Of each worker in a simulation."""
+"""Steps of each worker in a simulation."""
 BATCH = 8
 LOOP = "plain loop"
 
 
 @dataclass
 class SimulatorFigure:
-    """One strategy on so many replicas: medians over rounds."""
+    """Rates of one strategy with one number of replicas, medians over the rounds."""
 
     strategy: str
     replicas: int
     rate: float
-    """Worker-steps per second."""
+    """Simulated steps of all workers per second."""
     to_loop: float
-    """Against one gradient and one optimiser's step after the other."""
+    """Ratio to the rate of a loop that computes one gradient and one optimizer step after the other."""
     events: float | None = None
-    """Events on the record, per second."""
+    """Events written to the record per second."""
 
 
 def measure(
@@ -48,7 +48,9 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda what: None,
 ) -> list[SimulatorFigure]:
-    """Softmax regression on 200 weights, batch 8, lognormal compute times, 10 Gbit/s links; all ways in turn."""
+    """Measure softmax regression with 200 weights, batch 8, lognormal compute times and 10 Gbit/s links, all strategies
+    in turn.
+    """
     engine = NumpyEngine(Softmax(batch=BATCH, optimizer=SGD(lr=1e-6)).job(0), 0)
     figures = []
     for count in replicas:
@@ -72,7 +74,7 @@ def measure(
 
 
 def _loop(engine: NumpyEngine, replicas: int) -> Callable[[], tuple[int, int]]:
-    """A gradient and a step of plain SGD for one replica after the other."""
+    """A loop that computes a gradient and a plain SGD step for one replica after the other."""
     params = np.tile(engine.initial(), (replicas, 1))
     out = np.empty_like(params)
     indices = np.random.default_rng(1).integers(0, engine.train_size, (replicas, BATCH))
@@ -88,7 +90,7 @@ def _loop(engine: NumpyEngine, replicas: int) -> Callable[[], tuple[int, int]]:
 
 
 def _simulated(engine: NumpyEngine, text: str, replicas: int) -> Callable[[], tuple[int, int]]:
-    """A whole simulation, its record's events included."""
+    """A whole simulation, including the events of its record."""
     strategy = Strategy.parse(text)
     parts = np.array_split(np.arange(engine.train_size), replicas)
     cluster, result = Cluster(replicas, strategy.servers), choose_result(strategy, None)

@@ -1,4 +1,4 @@
-"""One-way push of an array to another process of this host, which adds it: ours, raw sockets, and a memory copy."""
+"""Push of an array to another process of this host, which adds it: transports, raw sockets, and a memory copy."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DONE = b"d"
 
 
 class _Pushing(Party):
-    """Process 0 pushes, process 1 adds and says when it has added all."""
+    """Process 0 pushes arrays; process 1 adds them and replies when it has added all."""
 
     def __init__(self, place: Place):
         self._rank = place.rank
         self._array = np.random.default_rng(place.rank).random(place.largest // 4, np.float32)
 
     def run(self, size: int, calls: int) -> float:
-        """The seconds of one push, of process 0; nothing of process 1."""
+        """Seconds of one push, measured by process 0; process 1 returns 0."""
         array = self._array[:size]
         if self._rank == 0:
             self._pushed(array, 1)
@@ -77,18 +77,18 @@ class _ByTransport(_Pushing):
 
 
 class ByTransport(Way):
-    """A transport of the registry, the node's message and mailbox included."""
+    """A transport of the registry, including the node's messages and mailbox."""
 
     def __init__(self, name: str):
         self.name = name
 
     @property
     def missing(self) -> str:
-        """Shared memory is Linux's."""
+        """Requirement of Linux for shared memory; empty for other transports."""
         return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
 
     def party(self, place: Place) -> Party:
-        """A node."""
+        """Create a node on the transport."""
         return _ByTransport(Transport.parse(self.name), place)
 
 
@@ -106,21 +106,21 @@ class _InWindow(_Pushing):
                 np.add(part, array, out=part)
 
     def _added(self, array: FlatArray, calls: int) -> None:
-        """Nothing: the memory is the receiver's, the work the sender's."""
+        """Do nothing: the sender adds directly to the receiver's memory."""
 
 
 class InWindow(Way):
-    """What `accumulate` does on a window of a shared array: the sender adds, in the receiver's memory."""
+    """The method `accumulate` of a window of a shared array: the sender adds in the receiver's memory."""
 
     name = "shared window"
 
     @property
     def missing(self) -> str:
-        """Shared memory is Linux's."""
+        """Requirement of Linux for shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
     def party(self, place: Place) -> Party:
-        """A region of the segment."""
+        """Create the process's region of the shared segment."""
         return _InWindow(place)
 
 
@@ -162,13 +162,13 @@ class _BySocket(_Pushing):
 
 
 class BySocket(Way):
-    """A loop of send and receive on a bare socket; the receiver adds what it has whole."""
+    """A loop of send and receive on a raw socket; the receiver adds whole arrays."""
 
     def __init__(self, name: str, family: socket.AddressFamily):
         self.name, self._family = name, family
 
     def party(self, place: Place) -> Party:
-        """A socket."""
+        """Create the process's socket."""
         return _BySocket(self._family, place)
 
 
@@ -190,7 +190,7 @@ class Copying(Way):
     name = COPY
 
     def party(self, place: Place) -> Party:
-        """Two arrays."""
+        """Create the two arrays."""
         return _Copying(place)
 
 
@@ -201,11 +201,11 @@ WAYS: tuple[Way, ...] = (
     BySocket("raw tcp socket", socket.AF_INET),
     Copying(),
 )
-"""Everything that can be measured; one more way is one more entry."""
+"""All implementations that can be measured; a further one needs one further entry."""
 
 
 def measure(
     sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: Callable[[str], None] = lambda what: None
 ) -> list[Figure]:
-    """What one push took, for each size in bytes."""
+    """Measure one push with each implementation, for each size in bytes."""
     return take_turns("flockstep.bench.transport", WAYS, 2, sizes, rounds, say)

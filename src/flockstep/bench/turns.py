@@ -1,4 +1,6 @@
-"""Takes turns: each way in processes of its own kind, round after round, so that what else goes on hits all alike."""
+"""Measures implementations in turns, round after round, each in its own processes, so that other load affects all
+alike.
+"""
 
 from __future__ import annotations
 
@@ -24,36 +26,36 @@ from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
 PATIENCE = 120.0
-"""Seconds within which a process has to answer."""
+"""Seconds within which a process must answer."""
 ROOM = 1 << 20
-"""Bytes of shared memory beside two arrays of the largest size."""
+"""Bytes of shared memory in addition to two arrays of the largest size."""
 
 
 @dataclass
 class Figure:
-    """What one way took for one size, or why there is nothing to say."""
+    """Result of one implementation for one array size, or the reason why there is none."""
 
     way: str
     workers: int
     bytes: int
     seconds: float | None = None
-    """Of one call: the median over rounds."""
+    """Seconds of one call, median over the rounds."""
     low: float | None = None
-    """The first quartile."""
+    """First quartile of the seconds of one call."""
     high: float | None = None
-    """The third."""
+    """Third quartile of the seconds of one call."""
     rounds: int = 0
     missing: str = ""
-    """How to install what the way lacks, or how it failed."""
+    """Command that installs what is missing, or the reason of a failure."""
 
     @property
     def rate(self) -> float | None:
-        """Bytes of the array per second."""
+        """Bytes of the array per second; None if nothing was measured."""
         return None if not self.seconds else self.bytes / self.seconds
 
 
 class Crew:
-    """n processes that do as they are told, started by this one or by mpirun."""
+    """Processes that execute requests, started by this process or by mpirun."""
 
     def __init__(self, catalogue: str, workers: int, by_mpirun: bool, folder: Path, largest: int):
         self._listening = socket.socket(socket.AF_UNIX)
@@ -90,10 +92,10 @@ class Crew:
             return connection.makefile("rw", encoding="utf-8")
 
     def ask(self, **what: Any) -> list[Any]:
-        """Tell all of them the same; their answers by rank.
+        """Send the same request to all processes; return their answers by rank.
 
         Raises:
-            FlockstepError: one of them failed.
+            FlockstepError: one of the processes failed.
         """
         try:
             for file in self._files:
@@ -108,7 +110,7 @@ class Crew:
         return [answer["answer"] for answer in answers]
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
@@ -122,7 +124,7 @@ class Crew:
 
 
 def _mpirun(workers: int) -> list[str]:
-    """How the wheel's mpirun is called, or else the system's."""
+    """The command line of mpirun, from the wheel if it is installed, otherwise from the system."""
     own = Path(sysconfig.get_path("scripts")) / "mpirun"
     found = str(own) if own.exists() else shutil.which("mpirun") or "mpirun"
     bound = "core" if workers <= (os.cpu_count() or 1) else "none"
@@ -137,9 +139,10 @@ def take_turns(
     rounds: int,
     say: Callable[[str], None] = lambda what: None,
 ) -> list[Figure]:
-    """Medians over rounds; in a round every way has its turn with every size (bytes). Missing ways say what they lack.
+    """Measure all implementations; in each round every one has a turn with every array size in bytes.
 
-    `catalogue` is the module in whose `WAYS` the processes find a way by its name.
+    Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalogue`: module
+    in whose `WAYS` the processes find an implementation by its name.
     """
     missing = [Figure(way.name, workers, size, missing=way.missing) for way in ways if way.missing for size in sizes]
     able = [way for way in ways if not way.missing]
@@ -171,24 +174,28 @@ def take_turns(
 
 
 def calls_for(nbytes: int) -> int:
-    """How many calls one measurement takes, so that starting together matters little."""
+    """Number of calls in one measurement, so many that differences in the processes' starts matter little."""
     return max(1, min(100, (4 << 20) // max(nbytes, 1)))
 
 
 @contextlib.contextmanager
 def _crews(catalogue: str, ways: Sequence[Way], workers: int, largest: int) -> Iterator[list[tuple[Way, Crew]]]:
-    """Each way with its processes; those that are started alike share them."""
+    """Context manager: each implementation with its processes; implementations started in the same way
+    share processes.
+    """
     crews: dict[bool, Crew] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for by_mpirun in sorted({way.by_mpirun for way in ways}):
-            with contextlib.suppress(FlockstepError):  # what does not start has no part in it
+            with contextlib.suppress(FlockstepError):  # an implementation whose processes do not start is skipped
                 crews[by_mpirun] = Crew(catalogue, workers, by_mpirun, Path(folder), largest)
                 stack.callback(crews[by_mpirun].close)
         yield [(way, crews[way.by_mpirun]) for way in ways if way.by_mpirun in crews]
 
 
 def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
-    """A segment for one way, until the measurement ends; what of it is not used takes no memory."""
+    """The address of a shared segment for one implementation, until the measurement ends; unused memory is not
+    allocated.
+    """
     if sys.platform != "linux":
         return ""
     memory = SharedMemory.create(needed(workers, 2 * largest + ROOM))

@@ -1,4 +1,4 @@
-"""What is measured: one way of doing a thing among processes of one host."""
+"""The interface of an implementation that is measured among processes of one host."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from flockstep.arrays.schema import FlatArray
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands."""
+    """The position of one process in a benchmark."""
 
     rank: int
     workers: int
     folder: Path
-    """Private to the measurement."""
+    """Folder private to the benchmark."""
     segment: str
-    """Address of memory that all of them share."""
+    """Address of a memory segment that all processes share."""
     largest: int
-    """Bytes of the largest array."""
+    """Size of the largest array in bytes."""
 
 
 class Way(ABC):
-    """One entry of a measurement, in the process that starts the others; `party` is made in each of these."""
+    """One implementation in a benchmark; `party` is called in each of its processes."""
 
     name: str
     packages: tuple[str, ...] = ()
-    """What has to be installed for it, by pip."""
+    """Packages that pip has to install."""
     modules: tuple[str, ...] = ()
-    """What must be found for it to run."""
+    """Modules that must be importable."""
     by_mpirun = False
 
     @property
     def missing(self) -> str:
-        """How to install what it lacks; nothing if all is there."""
+        """Command that installs what is missing; empty if nothing is missing."""
         absent = [module for module in self.modules if importlib.util.find_spec(module) is None]
         return f"pip install {' '.join(self.packages)}" if absent else ""
 
     @abstractmethod
     def party(self, place: Place) -> Party:
-        """This process's end of it."""
+        """Create this process's part of the measurement."""
 
 
 class Party(ABC):
-    """One process's end of a way."""
+    """One process's part of a measurement."""
 
     told: str = ""
-    """What the others have to know to connect."""
+    """What the other processes need to connect to this one."""
 
     def connect(self, told: Sequence[str]) -> None:  # noqa: B027 - most have nothing to connect
-        """Connect to the others, given what each has told, by rank."""
+        """Connect to the other processes; `told` holds the `told` of each, by rank."""
 
     @abstractmethod
     def run(self, size: int, calls: int) -> float:
-        """Do it so many times with `size` float32; the seconds of one."""
+        """Perform `calls` calls with `size` float32 elements; return the seconds of one call."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Let go of what it holds."""
+        """Release sockets and memory."""
 
 
 class Summing(Party):
-    """An end of an all-reduce: `all_reduce` on an array that `buffer` gives."""
+    """One process's part of an all-reduce: `all_reduce` on an array returned by `buffer`."""
 
     def buffer(self, size: int) -> FlatArray:
-        """(size,) float32; the same one every time."""
+        """The process's array, (size,) float32, the same memory at every call."""
         if not hasattr(self, "_own") or len(self._own) < size:
             self._own: FlatArray = np.zeros(size, np.float32)
         return self._own[:size]
@@ -82,7 +82,9 @@ class Summing(Party):
     workers: int
 
     def run(self, size: int, calls: int) -> float:
-        """Once to see that the sum is right, once with zeros, which brings all to one point, then against the clock."""
+        """Check the sum once, synchronize the processes with a sum of zeros, then measure; return the seconds of one
+        call.
+        """
         array = self.buffer(size)
         array[:] = 1
         self.all_reduce(array)
@@ -96,7 +98,7 @@ class Summing(Party):
 
 
 def seconds_of(action: Callable[[], object], calls: int) -> float:
-    """Mean time of one call, over so many."""
+    """Mean seconds of one call of `action`, over `calls` calls."""
     start = time.perf_counter()
     for _ in range(calls):
         action()

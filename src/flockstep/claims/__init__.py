@@ -1,1 +1,1 @@
-"""Published results, and what flockstep makes of them."""
+"""Published results, and programs that reproduce them with flockstep."""

@@ -1,4 +1,4 @@
-"""The mean staleness of n-softsync is (workers - 1) / c, whatever the law of the service times."""
+"""The mean staleness of n-softsync is (workers - 1) / c, for every distribution of compute times."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAWS = ("normal(1, cv=0.1)", "exponential(1)", "lognormal(1, sigma=1)")
 
 
 class InFlight(Updates):
-    """Adds up, over all versions, how many other workers are computing while one is made."""
+    """Sums, over all versions, the number of other workers that compute while a version is made."""
 
     total = 0
 
@@ -38,7 +38,7 @@ class InFlight(Updates):
         self.left = dict.fromkeys(range(workers), self.plan.steps)
 
     def send(self, to: Address, message: Message) -> None:
-        """A push ends a gradient, its answer begins the next one, if there is a next one."""
+        """Track which workers compute: a push ends a gradient, and its reply begins the next one."""
         if message.tag == "push" and message.source >= 0:
             self.computing.discard(message.source)
             self.left[message.source] -= 1
@@ -47,7 +47,9 @@ class InFlight(Updates):
         super().send(to, message)
 
     def note(self, event: Event) -> None:
-        """A version is made of so many gradients; what is left at the end of the run makes a smaller one."""
+        """Count the computing workers when `collected` gradients have made a version; the last version may
+        have fewer.
+        """
         super().note(event)
         if isinstance(event, Update) and len(self.log) % self.collected == 0:
             self.total += len(self.computing)
@@ -74,7 +76,7 @@ class Staleness(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Every n under every law; then real processes."""
+        """Compare every n under every distribution in virtual time, then on real processes."""
         rows = []
         for n in SPLITS:
             expected = (WORKERS - 1) / (WORKERS // n)
@@ -91,7 +93,9 @@ class Staleness(Claim):
         return Verdict(tuple(rows))
 
     def _virtual(self, n: int, law: str) -> tuple[float, int, int]:
-        """The mean staleness of the long run; over the whole run: its sum, and the gradients in flight."""
+        """Mean staleness after the start; sum of staleness over the whole run; gradients in flight over the
+        whole run.
+        """
         trace, simulation = timed(f"ps(consistency=softsync({n}))", WORKERS, self.steps, law, simulation=InFlight)
         assert isinstance(simulation, InFlight)
         settled = trace.until_first_end(self.steps).staleness[5 * WORKERS :]

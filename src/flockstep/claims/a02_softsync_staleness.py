@@ -1,4 +1,4 @@
-"""Where workers are about equally fast, no gradient of n-softsync is later than 2 n updates."""
+"""If workers are about equally fast, no gradient of n-softsync has a staleness of more than 2 n updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIKE, MEMORYLESS = "normal(1, cv=0.1)", "exponential(1)"
 
 @dataclass(frozen=True)
 class SoftsyncStaleness(Claim):
-    """The distribution of the staleness, and on what it depends."""
+    """The distribution of staleness, and what it depends on."""
 
     steps: int = 1220
     contrast: int = 300
@@ -32,7 +32,7 @@ class SoftsyncStaleness(Claim):
     tolerance = "the set {0, 1, 2} exactly; share above 2 n < 1e-4; exponential: between 8 and 13 %"
 
     def check(self, say: Say) -> Verdict:
-        """Both laws under every n."""
+        """Compare both distributions of compute times for every n."""
         alike = {n: _settled(n, self.steps, ALIKE) for n in SPLITS}
         say("alike machines: " + ", ".join(f"n={n} at most {trace.staleness.max()}" for n, trace in alike.items()))
         memoryless = {n: _settled(n, self.contrast, MEMORYLESS) for n in SPLITS}
@@ -57,7 +57,7 @@ class SoftsyncStaleness(Claim):
 
 
 def _settled(n: int, steps: int, law: str) -> Trace:
-    """While all workers take part."""
+    """The trace of a run up to the end of the first worker, while all workers take part."""
     return timed(f"ps(consistency=softsync({n}))", WORKERS, steps, law)[0].until_first_end(steps)
 
 

@@ -1,4 +1,4 @@
-"""Staleness is geometric where workers are memoryless."""
+"""Staleness is geometrically distributed if compute times are exponential."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flockstep.claims.clockwork import timed
 
 WORKERS = 8
 BINS = 41
-"""Staleness 0 to 39, and all that is above: 40 degrees of freedom."""
+"""Bins of the test: staleness 0 to 39, and one bin for all larger values, which gives 40 degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class GeometricStaleness(Claim):
-    """The distribution of staleness against the geometric one."""
+    """The distribution of staleness against the geometric distribution."""
 
     steps: int = 15_000
     statement = "With memoryless workers the staleness of asynchronous SGD is geometric: P(k) = (1/P) (1 - 1/P)^k"
@@ -27,7 +27,7 @@ class GeometricStaleness(Claim):
     tolerance = "chi-squared with 40 degrees of freedom: p > 0.01; mean 7 within 1 %"
 
     def check(self, say: Say) -> Verdict:
-        """One long run."""
+        """Test one long run."""
         trace = timed("ps(asynchronous)", WORKERS, self.steps, "exponential(1)")[0].until_first_end(self.steps)
         settled = slice(5 * WORKERS, None)
         staleness, rank = trace.staleness[settled], trace.rank[settled]
@@ -47,7 +47,7 @@ class GeometricStaleness(Claim):
 
 
 def fit(staleness: npt.NDArray[np.int64]) -> float:
-    """The probability of a worse fit than that of `staleness`, if it is geometric."""
+    """The p-value of `staleness` under the geometric distribution: the probability of a worse fit."""
     expected = (1 / WORKERS) * (1 - 1 / WORKERS) ** np.arange(BINS - 1)
     expected = np.append(expected, 1 - expected.sum()) * len(staleness)
     counts = np.bincount(np.minimum(staleness, BINS - 1), minlength=BINS)

@@ -1,4 +1,4 @@
-"""In expectation, asynchrony adds momentum."""
+"""In expectation, asynchrony acts like momentum."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flockstep.messages import Address, Message
 from flockstep.testing.strategies import run_strategy
 
 RATES = {2: 0.5, 4: 0.3, 8: 0.2, 16: 0.1}
-"""Workers → learning rate times curvature."""
+"""Number of workers → learning rate times curvature."""
 WINDOW = 60
 COPIES = 512
 
 
 class Pushed(Unjudged):
-    """Many independent bowls in one dimension; each sample pushes one of them, which is at rest at 0, up by 1.
+    """Many independent one-dimensional quadratics at rest at 0; each sample pushes one of them up by 1.
 
-    The gradient is affine, so that a copy's way back after a push is a run of its own that starts at distance 1, and
-    one simulation is as many runs as it has gradients. The learning rate is part of the gradient.
+    The gradient is affine, so the return of a copy after a push equals a run that starts at distance 1, and one
+    simulation replaces as many runs as it has gradients. The learning rate is part of the gradient.
     """
 
     def __init__(self, rate: float):
@@ -34,22 +34,22 @@ class Pushed(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One parameter a copy."""
+        """One parameter per copy."""
         return {"w": (COPIES,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """All at rest."""
+        """Zeros: all copies are at rest."""
         return {"w": np.zeros(COPIES)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """rate * w, less 1 where the sample pushes."""
+        """rate · w, minus 1 where the sample pushes."""
         np.multiply(params["w"], self.rate, out=out["w"])
         out["w"][np.arange(len(x)), x[:, 0, 0].astype(np.int64)] -= 1
         return np.zeros(len(x))
 
 
 class Responses(Updates):
-    """Adds up what the server holds of each copy 0, 1, 2, ... updates after its push."""
+    """Sums the server's value of each copy 0, 1, 2, … updates after its push."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -59,7 +59,9 @@ class Responses(Updates):
         self.version = 0
 
     def send(self, to: Address, message: Message) -> None:
-        """Look at gradients, for which copy they push, and at the answers, for what became of those pushed before."""
+        """Read from a gradient which copy it pushes, and from a reply the current values of the copies
+        pushed before.
+        """
         if message.tag == "push" and message.source >= 0:
             self.version += 1
             copy = int(np.argmin(message.payload))
@@ -68,25 +70,25 @@ class Responses(Updates):
         elif message.tag == "push":
             copies = np.array(self.pushed)
             ages = np.arange(len(copies))
-            valid = self.since[copies] == self.version - ages  # not pushed again meanwhile
+            valid = self.since[copies] == self.version - ages  # the copy was not pushed again meanwhile
             self.sums[ages[valid]] += np.asarray(message.payload)[copies[valid]]
             self.counts[ages[valid]] += 1
         super().send(to, message)
 
     @property
     def mean(self) -> FlatArray:
-        """E w_t for t = 0 to 60."""
+        """Mean of w_t for t = 0 to 60."""
         mean: FlatArray = self.sums / self.counts
         return mean
 
 
 @dataclass(frozen=True)
 class AsynchronyBegetsMomentum(Claim):
-    """The momentum that asynchronous SGD has of its own."""
+    """The implicit momentum of asynchronous SGD."""
 
     seeds: int = 5
     responses: int = 30_000
-    """Per number of workers and seed."""
+    """Responses recorded for each number of workers and seed."""
     statement = (
         "With M memoryless workers asynchronous SGD moves in expectation as SGD with momentum 1 - 1/M and with the "
         "learning rate divided by M: E[w_(t+1) - w_t] = (1 - 1/M) E[w_t - w_(t-1)] - (rate / M) E f'(w_t)"
@@ -99,7 +101,7 @@ class AsynchronyBegetsMomentum(Claim):
     tolerance = "fitted to the mean over all runs: momentum +-0.003, rate +-2 %"
 
     def check(self, say: Say) -> Verdict:
-        """Fit momentum and rate to the mean course of each number of workers."""
+        """Fit momentum and learning rate to the mean trajectory of each number of workers."""
         rows, figures = [], {}
         for workers, rate in RATES.items():
             means = np.array([self._mean(workers, rate, seed) for seed in range(self.seeds)])
@@ -133,7 +135,7 @@ class AsynchronyBegetsMomentum(Claim):
 
 
 def fitted(w: FlatArray) -> tuple[float, float]:
-    """The momentum and the rate, by least squares, with which each change of w follows from the one before."""
+    """Momentum and learning rate, by least squares, with which each change of w follows from the previous change."""
     change = np.diff(w)
     solution = np.linalg.lstsq(np.stack([change[:-1], -w[1:-1]], axis=1), change[1:], rcond=None)[0]
     return float(solution[0]), float(solution[1])

@@ -1,4 +1,4 @@
-"""Up to which elastic rate elastic averaging is stable."""
+"""The largest elastic rate at which elastic averaging is stable."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 PUBLISHED = {0.1: 0.974, 0.5: 0.857, 1.0: 0.667, 1.5: 0.400, 1.9: 0.095}
-"""Learning rate eta → largest stable alpha, as the formula gives it to three digits."""
+"""Learning rate η → largest stable α, computed from the formula to three digits."""
 WORKERS = (1, 3, 8)
 OPTIMUM = 1.0
 FACTOR = 20
-"""A run has converged, or diverged, when it has come by this factor nearer to the optimum, or gone farther."""
+"""Factor by which the distance to the optimum must shrink or grow for a run to count as converged or diverged."""
 
 
 @dataclass(frozen=True)
 class InTurn(Constant):
-    """Everyone takes a second; worker r begins r / 16 late, so that workers take turns."""
+    """Constant compute times; worker r starts r / 16 of a gradient late, so that workers exchange one after another."""
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
         """Seconds of each gradient."""
@@ -35,20 +35,24 @@ class InTurn(Constant):
 
 @dataclass(frozen=True)
 class Paced(ElasticAveraging):
-    """Elastic averaging, also with an alpha above 1, which is never stable; a first gradient only sets the pace."""
+    """Elastic averaging that also accepts α above 1, which is never stable; the first gradient only sets the start
+    times.
+    """
 
     def __post_init__(self) -> None:
-        """Everything goes."""
+        """Accept any α."""
 
     async def worker(self, me: Worker) -> None:
-        """Without it, all would exchange at once when they start, instead of in turn."""
+        """Compute a first gradient, without which all workers would exchange at the same time, then run elastic
+        averaging.
+        """
         await me.gradient()
         await super().worker(me)
 
 
 @dataclass(frozen=True)
 class EasgdStability(Claim):
-    """The boundary of stability of asynchronous elastic averaging."""
+    """The stability boundary of asynchronous elastic averaging."""
 
     statement = (
         "Asynchronous EASGD in turns on the quadratic w²/2 is stable if and only if 0 <= eta <= 2 and 0 <= alpha <= "
@@ -65,7 +69,7 @@ class EasgdStability(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Find the boundary by bisection, and run on both sides of it."""
+        """Find the boundary by bisection, then run on both sides of it."""
         rows = []
         for eta, bound in PUBLISHED.items():
             found = [boundary(n, eta) for n in WORKERS]
@@ -89,7 +93,7 @@ class EasgdStability(Claim):
 
 
 def boundary(workers: int, eta: float) -> float:
-    """The alpha at which the spectral radius of a round crosses 1, to 0.0005."""
+    """The α at which the spectral radius of a round crosses 1, accurate to 0.0005."""
     low, high = 0.0, 1.2
     while high - low > 0.0005:
         alpha = (low + high) / 2
@@ -99,26 +103,26 @@ def boundary(workers: int, eta: float) -> float:
 
 
 def one_round(workers: int, eta: float, alpha: float) -> FlatArray:
-    """The matrix of a round on the distances (w_0, …, w_n-1, centre) from the optimum, from runs of one step."""
+    """Matrix of one round on the distances (w_0, …, w_n-1, center) from the optimum, measured in runs of one step."""
     single = [after(workers, eta, alpha, 1, OPTIMUM, OPTIMUM + unit) for unit in np.eye(workers)]
     together = after(workers, eta, alpha, 1, OPTIMUM + 1, None)
     return np.column_stack([*single, together - np.sum(single, axis=0)])
 
 
 def radius(matrix: FlatArray) -> float:
-    """The spectral radius."""
+    """Spectral radius of a matrix."""
     return float(np.abs(np.linalg.eigvals(matrix)).max())
 
 
 def change(workers: int, eta: float, alpha: float) -> float:
-    """Largest distance from the optimum after many rounds of a run, over that at its start."""
+    """Largest distance from the optimum after many rounds, relative to the distance at the start."""
     rate = abs(np.log(radius(one_round(workers, eta, alpha))))
     rounds = int(np.ceil(4 * np.log(FACTOR) / rate))
     return float(np.abs(after(workers, eta, alpha, rounds, OPTIMUM + 1, None)).max())
 
 
 def after(workers: int, eta: float, alpha: float, rounds: int, start: float, replicas: FlatArray | None) -> FlatArray:
-    """Distances of all replicas, then of the centre, from the optimum; all start at `start`, or workers elsewhere."""
+    """Final distances of all replicas and of the center from the optimum; `replicas` replaces the workers' start."""
     run = run_strategy(
         Paced(1, alpha, "paper"),
         workers,

@@ -1,4 +1,4 @@
-"""How much less PowerSGD sends, from the shapes of the layers alone."""
+"""The compression of PowerSGD, computed from the shapes of the layers alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from flockstep.codecs.power import PowerSgd
 PUBLISHED = {"ResNet-18": (243, 136, 72), "LSTM": (310, 203, 120)}
 PARAMETERS = {"ResNet-18": 11_173_962, "LSTM": 31_819_578}
 FLOATS = {"ResNet-18": (45_935, 82_260, 154_910), "LSTM": (102_306, 155_734, 262_590)}
-"""rank · (n + m) of every matrix and the vectors, added up by hand from the published architectures."""
+"""Model → rank · (n + m) of every matrix plus the vectors for each rank, summed by hand from the published
+architectures.
+"""
 RANKS = (1, 2, 4)
 
 
@@ -33,7 +35,7 @@ class PowerSgdBytes(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count."""
+        """Count the elements sent for both models."""
         rows = []
         for name, shapes in (("ResNet-18", resnet18()), ("LSTM", lstm())):
             total = sum(map(math.prod, shapes))
@@ -62,7 +64,7 @@ def resnet18() -> list[Shape]:
 
 
 def _normalised(outputs: int, inputs: int, side: int) -> list[Shape]:
-    """A convolution without bias, then batch normalisation."""
+    """Shapes of a convolution without bias, followed by batch normalization."""
     return [(outputs, inputs, side, side), (outputs,), (outputs,)]
 
 

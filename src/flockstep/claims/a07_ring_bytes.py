@@ -1,4 +1,4 @@
-"""What a ring all-reduce sends."""
+"""The bytes that a ring all-reduce sends."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 
 NODES = range(2, 9)
 ELEMENTS = 1009
-"""Parameters of four bytes; a prime, which no number of nodes divides."""
+"""Number of float32 parameters; a prime, so that no number of nodes divides it."""
 STEPS = 5
 BANDWIDTH = 125e6
-"""Bytes per second of the virtual links."""
+"""Bandwidth of the virtual links in bytes per second."""
 LARGE = 200_003
-"""Parameters of eight bytes in the runs that are timed."""
+"""Number of float64 parameters in the runs that are timed."""
 REAL = 3
 
 
 @dataclass(frozen=True)
 class RingBytes(Claim):
-    """A ring all-reduce sends 2(N-1)K/N elements a node."""
+    """A ring all-reduce sends 2(N-1)K/N elements per node."""
 
     statement = "A ring all-reduce of K elements sends 2(N-1)K/N of them per node, 2(N-1)K in all"
     source = "Patarasuk & Yuan 2009, section 3; Sergeev & Del Balso 2018, section 4"
@@ -43,7 +43,7 @@ class RingBytes(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Count in virtual time, count on processes, fit."""
+        """Count bytes in virtual time and on real processes, and fit the times."""
         rows = []
         for n in NODES:
             say(f"{n} nodes, virtual")

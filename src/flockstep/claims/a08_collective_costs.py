@@ -1,4 +1,4 @@
-"""What collectives cost, and where one overtakes another."""
+"""The costs of collectives, and the sizes at which one becomes faster than another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flockstep.nodes import Worker
 LATENCY, PER_BYTE = 50e-6, 8e-10
 NETWORK = f"link(bandwidth={1 / PER_BYTE!r}, latency={LATENCY!r})"
 CHARGED = Link(LATENCY, PER_BYTE, HEADER_BYTES)
-"""The same with the virtual network's headers, which the slides have not."""
+"""The same link with the virtual network's message headers, which the published formulas ignore."""
 FORMULAS: dict[str, Callable[[int, float, Link], float]] = {
     "binomial_tree": costs.tree,
     "recursive_doubling": costs.butterfly,
@@ -28,16 +28,16 @@ FORMULAS: dict[str, Callable[[int, float, Link], float]] = {
     "rabenseifner": costs.halving_doubling,
 }
 SIZES = (512, 4096, 65536, 1 << 20)
-"""Bytes of arrays."""
+"""Array sizes in bytes."""
 CROSSOVERS = {4: 250, 8: 150, 16: 118, 64: 93}
-"""Workers → kilobytes."""
+"""Number of workers → crossover in kilobytes."""
 STEP = 1.04
-"""Ratio of neighbouring sizes where the crossover is looked for."""
+"""Ratio of successive sizes in the search for a crossover."""
 
 
 @dataclass(frozen=True)
 class CollectiveCosts(Claim):
-    """Tree, butterfly, pipeline, and reduce-scatter with gather take what their formulas say."""
+    """Tree, butterfly, pipeline, and reduce-scatter with gather take the times of their formulas."""
 
     statement = (
         "The four all-reduces take 2 lg P (L + mG), lg P (L + mG), 2(P-1)(L + mG/P) and 2 L lg P + 2mG(P-1)/P, none "
@@ -52,7 +52,7 @@ class CollectiveCosts(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Time all of them; look for the crossovers."""
+        """Time all collectives, then search for the crossovers."""
         rows = []
         for n in (2, 4, 8, 16, 64):
             say(f"{n} workers")
@@ -75,7 +75,9 @@ class CollectiveCosts(Claim):
         return Row(what, 0.0, max(errors), max(errors) <= 1e-9 and above)
 
     def _crossover(self, n: int, kilobytes: int) -> Row:
-        """The first size of a ladder at which the butterfly is slower, from well below to well above."""
+        """The first size at which the butterfly is slower, on a ladder from well below to well above the published
+        crossover.
+        """
         ladder = (round(kilobytes * 500 * STEP**i / (8 * n)) * 8 * n for i in itertools.count())
         found = next(m for m in ladder if seconds("recursive_doubling", n, m) > seconds("rabenseifner", n, m)) / 1e3
         return Row(
@@ -98,7 +100,7 @@ class CollectiveCosts(Claim):
 
 @functools.cache
 def seconds(name: str, n: int, nbytes: int) -> float:
-    """Virtual seconds of one all-reduce of doubles."""
+    """Virtual seconds of one all-reduce of `nbytes` bytes of float64."""
     collective = Collective.parse(name)
 
     async def program(me: Worker) -> None:

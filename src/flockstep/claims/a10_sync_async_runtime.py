@@ -1,4 +1,4 @@
-"""How much longer an update of synchronous SGD takes than one of asynchronous SGD."""
+"""Time of an update of synchronous SGD relative to one of asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.claims.clockwork import harmonic, timed
 
 STEPS = {2: 20_000, 4: 12_000, 8: 8_000, 16: 5_000, 32: 3_000}
-"""Workers → steps: standard errors of a synchronous step of 0.6 % and less, of an asynchronous update of 0.5 %."""
+"""Number of workers → steps; standard errors are at most 0.6 % of a synchronous step and 0.5 % of an asynchronous
+update.
+"""
 LAW = "exponential(1)"
 K = 4
-"""For the variants, of 8 workers."""
+"""Gradients per update of the variants with 8 workers."""
 
 
 @dataclass(frozen=True)
 class SyncAsyncRuntime(Claim):
-    """Time per update, synchronous over asynchronous, and of the variants in between."""
+    """Time per update of synchronous and asynchronous SGD, and of the variants in between."""
 
     statement = (
         "With exponential gradient times an update of synchronous SGD takes P H_P times as long as one of asynchronous "
@@ -27,7 +29,7 @@ class SyncAsyncRuntime(Claim):
     tolerance = "+-1 % each"
 
     def check(self, say: Say) -> Verdict:
-        """Each number of workers, synchronously and asynchronously; then the variants."""
+        """Compare synchronous and asynchronous SGD for each number of workers, then the variants."""
         rows = []
         for workers, steps in STEPS.items():
             sync = seconds_per_update("ps(bsp)", workers, steps, workers)
@@ -51,7 +53,9 @@ class SyncAsyncRuntime(Claim):
 
 
 def seconds_per_update(strategy: str, workers: int, steps: int, gradients: int) -> float:
-    """Mean virtual seconds of an update, each of so many gradients, over the first 9 of 10: then nobody has ended."""
+    """Mean virtual seconds of an update of `gradients` gradients, over the first nine tenths, when no worker has ended
+    yet.
+    """
     t = timed(strategy, workers, steps, LAW)[0].t
     updates = 9 * len(t) // (10 * gradients)
     return float(t[updates * gradients - 1] / updates)

@@ -1,4 +1,4 @@
-"""What backup workers save."""
+"""The time that backup workers save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.simulation.compute import ComputeModel
 
 LAW = "exponential(1)"
 STEPS = {(16, 0): 5000, (16, 1): 5000, (16, 2): 5000, (100, 0): 4000, (96, 4): 1500}
-"""(N, b) → steps: standard errors of the mean of 0.55 % and less."""
+"""(N, b) → steps; standard errors of the mean are at most 0.55 %."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -35,7 +35,9 @@ class BackupWorkersRuntime(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Run each number of backups; compare with the expectation, with the draws, and with no backups."""
+        """Compare each number of backup workers with the expectation, with the random draws, and with no backup
+        workers.
+        """
         rows, ends = [], {}
         for (n, b), steps in STEPS.items():
             ends[n, b] = found = _ends(n, b, steps)
@@ -56,14 +58,14 @@ class BackupWorkersRuntime(Claim):
 
 
 def _ends(n: int, b: int, steps: int) -> Seconds:
-    """When each step took effect, in seconds."""
+    """Virtual seconds at which each step took effect."""
     trace = timed(f"ps(consistency=backup({b}))", n + b, steps, LAW)[0]
     assert len(trace.t) == n * steps
     return trace.t[::n]
 
 
 def _order_statistics(n: int, b: int, steps: int) -> Seconds:
-    """The same from the draws alone: each step begins where the one before it ended."""
+    """The same times computed from the random draws alone: each step begins when the previous one has ended."""
     streams = [ComputeModel.parse(LAW).stream(0, rank) for rank in range(n + b)]
     draws = np.array([list(itertools.islice(stream, steps)) for stream in streams])
     ends, t = [], 0.0

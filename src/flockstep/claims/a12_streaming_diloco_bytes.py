@@ -1,4 +1,4 @@
-"""What Streaming DiLoCo saves with fewer exchanges and fewer bits."""
+"""The savings of Streaming DiLoCo by fewer exchanges and fewer bits."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ FRAGMENTS = 4
 STEPS = 200
 SIZE = 4000
 PUBLISHED = 441 / 1.10
-"""Terabytes of data parallelism in bfloat16 ÷ those of Streaming DiLoCo."""
+"""Ratio of the terabytes sent by data parallelism in bfloat16 to those of Streaming DiLoCo."""
 
 
 @dataclass(frozen=True)
 class FourBits(Codec):
-    """A sign and a power of two in 4 bits (E3M0, as the authors'): float32 only, a scale in front if `header`."""
+    """Sign and power of two in 4 bits (E3M0, as in the paper), for float32 only; with `header`, preceded by a scale."""
 
     header: bool = True
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """Half a byte an element, four for the scale."""
+        """Half a byte per element, plus four bytes for the scale."""
         return 4 * self.header + (size + 1) // 2
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """Exponents of 2 relative to the largest magnitude, from 0 down to -6; 7 for zero and what is smaller."""
+        """Encode exponents of 2 relative to the largest magnitude, from 0 down to -6; 7 stands for zero and smaller
+        values.
+        """
         scale = np.float32(np.abs(array).max(initial=0)) if self.header else np.float32(1)
         with np.errstate(divide="ignore", invalid="ignore"):
             lower = np.nan_to_num(-np.round(np.log2(np.abs(array) / scale)), nan=7, posinf=7)
@@ -46,7 +48,7 @@ class FourBits(Codec):
         return np.concatenate([np.array([scale]).view(np.uint8), packed]) if self.header else packed
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """± scale · 2^exponent."""
+        """Decode to ± scale · 2^exponent."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"four bits need {self.wire_bytes(size, dtype)} bytes for {size}, got {len(data)}")
         scale = data[:4].view(np.float32)[0] if self.header else np.float32(1)
@@ -56,13 +58,13 @@ class FourBits(Codec):
         return (np.where(codes >= 8, -scale, scale) * magnitude).astype(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """All of it, at most."""
+        """The squared norm of the array."""
         return float(np.sum(np.square(array.astype(np.float64))))
 
 
 @dataclass(frozen=True)
 class StreamingDilocoBytes(Claim):
-    """A hundredth of the exchanges, a quarter of the bits."""
+    """One hundredth of the exchanges, a quarter of the bits."""
 
     statement = (
         "Streaming DiLoCo with H = 100 and outer gradients of 4 bits sends 1.10 TB where data parallelism in bfloat16 "
@@ -77,7 +79,7 @@ class StreamingDilocoBytes(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count both."""
+        """Count the bytes of both methods."""
         every = _sent(AllReduce(codec=Half()))
         bare, scaled = (
             every / _sent(StreamingDiloco(PERIOD, FRAGMENTS, overlap=5, codec=FourBits(header)))
@@ -96,7 +98,7 @@ class StreamingDilocoBytes(Claim):
 
 
 def _sent(strategy: Strategy) -> int:
-    """Bytes of payload of all workers together."""
+    """Payload bytes sent by all workers."""
     job = bowl_job("sgd(lr=0.1)", dimension=SIZE, dtype="float32")
     books = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal").totals.values()
     return sum(node.sent for node in books)

@@ -1,4 +1,4 @@
-"""What DiLoCo saves in communication."""
+"""The communication that DiLoCo saves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 1000
 
 @dataclass(frozen=True)
 class DilocoBytes(Claim):
-    """DiLoCo sends as much every 500 steps as synchronous training does every step."""
+    """DiLoCo sends as much every 500 steps as synchronous training does in every step."""
 
     statement = "DiLoCo with H = 500 communicates 500 times less than synchronous data parallelism"
     source = "Douillard et al. 2023, abstract and table 2"
@@ -22,7 +22,7 @@ class DilocoBytes(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count both."""
+        """Count bytes and messages of both methods."""
         every = _sent("all_reduce", say)
         rows = []
         for strategy, period in (("diloco", 500), ("local_sgd(100, outer=nesterov)", 100)):
@@ -33,7 +33,7 @@ class DilocoBytes(Claim):
 
 
 def _sent(strategy: str, say: Say) -> tuple[int, int]:
-    """Bytes of payload, and messages, of all workers together."""
+    """Payload bytes and messages sent by all workers."""
     say(strategy)
     books = run_strategy(strategy, WORKERS, STEPS, compute="constant(1)", network="ideal").totals.values()
     return sum(node.sent for node in books), sum(node.messages_sent for node in books)

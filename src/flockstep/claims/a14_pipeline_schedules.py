@@ -1,4 +1,4 @@
-"""The bubble of a pipeline, and how many micro-batches its stages hold: schedules on the event queue."""
+"""The bubble of a pipeline, and the micro-batches that its stages hold, from schedules on the event queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from flockstep.simulation.queue import EventQueue
 
 STAGES, BATCHES = 4, (4, 8, 32)
 FORWARD, BACKWARD = 1.0, 2.0
-"""Seconds that a stage takes for a micro-batch; the bubble's share does not depend on them."""
+"""Seconds of a stage's forward and backward pass over a micro-batch; the share of the bubble does not
+depend on them.
+"""
 MISSING = "missing"
 
 
@@ -25,17 +27,19 @@ class Work:
 
 
 Schedule = Callable[[int, int, int], list[Work]]
-"""(stage, stages, micro-batches) → what that stage does, in order."""
+"""(stage, number of stages, number of micro-batches) → passes of that stage, in order."""
 
 
 def gpipe(stage: int, stages: int, batches: int) -> list[Work]:
-    """All forward, then all backward (Huang et al. 2019)."""
+    """All forward passes, then all backward passes (Huang et al. 2019)."""
     ahead = [Work("forward", stage, batch) for batch in range(batches)]
     return ahead + [Work("backward", stage, batch) for batch in range(batches)]
 
 
 def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[Work]:
-    """As many forward as there are stages from here to the end, then in turns (Narayanan et al. 2019, 1F1B)."""
+    """As many forward passes as there are stages from this one to the last, then alternating (Narayanan et al. 2019,
+    1F1B).
+    """
     ahead = min(stages - stage, batches)
     order = [Work("forward", stage, batch) for batch in range(ahead)]
     for batch in range(batches):
@@ -47,20 +51,20 @@ def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[Work
 
 @dataclass
 class Pipeline:
-    """Stages that carry out a schedule in virtual time: each starts its next work once what it needs is there."""
+    """Stages that execute a schedule in virtual time; a pass begins when its inputs are available."""
 
     stages: int
     batches: int
     schedule: Schedule
     slowness: Sequence[float] = ()
-    """How many times as long each stage takes; none: all alike."""
+    """Factor on the durations of each stage; empty if all stages are equally fast."""
     done: set[Work] = field(default_factory=set)
     busy: float = 0.0
     peaks: list[int] = field(default_factory=list)
-    """Of each stage, the most micro-batches whose activations it held at once."""
+    """Largest number of micro-batches whose activations a stage held at once, for each stage."""
 
     def run(self) -> float:
-        """Carry it out; the share of the stages' time in which they do nothing."""
+        """Execute the schedule; return the idle share of the stages' time."""
         queue: EventQueue[Work] = EventQueue()
         todo = [self.schedule(stage, self.stages, self.batches) for stage in range(self.stages)]
         held, working = [0] * self.stages, [False] * self.stages
@@ -83,7 +87,7 @@ class Pipeline:
         return 1 - self.busy / (self.stages * queue.now)
 
     def _ready(self, work: Work) -> bool:
-        """Whether what comes in has been computed: activations from the stage before, errors from the one behind."""
+        """Whether a pass's input is available: activations of the previous stage, or errors of the next stage."""
         if work.kind == "forward":
             return work.stage == 0 or Work("forward", work.stage - 1, work.batch) in self.done
         if work.stage == self.stages - 1:
@@ -112,7 +116,7 @@ class PipelineSchedules(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Carry out both."""
+        """Execute both schedules."""
         rows = []
         for batches in BATCHES:
             formula = (STAGES - 1) / (batches + STAGES - 1)

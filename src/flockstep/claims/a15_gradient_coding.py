@@ -1,4 +1,4 @@
-"""Gradient coding is exact whoever is late."""
+"""Gradient coding is exact for every set of stragglers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.strategies.gradient_coding import code, decoder
 
 @dataclass(frozen=True)
 class GradientCodingExact(Claim):
-    """Gradient coding is exact under any s stragglers."""
+    """Gradient coding is exact for any s stragglers."""
 
     statement = "Gradient coding gives the exact gradient, whichever s of n workers are missing"
     source = "Tandon, Lei, Dimakis & Karampatziakis 2017, theorem 1 and algorithm 2"
@@ -23,7 +23,7 @@ class GradientCodingExact(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Decode for every set of survivors."""
+        """Decode for every set of surviving workers."""
         rows = [
             self._row("cyclic", 5, 1, 1e-9),
             self._row("cyclic", 6, 2, 1e-9),

@@ -1,4 +1,4 @@
-"""How sums of sparse vectors fill in, and whether a table of speed-ups agrees with itself."""
+"""How sums of sparse vectors fill in, and whether a published table of speed-ups is consistent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.collectives.streams import Stream
 from flockstep.nodes import Worker
 
 FILL_IN = {(8, 16, 512): 22.43, (16, 1, 100): 14.85, (128, 1, 100): 72.4}
-"""(workers, elements kept, of how many) → per cent of the sum that is not zero."""
+"""(workers, kept elements, bucket size) → percentage of nonzero elements in the sum."""
 BUCKETS = 500
 SPEED_UPS = {
     "VGG19": (1.55, 3.31, 0.508),
@@ -22,12 +22,12 @@ SPEED_UPS = {
     "MNIST, Piz Daint": (3.65, 4.53, 0.932),
     "MNIST, EC2": (19.12, 22.97, 0.991),
 }
-"""Row of the table → speed-up, that in brackets, and the share of communication that both imply."""
+"""Row of the table → speed-up, speed-up of communication, and the share of communication that both imply."""
 
 
 @dataclass(frozen=True)
 class SparseFillIn(Claim):
-    """Sums of sparse vectors are denser."""
+    """Sums of sparse vectors are denser than the vectors."""
 
     statement = (
         "The sum of P vectors with random supports of density d has density 1 - (1-d)^P; SparCML's speed-ups are those "
@@ -39,7 +39,7 @@ class SparseFillIn(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Sum, and divide."""
+        """Compute the sums, and the shares implied by the table."""
         rows = []
         for (n, kept, bucket), published in FILL_IN.items():
             say(f"{n} workers, {kept} of {bucket}")
@@ -58,7 +58,7 @@ class SparseFillIn(Claim):
         return Verdict(tuple(rows), "a share of at most 1 shows only that brackets can be the communication's speed-up")
 
     def _density(self, n: int, kept: int, bucket: int) -> float:
-        """Share of the sum's elements that are not zero."""
+        """Share of nonzero elements in the sum of random sparse vectors."""
         sums: list[Stream] = []
 
         async def program(me: Worker) -> None:

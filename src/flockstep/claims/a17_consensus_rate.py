@@ -1,4 +1,4 @@
-"""How fast neighbours on a ring agree."""
+"""The speed at which neighbors on a ring agree."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from flockstep.topologies.facts import facts
 from flockstep.topologies.ring import RingGraph
 
 PUBLISHED = {4: 0.333, 8: 0.8047, 16: 0.9493, 32: 0.9872}
-"""rho = 1/3 + 2/3 cos(2 pi / n) by number of workers."""
+"""Number of workers → ρ = 1/3 + 2/3 cos(2π / n)."""
 WINDOWS = {4: (2, 12), 8: (25, 45), 16: (60, 90), 32: (250, 300)}
-"""Steps between which the rate is measured: after faster modes have died out, before rounding shows."""
+"""Number of workers → steps between which the rate is measured: after faster modes have decayed, before
+rounding shows.
+"""
 SEEDS = 5
 DIMENSION = 4
 
 
 @dataclass(frozen=True)
 class ConsensusRate(Claim):
-    """Without gradients, D-PSGD's replicas on a ring agree by a factor rho a step."""
+    """Without gradients, D-PSGD's replicas on a ring approach each other by a factor ρ per step."""
 
     statement = (
         "With a learning rate of zero, disagreement on a ring with weights 1/3 shrinks by its second eigenvalue a step"
@@ -37,7 +39,7 @@ class ConsensusRate(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Measure how disagreement shrinks, long after the start; check the bound all the way."""
+        """Measure the rate long after the start, and check the bound at all steps."""
         rows: list[Row] = []
         figures: dict[str, float] = {}
         for n, expected in PUBLISHED.items():
@@ -59,7 +61,7 @@ class ConsensusRate(Claim):
 
 
 def as_steep(rate: float, expected: float) -> bool:
-    """Whether the logarithms agree within 1 %: of rates near 1, the rates themselves always do."""
+    """Whether the logarithms agree within 1 %; rates near 1 themselves always agree."""
     return bool(abs(np.log(rate) / np.log(expected) - 1) <= 0.01)
 
 
@@ -69,7 +71,7 @@ def spread(replicas: np.ndarray) -> float:
 
 
 def spreads(n: int, steps: int, starts: list[np.ndarray]) -> np.ndarray:
-    """The spread after so many steps, for each start; all starts travel in one run, as columns."""
+    """The spread after `steps` steps for each start; all starts are simulated in one run, as columns."""
     job = bowl_job("sgd(lr=0)", dimension=DIMENSION * len(starts))
     run = run_strategy("dpsgd(ring)", n, steps, job=job, replicas=np.hstack(starts), compute="constant(1)")
     return np.array([spread(part) for part in np.split(run.replicas, len(starts), axis=1)])

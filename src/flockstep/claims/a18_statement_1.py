@@ -1,4 +1,4 @@
-"""Replicas that hear of every update agree once the queues have drained."""
+"""Replicas that receive every update agree once the queues have drained."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from flockstep.testing.strategies import equal_bits, run_strategy, small_job
 
 @dataclass
 class Velocity:
-    """What a receiver with momentum remembers."""
+    """Momentum buffer of a receiver."""
 
     v: FlatArray
 
 
 @dataclass(frozen=True)
 class AtTheReceiver(Strategy):
-    """Statement 1's rule with plain additions, and with something that its receivers do to what arrives."""
+    """The rule of statement 1, plain addition, with an optional operation of the receiver on each update."""
 
     does: Literal["nothing", "momentum", "rate"] = "nothing"
 
     @property
     def traits(self) -> Traits:
-        """As those of broadcast."""
+        """The traits of `Broadcast`."""
         return Broadcast().traits
 
     def worker_state(self, me: Worker) -> Velocity:
-        """At rest."""
+        """Initial momentum buffer: zeros of shape (K,)."""
         return Velocity(np.zeros_like(me.params))
 
     async def worker(self, me: Worker) -> None:
-        """Absorb, step, tell everyone."""
+        """Apply the updates that have arrived, compute a gradient, and send the update to all peers."""
         while me.training:
             for message in me.arrived("update"):
                 self._absorb(me, message.payload)
@@ -47,7 +47,7 @@ class AtTheReceiver(Strategy):
             me.send_all(me.peers, "update", update)
 
     async def finish(self, me: Worker) -> None:
-        """Absorb what is still in flight."""
+        """Apply the updates that are still in flight."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "update":
@@ -61,7 +61,7 @@ class AtTheReceiver(Strategy):
 
 @dataclass(frozen=True)
 class StatementOne(Claim):
-    """FAST's statement 1, with its negative controls."""
+    """FAST's statement 1, with negative controls."""
 
     patterns: int = 1000
     statement = "If every update reaches every worker, however late, all replicas are equal in the end"
@@ -70,7 +70,7 @@ class StatementOne(Claim):
     tolerance = "equal in every bit in every pattern; with one message lost, never"
 
     def check(self, say: Say) -> Verdict:
-        """Many random patterns of delay, and the same with one lost message."""
+        """Try many random patterns of delay, and the same patterns with one lost message."""
         draw = np.random.default_rng(18)
         equal = broken = 0
         for pattern in range(self.patterns):

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel between its limits, and its bound."""
+"""Stale synchronous parallel: its limits, and its bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEVER = 10**6
 
 @dataclass(frozen=True)
 class SspLimits(Claim):
-    """No slack is bulk synchronous, unlimited slack is asynchronous, and no worker is further ahead than the bound.
+    """ssp(0) is bulk synchronous, unlimited slack is asynchronous, and no worker is further ahead than the bound.
 
     In the paper every update is added once, which is `weight=sum`; divided by the number of workers, `ssp(0)` is `bsp`.
     """
@@ -33,7 +33,7 @@ class SspLimits(Claim):
     tolerance = "equal in every bit, parameters and times; the gap never exceeds s, and reaches it"
 
     def check(self, say: Say) -> Verdict:
-        """The limits under every law; then the gaps."""
+        """Compare the limits under every distribution of compute times, then measure the gaps."""
         cases = [(law, seed) for law in LAWS for seed in range(self.seeds)]
         none = sum(_same(self._run("ssp(0)", *case), self._run("bsp", *case)) for case in cases)
         unbounded = f"ssp({NEVER}, weight=sum)"
@@ -57,13 +57,15 @@ class SspLimits(Claim):
 
 
 def _same(one: Run, other: Run) -> bool:
-    """Whether two runs end on the same parameters everywhere, after the same events at the same times."""
+    """Whether two runs end with equal parameters on all nodes and have the same events at the same times."""
     parameters = all(equal_bits(one.params[node], other.params[node]) for node in one.nodes)
     return parameters and one.events == other.events
 
 
 def _gap(run: Run) -> int:
-    """The most clocks by which a worker that begins a gradient is ahead of the slowest, from the messages alone."""
+    """Largest number of clocks by which a worker that begins a gradient is ahead of the slowest, from the messages
+    alone.
+    """
     clocks = dict.fromkeys(range(WORKERS), 0)
     widest = 0
     for to, message in _exchanges(run.simulation.log):
@@ -75,6 +77,6 @@ def _gap(run: Run) -> int:
 
 
 def _exchanges(log: Iterable[object]) -> list[tuple[int, Message]]:
-    """Gradients pushed and parameters sent back, in order."""
+    """Pushed gradients and returned parameters, in order."""
     sent = [entry for entry in log if isinstance(entry, Sent)]
     return [(entry.to, entry.message) for entry in sent if entry.message.tag == "push"]

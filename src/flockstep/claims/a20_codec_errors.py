@@ -1,4 +1,4 @@
-"""Codecs err as their properties say: unbiased, of bounded variance, contractions; error feedback loses nothing."""
+"""Codecs have the declared properties: unbiased, of bounded variance, contractions; error feedback loses nothing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from flockstep.errors import FlockstepError
 from flockstep.feedback.residual import Residual
 
 SIZE = 256
-"""Elements of what is encoded."""
+"""Number of elements of the encoded arrays."""
 SIGMAS = 4.0
 STEPS = 300
-"""Of error feedback."""
+"""Steps of the error feedback runs."""
 
 Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
-"""What a receiver sees of an array."""
+"""(array, random generator) → array that a receiver decodes."""
 
 
 class Moments(NamedTuple):
-    """Of many draws: the largest distance of an element's mean from it, in standard errors; ||x - C(x)||² / ||x||²."""
+    """Statistics of many draws: largest deviation of an element's mean in standard errors; mean of ||x - C(x)||² /
+    ||x||².
+    """
 
     off: float
     error: float
@@ -41,7 +43,7 @@ class Moments(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecErrors(Claim):
-    """Every registered codec, in several settings, against what it claims."""
+    """Every registered codec, in several settings, against its declared properties."""
 
     draws: int = 100_000
     arrays: int = 10_000
@@ -63,7 +65,7 @@ class CodecErrors(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Draw, and look at means, squared errors and memories."""
+        """Draw encodings, and check means, squared errors and feedback states."""
         rows: list[Row] = []
         for name in registry.names("codec"):
             lossy = [codec for codec in settings(name) if not codec.lossless]
@@ -85,16 +87,16 @@ class CodecErrors(Claim):
         return Verdict((*rows, *self._controls()))
 
     def _contraction(self, codec: Codec, moments: Moments | None) -> float:
-        """||x - C(x)||² over its bound; if the codec draws, the mean less four standard errors."""
+        """Squared error over its bound; for a random codec, the mean minus four standard errors."""
         if moments is not None:
             return (moments.error - SIGMAS * moments.uncertainty) * _squared(example()) / bound(codec, example())
         random, through, worst = np.random.default_rng(21), channel(codec), 0.0
         for index in range(self.arrays):
-            # Of light and heavy tails; every tenth with few elements that are not zero.
+            # Light and heavy tails; every tenth array has few nonzero elements.
             array = random.standard_t(1 + 5 * (index % 3), SIZE).astype(np.float32)
             if index % 10 == 9:
                 array[random.random(SIZE) < 0.95] = 0
-            allowed = bound(codec, array) + 1e-6 * _squared(array)  # that of float32
+            allowed = bound(codec, array) + 1e-6 * _squared(array)  # rounding of float32
             worst = max(worst, _squared(array - through(array, random)) / allowed)
         return worst
 
@@ -109,14 +111,14 @@ class CodecErrors(Claim):
             errors[draw] = off.sum()
         mean = total / self.draws
         spread = np.sqrt(np.maximum(squares / self.draws - mean**2, 0) / self.draws)
-        # An element that was hardly ever rounded the other way shows no spread of its own.
+        # An element that was hardly ever rounded to the other side shows no variance.
         spread = np.maximum(spread, 0.1 * np.sqrt(np.mean(spread**2)))
         errors /= _squared(array)
-        off = np.abs(mean) / (spread + 1e-7 * np.abs(array))  # that of float32
+        off = np.abs(mean) / (spread + 1e-7 * np.abs(array))  # rounding of float32
         return Moments(float(off.max()), float(errors.mean()), float(errors.std() / self.draws**0.5))
 
     def _controls(self) -> list[Row]:
-        """What has to be noticed."""
+        """Negative controls: errors that the checks must detect."""
         codec = Qsgd(levels=4)
         short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
         bare = self._moments(channel(Qsgd(levels=1)))
@@ -127,7 +129,7 @@ class CodecErrors(Claim):
 
 
 def example() -> FlatArray:
-    """What is encoded many times: normal, but no element so small that it is hardly ever seen."""
+    """The array that is encoded many times: normal values, none so small that it is hardly ever sent."""
     x = np.random.default_rng(20).normal(size=SIZE)
     return (x + np.copysign(0.1, x)).astype(np.float32)
 
@@ -139,7 +141,7 @@ def draws(codec: Codec) -> bool:
 
 
 def unbiased_rows(codec: Codec, moments: Moments) -> list[Row]:
-    """Its mean, its variance, and the variance that the paper says."""
+    """Rows for the codec's mean, its variance, and the variance published in the paper."""
     omega, paper = codec.variance(SIZE), published(codec)
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
@@ -151,7 +153,7 @@ def unbiased_rows(codec: Codec, moments: Moments) -> list[Row]:
 
 
 def settings(name: str) -> Iterator[Codec]:
-    """A codec as it is, and with one of its parameters changed: switches turned, numbers 1 and infinite."""
+    """A codec as it is, and with one parameter changed: switches toggled, numbers set to 1 and to infinity."""
     usual = Codec.parse(name)
     yield usual
     for each in fields(usual):  # type: ignore[arg-type]  # every registered codec is a dataclass
@@ -169,12 +171,12 @@ def settings(name: str) -> Iterator[Codec]:
 
 
 def channel(codec: Codec) -> Channel:
-    """Encode, and decode."""
+    """A channel that encodes and decodes with `codec`."""
     return lambda array, random: codec.decode(codec.encode(array, random), len(array), array.dtype.name)
 
 
 def published(codec: Codec) -> float | None:
-    """The paper's omega, in E||x - C(x)||² <= omega ||x||²."""
+    """ω of the paper, in E||x - C(x)||² ≤ ω ||x||²."""
     match codec:
         case Qsgd(levels=s, bucket=bucket):
             d = float(min(SIZE, bucket))
@@ -187,7 +189,7 @@ def published(codec: Codec) -> float | None:
 
 
 def bound(codec: Codec, array: FlatArray) -> float:
-    """What a contraction's ||x - C(x)||² is at most: less than ||x||², and (1 - k/d) ||x||² for k of d elements."""
+    """Upper bound of a contraction's ||x - C(x)||²: less than ||x||², and (1 - k/d) ||x||² for k of d elements."""
     match codec:
         case TopK(ratio=ratio, sampled=False) | RandomK(ratio=ratio, scaled=False):
             share = 1 - max(1, round(ratio * len(array))) / len(array)
@@ -197,7 +199,7 @@ def bound(codec: Codec, array: FlatArray) -> float:
 
 
 def feedback_rows(codec: Codec) -> list[Row]:
-    """All given = all sent + what is kept; ||kept||² <= 4 (1 - delta) / delta² max ||given||², lemma 3."""
+    """Input = sent + kept; ||kept||² ≤ 4 (1 - δ) / δ² · max ||input||², lemma 3."""
     used, feedback = codec if codec.contraction else Damped(codec), Residual()
     name = str(codec) if codec.contraction else f"{codec}, damped"
     random, memory = np.random.default_rng(22), np.zeros(SIZE)

@@ -1,4 +1,4 @@
-"""What one slow worker costs pairwise averaging, and what it costs everyone in step."""
+"""The cost of one slow worker for pairwise averaging, and for synchronous training."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from flockstep.records.events import Step
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 SECONDS = 400
-"""Virtual seconds during which gradients are counted; one of a fast worker takes one."""
+"""Virtual seconds during which gradients are counted; a gradient of a fast worker takes one second."""
 CASES = [(8, 2, 1.875), (8, 10, 8.875), (8, 100, 87.6), (16, 10, 9.44)]
-"""Workers, slowness of one of them, published ratio."""
+"""(number of workers, slowdown of one of them, published ratio)."""
 LATENCY, BANDWIDTH = "50us", "10gbit"
 
 
 @dataclass(frozen=True)
 class Straggler(Claim):
-    """AD-PSGD goes on at the pace of its fast workers."""
+    """AD-PSGD continues at the pace of its fast workers."""
 
     statement = (
         "With one of P workers s times as slow, pairwise averaging takes s (P - 1 + 1/s) / P times as many gradients a "
@@ -35,7 +35,7 @@ class Straggler(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count gradients."""
+        """Count the gradients of both methods."""
         rows, figures = [], {}
         for workers, slow, published in CASES:
             say(f"{workers} workers, one {slow} times as slow")
@@ -52,7 +52,7 @@ class Straggler(Claim):
         return Verdict(tuple(rows), note, figures)
 
     def _pace(self, strategy: str, workers: int, slow: int) -> float:
-        """Gradients a second while all are at work."""
+        """Gradients per second while all workers train."""
         free = strategy == "adpsgd"
         steps = SECONDS if free else SECONDS // 4
         run = run_strategy(

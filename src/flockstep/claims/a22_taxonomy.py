@@ -12,7 +12,7 @@ from flockstep.testing.strategies import run_strategy
 
 WORKERS, STEPS = 4, 12
 MISSING = "MP missing"
-"""Said of a row whose system splits the model over machines, which no composition does."""
+"""Text for a row whose system splits the model over machines, which no composition does."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Taxonomy(Claim):
     tolerance = "all columns of all 17 rows as printed"
 
     def check(self, say: Say) -> Verdict:
-        """Run, derive, compare."""
+        """Run every composition, derive its row, and compare the row with the table."""
         rows = []
         for printed in table_1():
             known = system(printed.system)
@@ -41,7 +41,7 @@ class Taxonomy(Claim):
 
 
 def _told(wrong: dict[str, tuple[str, str]]) -> list[str]:
-    """Where a row is not the printed one: each column with what stands there, or that model parallelism is missing."""
+    """Differences from the printed row: each column with its derived value, or that model parallelism is missing."""
     return [
         MISSING if column == "parallelism" and f"MP: {NOT_YET}" in here else f"{column}: {here}"
         for column, (here, _) in wrong.items()
@@ -49,7 +49,7 @@ def _told(wrong: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def _failed(known: System) -> str:
-    """What went wrong when its modes ran; nothing if they did."""
+    """The error of the first mode that failed; empty if all modes ran."""
     for mode in known.modes:
         try:
             run_strategy(mode.strategy, WORKERS, STEPS)

@@ -1,4 +1,6 @@
-"""Many stale gradients diverge at the rate of few fresh ones, and converge at that rate divided by their staleness."""
+"""Many stale gradients diverge at the learning rate of few fresh ones, and converge at that rate divided by their
+staleness.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from flockstep.claims.spans import Training, errors_of, median, ranged
 WORKERS, BATCH, EPOCHS = 30, 4, 20
 OPTIMIZER = "sgd(lr=0.02, momentum=0.9)"
 LEARNS = 6.0
-"""Error in per cent above which synchronous training has not learned; the pilot's is 3.3."""
+"""Error in percent above which synchronous training counts as failed; the pilot's error is 3.3."""
 
 
 @dataclass(frozen=True)
 class SoftsyncRates(Claim):
-    """n-softsync with a learning rate of alpha, and of alpha / n."""
+    """n-softsync with learning rates α and α / n."""
 
     seeds: int = 5
     statement = (
@@ -37,7 +39,7 @@ class SoftsyncRates(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Synchronous, fixed and divided."""
+        """Train synchronously, with the fixed rate and with the divided rate."""
         sync = self._errors("ps", say)
         learns = median(sync) <= LEARNS
         bound = min(median(sync), LEARNS) + 2.5

@@ -1,4 +1,4 @@
-"""Elastic averaging stands long periods between exchanges at which Downpour does not learn."""
+"""Elastic averaging tolerates long periods between exchanges at which Downpour does not learn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flockstep.claims.spans import SAMPLES, Training, errors_of, median, ranged
 WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
 PERIODS = (1, 16, 64)
 LEARNS = 7.0
-"""Error in per cent above which elastic averaging has not learned; the pilot's is 4.4 at most."""
+"""Error in percent above which elastic averaging counts as failed; the pilot's error is at most 4.4."""
 
 
 @dataclass(frozen=True)
 class EasgdDownpour(Claim):
-    """EASGD and Downpour over the period tau."""
+    """EASGD and Downpour over the period τ."""
 
     seeds: int = 5
     statement = (
@@ -36,7 +36,7 @@ class EasgdDownpour(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Both, at each period."""
+        """Train with both methods at each period."""
         elastic = {tau: self._errors(f"easgd({tau}, {BETA / WORKERS})", say) for tau in PERIODS}
         pushed = {tau: self._errors(f"downpour({tau}, {tau})", say) for tau in PERIODS}
         middle = [median(errors) for errors in elastic.values()]

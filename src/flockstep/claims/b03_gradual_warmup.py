@@ -1,4 +1,4 @@
-"""A learning rate scaled with the batch needs a gradual warm-up."""
+"""A learning rate scaled with the batch size needs a gradual warm-up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GradualWarmup(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with every warm-up, on every seed."""
+        """Train with every warm-up and every seed."""
         base = self._errors(1, WARMUPS["none"], say)
         gradual = self._errors(WORKERS, GRADUAL, say)
         others = {name: self._errors(WORKERS, text, say) for name, text in WARMUPS.items()}
@@ -76,7 +76,7 @@ class GradualWarmup(Claim):
         return Verdict(rows, reason, figures)
 
     def _errors(self, workers: int, schedule: str, say: Say, seeds: int | None = None) -> Errors:
-        """The final error of each seed, in per cent."""
+        """Final error of each seed, in percent."""
         how = warmed_up(f"sgd(lr={LR}, momentum=0.9)", workers, schedule)
         return np.array(errors_of(STRATEGY, how, self.seeds if seeds is None else seeds, say))
 

@@ -15,14 +15,14 @@ BATCH = 10
 OTHER_BATCHES = (8, 16)
 FEW = 3
 RATES = (0.1, 0.03, 0.01)
-"""Learning rates for the unbiased random-k, beside that of all others."""
+"""Further learning rates for the unbiased random-k, in addition to the common one."""
 TOP, FIRST, RANDOM = "topk(0.001)", "topk(0.01)", "random_k(0.01)"
 UNBIASED = "random_k(0.01, scaled=True)"
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Claim):
-    """Sparsifiers and one bit, with feedback and without."""
+    """Sparsifiers and one-bit quantization, with and without feedback."""
 
     seeds: int = 5
     statement = (
@@ -43,7 +43,7 @@ class ErrorFeedback(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each, with feedback and without."""
+        """Train with each codec, with and without feedback."""
         published = {TOP: ("22 to 24", "4.7 to 5.0"), FIRST: ("6 to 7", "3.1 to 3.6"), RANDOM: ("62 to 65", "4.7-5.3")}
         least = {TOP: 10.0, RANDOM: 40.0}
         dense = self._finals("identity", "none", say)
@@ -65,7 +65,7 @@ class ErrorFeedback(Claim):
         return Verdict(tuple(rows), f"{self._unbiased(figures, say)} {self._turns(figures, say)}", figures)
 
     def _unbiased(self, figures: dict[str, float], say: Say) -> str:
-        """What random-k does that is scaled up until it is unbiased."""
+        """Result of random-k with the scaling that makes it unbiased, as a sentence."""
         damped = self._finals(UNBIASED, "residual", say, FEW)
         runs = {rate: self._finals(UNBIASED, "none", say, FEW, lr=rate) for rate in (LR, *RATES)}
         figures |= {f"{UNBIASED}, no feedback, lr {rate}": finals.median for rate, finals in runs.items()}
@@ -79,7 +79,7 @@ class ErrorFeedback(Claim):
         )
 
     def _turns(self, figures: dict[str, float], say: Say) -> str:
-        """What the batch has to do with it."""
+        """Effect of the batch size, as a sentence."""
         said = []
         for batch in OTHER_BATCHES:
             dense, bare, fed = (

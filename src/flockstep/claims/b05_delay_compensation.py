@@ -1,4 +1,4 @@
-"""Gradients that are corrected for how far the model has moved stand delays at which plain ones do not learn."""
+"""Gradients corrected for the model's change tolerate delays at which uncorrected gradients do not learn."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CASES = (
     (16, 0.2, "83 to 93", 60.0, "3.1 to 3.9"),
     (32, 0.1, "73 to 93", 60.0, "6.1 to 7.5"),
 )
-"""Workers, learning rate, and errors: the pilot's of plain SGD, the least that is asserted, the pilot's compensated."""
+"""(workers, learning rate, pilot's error of plain SGD, smallest asserted error, pilot's error with compensation)."""
 
 
 @dataclass(frozen=True)
 class DelayCompensation(Claim):
-    """DC-ASGD-a beside asynchronous SGD."""
+    """DC-ASGD-a compared with asynchronous SGD."""
 
     seeds: int = 5
     statement = (
@@ -43,7 +43,7 @@ class DelayCompensation(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Both, at three sizes and alone."""
+        """Train with both at three numbers of workers, and with one worker."""
         rows = []
         for workers, lr, plain, least, compensated in CASES:
             how = Training(workers, f"sgd(lr={lr})", BATCH, EPOCHS)
@@ -62,6 +62,6 @@ class DelayCompensation(Claim):
 
 
 def _alone(strategy: str, seed: int, workers: int = 1) -> FlatArray:
-    """The parameters after 50 steps."""
+    """Parameters after 50 steps."""
     run = run_strategy(strategy, workers, 50, job=digits_job("sgd(lr=0.1)", BATCH), compute=COMPUTE, seed=seed)
     return run.result

@@ -1,4 +1,4 @@
-"""Asynchronous SGD is at its target several times earlier than synchronous SGD where gradient times scatter."""
+"""Asynchronous SGD reaches its target several times earlier than synchronous SGD if gradient times vary."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flockstep.testing.strategies import run_strategy
 
 WORKERS, BATCH, LR, NOISE, TARGET = 8, 4, 0.06, 0.15, 0.90
 METHODS = {"asynchronous": 250, "k_sync(4)": 420, "bsp": 420}
-"""Consistency rule → gradients of each worker, more than the target takes."""
+"""Consistency rule → gradients of each worker, more than are needed to reach the target."""
 CLOCKED, RANDOM = "constant(1)", "exponential(1)"
 
 
 def noisy_job(seed: int) -> Job:
-    """The digits, of which some training labels are replaced by random ones."""
+    """The digits, with some training labels replaced by random ones."""
     job = digits_job(f"sgd(lr={LR})", BATCH)
 
     def data() -> Data:
@@ -33,7 +33,7 @@ def noisy_job(seed: int) -> Job:
 
 
 def seconds_to_target(rule: str, compute: str, seed: int) -> float:
-    """Virtual seconds until the test error is 10 %; infinite where it was never."""
+    """Virtual seconds until the test error is 10 %; infinite if it never is."""
     how, steps, job = f"ps({rule})", METHODS[rule], noisy_job(seed)
     run = run_strategy(how, WORKERS, steps, job=job, compute=compute, network="ideal", seed=seed, evaluate_every=2)
     return run.seconds_to(TARGET)
@@ -41,7 +41,7 @@ def seconds_to_target(rule: str, compute: str, seed: int) -> float:
 
 @dataclass(frozen=True)
 class SyncAsyncTime(Claim):
-    """Time to a test error of 10 % with memoryless workers."""
+    """Time to a test error of 10 % with exponential compute times."""
 
     seeds: int = 5
     statement = (
@@ -61,7 +61,7 @@ class SyncAsyncTime(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Three methods, and synchronous against asynchronous without chance."""
+        """Compare three methods, then synchronous with asynchronous training at constant compute times."""
         times = {rule: self._times(rule, RANDOM, say) for rule in METHODS}
         least, half, most = (median(taken) for taken in times.values())
         even = [median(self._times(rule, CLOCKED, say)) for rule in ("bsp", "asynchronous")]

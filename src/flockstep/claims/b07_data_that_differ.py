@@ -1,4 +1,4 @@
-"""Decentral methods need data that are alike on all workers; synchronous gradients do not."""
+"""Decentralized methods need similar data on all workers; synchronous gradients do not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
 from flockstep.claims.spans import median, ranged
 
 STEPS = 605
-"""The pilot's 600 and five more, so that nobody has just averaged when the workers' own models are looked at."""
+"""Steps of a run: the pilot's 600 plus five, so that no method has just averaged when the replicas are evaluated."""
 NONE = f"local_sgd({2 * STEPS})"
-"""Replicas never meet; their mean is looked at."""
+"""Replicas that never synchronize; their mean is evaluated."""
 LEARNS = 7.0
-"""Error in per cent above which synchronous training has not learned; the pilot's is 5 at most."""
+"""Error in percent above which synchronous training counts as failed; the pilot's error is at most 5."""
 APART, FACTOR = 1.0, 2.0
-"""Points by which the worst worker's own model is worse, and the factor of the pilot's figures that ours keep to."""
+"""Percentage points by which the worst replica must be worse; allowed factor between measured and pilot figures."""
 PILOT = {
     "sgp": (4.2, 4.4),
     "local_sgd(10, outer=nesterov)": (3.3, 3.9),
@@ -31,14 +31,14 @@ PILOT = {
     "sparta(0.005)": (53, 53),
     "easgd(10)": (42, 48),
 }
-"""Errors in per cent of the mean model on sorted data, the least and the largest; of gossip(0.01), "51 and more"."""
+"""Method → smallest and largest error of the mean model on sorted data in percent; for gossip(0.01), "51 and more"."""
 ORDERS = (("sync", "local_sgd(10)", "local_sgd(50)", NONE), ("gossip(0.5)", "gossip(0.1)", "gossip(0.01)"))
-"""Less and less communication."""
+"""Methods in order of decreasing communication."""
 
 
 @dataclass(frozen=True)
 class DataThatDiffer(Claim):
-    """The error of the mean model, and of each worker's own, where every worker knows a digit or two."""
+    """Error of the mean model and of each replica if every worker has data of one or two digits."""
 
     seeds: int = 5
     statement = (
@@ -61,7 +61,7 @@ class DataThatDiffer(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Sorted by label, beside mixed."""
+        """Compare data sorted by label with mixed data."""
         mixed = {name: self._errors(name, False, say)[0] for name in ("sync", NONE)}
         apart = {name: self._errors(name, True, say) for name in ("sync", *PILOT, NONE)}
         middle = {name: median(errors) for name, (errors, _) in apart.items()}
@@ -92,7 +92,7 @@ class DataThatDiffer(Claim):
 
 
 def _beside(name: str, errors: list[float], worst: list[float]) -> Row:
-    """A method's mean model beside the pilot's, and the worst worker's own beside the mean model."""
+    """Compare a method's mean model with the pilot's, and its worst replica with its mean model."""
     least, most = PILOT[name]
     near = least / FACTOR <= median(errors) <= most * FACTOR
     published = f"{least:g}" if least == most else f"{least:g} to {most:g}"

@@ -1,4 +1,4 @@
-"""What is not sent at once may be dropped or deferred: only deferring is complete."""
+"""Updates that are not sent at once can be dropped or deferred; only deferring is complete."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flockstep.claims.spans import median, ranged
 
 SHARES = (0.5, 0.25, 0.05)
 LEARNS = 7.0
-"""Error in per cent above which full communication has not learned; the pilot's is 4.7 at most."""
+"""Error in percent above which full communication counts as failed; the pilot's error is at most 4.7."""
 
 
 @dataclass(frozen=True)
 class PartialCommunication(Claim):
-    """Updates that reach each peer with probability q: the rest dropped, or deferred."""
+    """Updates that reach each peer with probability q; the others are dropped or deferred."""
 
     seeds: int = 5
     statement = (
@@ -37,7 +37,7 @@ class PartialCommunication(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Full, deferred and dropped."""
+        """Train with full, deferred and dropped communication."""
         full = ends_of(f"broadcast({1 / WORKERS})", True, self.seeds, say, "mean")
         error = median(end.error for end in full)
         published = f"3.9 to 4.7, <= {LEARNS:g}"
@@ -55,7 +55,7 @@ class PartialCommunication(Claim):
         return Verdict(tuple(rows), "", {"messages of full communication": whole})
 
     def _dropped(self, say: Say) -> list[Row]:
-        """What becomes of replicas that move by the mean of what arrived."""
+        """Replicas that apply the mean of the updates that arrived, the others being dropped."""
         mixed = {share: self._ends(share, False, say) for share in SHARES}
         spreads = [median(end.spread for end in ends) for ends in mixed.values()]
         grows = all(a < b for a, b in pairwise(spreads))

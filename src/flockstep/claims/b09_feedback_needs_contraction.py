@@ -1,4 +1,4 @@
-"""Error feedback needs a contraction: unbiased is not enough."""
+"""Error feedback needs a contraction; an unbiased codec is not enough."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from flockstep.feedback.sender import fitted
 BATCH, BUCKET = 16, 512
 LEVELS = (1, 4, 16)
 DIVERGE = (1, 4)
-"""Levels with which raw feedback diverged in the pilot."""
+"""Numbers of levels at which uncorrected feedback diverged in the pilot."""
 
 
 @dataclass(frozen=True)
 class Raw(Residual):
-    """Residual feedback that takes any codec as it is: the negative control."""
+    """Residual feedback that accepts any codec: the negative control."""
 
     needs_contraction = False
-    """It does, but says that it does not."""
+    """False, although the feedback does need a contraction."""
 
 
 @dataclass(frozen=True)
 class FeedbackNeedsContraction(Claim):
-    """QSGD without feedback, under raw feedback, and as the library composes the two."""
+    """QSGD without feedback, with uncorrected feedback, and as the library composes the two."""
 
     seeds: int = 5
     statement = (
@@ -50,7 +50,7 @@ class FeedbackNeedsContraction(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each number of levels, in each way."""
+        """Train with each number of levels in each way."""
         dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
         rows, figures = [Row("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)], {}
         for levels in LEVELS:

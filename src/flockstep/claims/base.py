@@ -1,4 +1,4 @@
-"""The contract of a claim."""
+"""The interface of a claim."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import ClassVar
 from flockstep.expression import Component
 
 Say = Callable[[str], None]
-"""Takes a line of progress."""
+"""Callback for one line of progress."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of a claim: what was published (or follows from the formula), what we got, and whether that holds."""
+    """One figure of a claim: the published (or computed) value, the reproduced value, and whether the claim holds."""
 
     what: str
     published: float | str
@@ -24,41 +24,41 @@ class Row:
 
 
 def near(what: str, published: float, ours: float, tolerance: float) -> Row:
-    """A row that holds where the two differ by that share at most."""
+    """A row that holds if the relative difference is at most `tolerance`."""
     return Row(what, published, ours, abs(ours / published - 1) <= tolerance)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim."""
+    """Result of checking a claim."""
 
     rows: tuple[Row, ...]
     reason: str = ""
-    """Where a row does not hold: why, as far as a measurement tells. Otherwise what the reader should know."""
+    """If a row fails, the measured reason; otherwise a remark for the reader."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Further figures, by name."""
+    """Further figures by name."""
 
     @property
     def holds(self) -> bool:
-        """Whether every row does."""
+        """Whether every row holds."""
         return all(row.holds for row in self.rows)
 
 
 class Claim(Component):
-    """A published result, and how to get it here."""
+    """A published result, and how to reproduce it with flockstep."""
 
     noun: ClassVar[str] = "claim"
     statement: ClassVar[str]
     """The claim in one sentence."""
     source: ClassVar[str]
-    """Authors, year, and where in the paper."""
+    """Authors, year, and place in the paper."""
     setting: ClassVar[str]
-    """How it is tried here: problem, workers, clock, seeds."""
+    """Setting of the reproduction: problem, workers, clock, seeds."""
     tolerance: ClassVar[str]
-    """What is asserted."""
+    """What is asserted, in words."""
     quick: ClassVar[bool] = False
-    """It takes a few seconds at most, so that the tests run it."""
+    """Whether the check takes a few seconds at most, so that the tests run it."""
 
     @abstractmethod
     def check(self, say: Say) -> Verdict:
-        """Try it; the same figures every time, unless it uses real processes."""
+        """Check the claim; the figures are equal at every call, unless the claim uses real processes."""

@@ -1,4 +1,4 @@
-"""SparCML's speed-ups: sparse, quantised gradients on a network that is the bottleneck."""
+"""SparCML's speed-ups: sparse, quantized gradients on a network that is the bottleneck."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.testing.strategies import Run, Watched, run_strategy
 WORKERS, PARAMS = 8, 79_510
 SIZES, SIDE = (784, 100, 10), 28
 CODEC = "topk(ratio=0.03125, bucket=512, values=qsgd(levels=7, bucket=512))"
-"""16 of 512, each an index of 9 bits and a value of 4."""
+"""The codec: 16 of 512 elements, each with an index of 9 bits and a value of 4 bits."""
 RING, DOUBLING = "all_reduce", "all_reduce(collective=recursive_doubling)"
 SPARSE = {
     "SSAR": f"all_reduce(collective=sparse(algorithm='ssar_split'), codec={CODEC}, feedback=residual)",
@@ -24,18 +24,20 @@ SPARSE = {
     "gather": f"all_reduce(codec={CODEC}, feedback=residual)",
 }
 NETWORKS = {"Piz Daint": ("SSAR", 0.932, 4.53, 3.65), "EC2": ("gather", 0.991, 22.97, 19.12)}
-"""Network → our algorithm for it, share of communication (A16), published speed-ups of communication and of all."""
+"""Network → (sparse algorithm, share of communication from A16, published speed-up of communication,
+published total).
+"""
 LEAST = {"Piz Daint": 4.5, "EC2": 20.0}
 COMPUTE = 1.0
-"""Virtual seconds a gradient."""
+"""Virtual seconds of a gradient."""
 TIMED, TRAINED, EARLY, BATCH, LR = 12, 225, 120, 32, 0.1
 
 
 class Quiet(Watched):
-    """A simulation that keeps no messages, which are large here."""
+    """A simulation that does not store messages, which are large in this claim."""
 
     def note(self, event: Event) -> None:
-        """Keep totals."""
+        """Store the nodes' totals only."""
         if isinstance(event, Node):
             self.log.append(event)
 
@@ -44,7 +46,7 @@ class Quiet(Watched):
 
 @dataclass(frozen=True)
 class SparseSpeedUp(Claim):
-    """Top 16 of 512 with 4 bits and feedback, against dense all-reduces."""
+    """The 16 largest of 512 elements with 4 bits and feedback, against dense all-reduces."""
 
     seeds: int = 10
     statement = (
@@ -63,7 +65,7 @@ class SparseSpeedUp(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Calibrate the link, time everything on it, train."""
+        """Calibrate the link, time all algorithms on it, and train."""
         nbytes = {"ring": sent(RING), "recursive doubling": sent(DOUBLING), **{n: sent(s) for n, s in SPARSE.items()}}
         rows, figures = [], {f"{name}, bytes a worker, step and element": value for name, value in nbytes.items()}
         for network, (name, share, comm, whole) in NETWORKS.items():
@@ -89,9 +91,9 @@ class SparseSpeedUp(Claim):
         return Verdict(tuple(rows), explained(nbytes), figures)
 
     def _gap(self, steps: int, say: Say) -> tuple[float, float]:
-        """Accuracy less that of dense, and that of dense, medians.
+        """Median difference of accuracy to dense training, and median accuracy of dense training.
 
-        On a parameter server, which takes the mean of the same encodings in less time than eight workers here.
+        Uses a parameter server, which averages the same encodings and simulates faster than eight workers.
         """
         pairs = [
             [accuracy(s, steps, seed) for s in ("ps", f"ps(codec={CODEC}, feedback=residual)")]
@@ -103,7 +105,7 @@ class SparseSpeedUp(Claim):
 
 
 def explained(nbytes: dict[str, float]) -> str:
-    """What is calibrated, what measured, and what limits the speed-ups."""
+    """Explanation: what is calibrated, what is measured, and what limits the speed-ups."""
     ring, doubling = nbytes["ring"], nbytes["recursive doubling"]
     return (
         "The share of communication is calibrated, the speed-up of communication measured; end to end follows from the "
@@ -118,7 +120,7 @@ def explained(nbytes: dict[str, float]) -> str:
 
 
 def image_job() -> Job:
-    """The digits as pictures of MNIST's size, every pixel drawn 3 or 4 times in either direction."""
+    """The digits as images of MNIST's size, with every pixel repeated 3 or 4 times in both directions."""
     small = digits_job(f"sgd(lr={LR})", BATCH)
     picture = np.arange(64).reshape(8, 8)[np.ix_(*2 * [np.arange(SIDE) * 8 // SIDE])].ravel()
 
@@ -138,16 +140,16 @@ def _run(strategy: str, steps: int, network: str, seed: int = 0) -> Run:
 
 
 def sent(strategy: str) -> float:
-    """Bytes that a worker sends for an element in a step, counted in its messages; the mean."""
+    """Mean bytes that a worker sends per element and step, counted from its messages."""
     run = _run(strategy, TIMED, "ideal")
     return sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * TIMED * PARAMS)
 
 
 def timed(strategy: str, bandwidth: float) -> float:
-    """Virtual seconds a step."""
+    """Virtual seconds per step."""
     return _run(strategy, TIMED, f"link(bandwidth={bandwidth}, latency=0)").seconds / TIMED
 
 
 def accuracy(strategy: str, steps: int, seed: int) -> float:
-    """In the end, in per cent."""
+    """Final accuracy in percent."""
     return 100 * _run(strategy, steps, "ideal", seed).evaluation.metric

@@ -1,4 +1,4 @@
-"""Where averaging with neighbours beats centralised training, and where it does not."""
+"""Where averaging with neighbors is faster than centralized training, and where it is not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.testing.strategies import Run, bowl_job, run_strategy
 WORKERS = 8
 MEGABYTES = 100
 SCALE = 1000
-"""Models and bandwidths are so many times smaller than they stand for: times are the same."""
+"""Factor by which models and bandwidths are scaled down; times stay the same."""
 COMPUTE = 0.25
 BANDWIDTHS = {"10 Mb/s": 10e6, "100 Mb/s": 100e6, "1 Gb/s": 1e9, "10 Gb/s": 10e9}
 LATENCIES = {"0.1 ms": 1e-4, "10 ms": 1e-2, "100 ms": 1e-1}
@@ -30,29 +30,29 @@ SEEDS, EPOCHS, TARGET = 5, 20, 0.95
 
 @dataclass(frozen=True)
 class InTurns(Strategy):
-    """Synchronous SGD with one server whose connections share its card evenly: models go out in parts, in turns."""
+    """Synchronous SGD with one server whose connections share its link evenly: models are sent in parts, in turns."""
 
     parts: int = 16
 
     @property
     def traits(self) -> Traits:
-        """Synchronous."""
+        """Synchronous, without tolerance of failures."""
         return Traits(1, survives=False, results=("rank0", "mean"))
 
     @property
     def servers(self) -> int:
-        """One."""
+        """One server."""
         return 1
 
     async def worker(self, me: Worker) -> None:
-        """Push a gradient, take the model."""
+        """Push a gradient, then receive the model."""
         while me.training:
             me.send(MASTER, "push", await me.gradient())
             for part in slices(len(me.params), self.parts):
                 me.params[part] = (await me.receive("model", MASTER)).payload
 
     async def master(self, me: Server) -> None:
-        """Average what everyone pushed; answer."""
+        """Average the gradients of all workers, then send the model."""
         total, count, here = np.zeros_like(me.params), 0, me.cluster.workers
         while here:
             message = await me.receive()
@@ -87,7 +87,7 @@ class NeighboursOnSlowNetworks(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Time everything on the grid; train on its slow end."""
+        """Time all methods on the grid, and train at its slow end."""
         times = {}
         for bandwidth in BANDWIDTHS:
             for latency in LATENCIES:
@@ -158,7 +158,7 @@ class NeighboursOnSlowNetworks(Claim):
 
 
 def closed_form(strategy: str, bandwidth: str, latency: str) -> float:
-    """Seconds a step: D-PSGD max(T, 2K/B + L), ring all-reduce T + 2 (n - 1) (K / (n B) + L)."""
+    """Seconds per step: D-PSGD max(T, 2K/B + L), ring all-reduce T + 2 (n - 1) (K / (n B) + L)."""
     transfer, wait = MEGABYTES * 8e6 / BANDWIDTHS[bandwidth], LATENCIES[latency]
     if strategy == "dpsgd":
         return max(COMPUTE, 2 * transfer + wait)
@@ -166,12 +166,12 @@ def closed_form(strategy: str, bandwidth: str, latency: str) -> float:
 
 
 def link(bandwidth: str, latency: str, size: int) -> str:
-    """The network on which a model of `size` bytes takes as long as it should."""
+    """The network on which a model of `size` bytes takes as long as the full-size model."""
     return f"link(bandwidth={BANDWIDTHS[bandwidth] / 8 * size / (MEGABYTES * 1e6)}, latency={LATENCIES[latency]})"
 
 
 def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
-    """Seconds a step takes once the first is over."""
+    """Seconds per step after the first step."""
     size = int(MEGABYTES * 1e6 / SCALE)
     job, network = bowl_job(dimension=size // 4, dtype="float32"), link(bandwidth, latency, size)
     compute = f"constant({COMPUTE})"

@@ -1,4 +1,4 @@
-"""How far longer local phases save communication."""
+"""Up to which length longer local phases save communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = 8
 TARGET = 0.88
 OPTIMIZER, BATCH = "sgd(lr=0.05)", 8
 MOST = 1.2
-"""By how much the steps to the target may grow."""
+"""Largest allowed factor on the number of steps to the target."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LocalSgdBytes(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Sweep H on both kinds of data."""
+        """Measure every H on both kinds of data."""
         rows: list[Row] = []
         figures: dict[str, float] = {}
         largest: dict[str, int] = {}
@@ -63,7 +63,7 @@ class LocalSgdBytes(Claim):
         return Verdict(tuple(rows), note, figures)
 
     def _sweep(self, by_label: bool) -> dict[int, tuple[float, float]]:
-        """H → steps, and bytes a worker, to the target, medians; up to the first H with which it is not reached."""
+        """H → median steps, and median bytes per worker, to the target; up to the first H that misses the target."""
         found: dict[int, tuple[float, float]] = {}
         for period in PERIODS:
             steps, sent = np.median([to_target(period, by_label, seed) for seed in range(self.seeds)], axis=0)
@@ -74,7 +74,7 @@ class LocalSgdBytes(Claim):
 
 
 def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
-    """Steps until the mean of the replicas is that good, and bytes a worker until it has been formed."""
+    """Steps until the mean of the replicas reaches the target, and bytes per worker sent until that mean was formed."""
     job = digits_job(OPTIMIZER, BATCH)
     job, strategy = sorted_by_label(job) if by_label else job, f"local_sgd({period}, recursive_doubling)"
     run = run_strategy(
@@ -88,7 +88,7 @@ def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
 
 
 def sorted_by_label(job: Job) -> Job:
-    """The same with each worker's share of the data from few classes."""
+    """The same job with the samples sorted, so that each worker's part has few classes."""
 
     def data() -> Data:
         its = job.data()

@@ -1,4 +1,4 @@
-"""Whether local steps after the first decay of the learning rate do as well as a large batch throughout."""
+"""Whether local steps after the first decay of the learning rate generalize as well as a large batch throughout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PostLocalGeneralises(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train both ways."""
+        """Train with both methods."""
         errors, sent = {}, {}
         for strategy in (LARGE, POST):
             runs = [_trained(strategy, seed) for seed in range(self.seeds)]
@@ -54,7 +54,7 @@ class PostLocalGeneralises(Claim):
 
 
 def _trained(strategy: str, seed: int) -> tuple[float, float]:
-    """Test error at the end, and bytes a worker in the second half, which begins with the first decay."""
+    """Final test error, and bytes per worker in the second half, which begins with the first decay."""
     run = run_strategy(
         strategy,
         WORKERS,

@@ -1,4 +1,4 @@
-"""DiLoCo against synchronous training, and against other outer optimisers."""
+"""DiLoCo against synchronous training, and against other outer optimizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Diloco(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each."""
+        """Train with each method."""
         loss, sent = self._median(DDP, say)
         found = {
             (outer, period): self._median(f"local_sgd({period}, recursive_doubling, {outer})", say)
@@ -65,7 +65,7 @@ class Diloco(Claim):
         return Verdict(tuple(rows), note, {"loss, all-reduce": loss, **figures})
 
     def _median(self, strategy: str, say: Say) -> tuple[float, float]:
-        """Final test loss, and bytes a worker, which are the same with every seed."""
+        """Median final test loss, and bytes per worker, which are equal for all seeds."""
         runs = [_trained(strategy, seed) for seed in range(self.seeds)]
         loss = float(np.median([run[0] for run in runs]))
         say(f"{strategy}: {loss:.4f}")

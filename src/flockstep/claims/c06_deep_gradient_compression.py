@@ -1,4 +1,4 @@
-"""Deep gradient compression: a thousandth of the elements, and what each of its parts is good for."""
+"""Deep gradient compression: one thousandth of the elements, and the contribution of each of its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH, LR, EPOCHS, WARM_EPOCHS = 64, 0.1, 450, 4
 STEPS, WARMUP = (steps_for(epochs, SAMPLES, WORKERS, BATCH) for epochs in (EPOCHS, WARM_EPOCHS))
 WARM = f"dgc(ratio=0.001, warmup={WARMUP})"
 RECEIVER = ", momentum=0.9"
-"""Momentum of the optimiser, at the receivers."""
+"""Momentum of the optimizer at the receivers."""
 WHOLE = (WARM, "momentum(clip=1.0)", "")
 WITHOUT = {
     "momentum correction": (WARM, "residual", RECEIVER),
@@ -27,15 +27,17 @@ WITHOUT = {
     "factor masking": (WARM, "momentum(masking=false, clip=1.0)", ""),
     "clipping": (WARM, "momentum", ""),
 }
-"""What is left out → codec, feedback, optimiser."""
+"""Omitted part → (codec, feedback, optimizer)."""
 HURTS = ("momentum correction", "warm-up")
 HIGHER, FEW = 0.4, 3
-"""A second learning rate, and its seeds."""
+"""A second learning rate, and its number of seeds."""
 
 
 @dataclass(frozen=True)
 class Final:
-    """How a run ended: error in %, mean loss over the run; 32 bits an element over bits sent, all and after warm-up."""
+    """Result of a run: error in percent; mean loss; compression against 32 bits per element, overall and after the
+    warm-up.
+    """
 
     error: float
     loss: float
@@ -44,19 +46,19 @@ class Final:
 
 
 class Outcome(list[Final]):
-    """The runs of all seeds."""
+    """The results of all seeds."""
 
     def median(self, what: str) -> float:
-        """Of one of their figures."""
+        """Median of one field over the seeds."""
         return float(np.median([getattr(final, what) for final in self]))
 
     @property
     def error(self) -> float:
-        """The median."""
+        """Median of the error over the seeds, in percent."""
         return self.median("error")
 
     def worse(self, than: Outcome) -> str:
-        """On how many seeds the error is higher, and on how many lower."""
+        """On how many seeds the error is higher, and on how many it is lower, as text."""
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
             f"higher on {sum(a > b for a, b in pairs)}, lower on {sum(a < b for a, b in pairs)} of {len(pairs)} seeds"
@@ -65,7 +67,7 @@ class Outcome(list[Final]):
 
 @dataclass(frozen=True)
 class DeepGradientCompression(Claim):
-    """DGC, whole and with its parts left out one by one."""
+    """DGC, complete and with each part left out."""
 
     seeds: int = 5
     statement = (
@@ -87,7 +89,7 @@ class DeepGradientCompression(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train dense, whole, and without each part."""
+        """Train dense, with complete DGC, and without each part."""
         dense = self._outcome("dense", ("identity", "none", RECEIVER), say)
         whole = self._outcome("DGC", WHOLE, say)
         ratio, warm = whole.median("ratio"), whole.median("warm_ratio")
@@ -115,7 +117,7 @@ class DeepGradientCompression(Claim):
         return Verdict(tuple(rows), reason, figures)
 
     def _higher(self, say: Say) -> str:
-        """The same where parameters move faster."""
+        """The same comparison at a higher learning rate, as text."""
         dense = self._outcome("dense", ("identity", "none", RECEIVER), say, HIGHER)
         whole = self._outcome("DGC", WHOLE, say, HIGHER)
         said = []

@@ -1,4 +1,4 @@
-"""What PowerSGD keeps of the accuracy, and what it owes to feedback and to its warm start."""
+"""Accuracy of PowerSGD, and the contributions of feedback and warm start."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEPS = 150
 BATCH = 16
 RATE = 0.1
 RATES = (0.02, 0.01, 0.005)
-"""Learning rates for the unbiased compressor, the best of which counts."""
+"""Learning rates for the unbiased compressor; the best one counts."""
 
 
 @dataclass(frozen=True)
 class PowerSgdAccuracy(Claim):
-    """PowerSGD of rank 2 is as good as SGD; without feedback, and unbiased, it is not."""
+    """PowerSGD of rank 2 is as accurate as SGD; without feedback, or with an unbiased compressor, it is not."""
 
     statement = (
         "PowerSGD of rank 2 is on par with SGD, rank 1 close to it; a cold start is worse; without error feedback it "
@@ -48,7 +48,7 @@ class PowerSgdAccuracy(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each."""
+        """Train with each compressor."""
         accuracy: dict[str, float] = {}
 
         def train(name: str, strategy: Strategy, rate: float = RATE) -> float:
@@ -85,7 +85,7 @@ class PowerSgdAccuracy(Claim):
 
 
 def _final(strategy: Strategy, rate: float, seed: int) -> float:
-    """The accuracy in the end; 0 where it diverged."""
+    """Final accuracy; 0 if the run diverged."""
     job = digits_job(f"sgd(lr={rate}, momentum=0.9)", BATCH)
     try:
         run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)

@@ -17,21 +17,21 @@ from flockstep.testing.strategies import bowl_job, run_strategy
 
 WORKERS = 32
 MEGABYTES, SCALE = 100, 1000
-"""A model's size, and by how much it and the bandwidth are made smaller: times are the same."""
+"""Size of a model, and the factor by which model and bandwidth are scaled down; times stay the same."""
 SECONDS = 0.3
 NETWORK = f"link(bandwidth={1.25e9 / SCALE}, latency=0.00005)"
-"""10 Gb/s."""
+"""A network of 10 Gbit/s, scaled down."""
 PUSH = "sgp(tau=1)"
 REDUCE = f"bucketed(cap={33 / SCALE}, first={1 / SCALE})"
 SEEDS = 5
 STEPS = {0: 6, 1 / 32: 20, 1 / 10: 20}
-"""By the probability of a straggler."""
+"""Probability of a straggler → steps."""
 EPOCHS, BATCH = 25, 4
 
 
 @dataclass(frozen=True)
 class Stragglers(ComputeModel):
-    """About `mean` seconds; with probability `share`, a step takes 3 to 10 times as long, evenly distributed."""
+    """About `mean` seconds; with probability `share`, a step takes 3 to 10 times as long, uniformly distributed."""
 
     mean: float
     share: float
@@ -43,7 +43,7 @@ class Stragglers(ComputeModel):
             )
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of one worker."""
+        """Seconds of each gradient of one worker."""
         random = np.random.default_rng(np.random.SeedSequence((seed, 0xC8, rank)))
         while True:
             usual = self.mean * max(0.1, random.normal(1, 0.02))
@@ -53,7 +53,7 @@ class Stragglers(ComputeModel):
 
 @dataclass(frozen=True)
 class PushWithStragglers(Claim):
-    """SGP takes less time than all-reduce, the more so with stragglers, and loses little accuracy."""
+    """SGP takes less time than all-reduce, above all with stragglers, and loses little accuracy."""
 
     statement = (
         "On 32 nodes over 10 Gb/s, gradient push is at least twice as fast as all-reduce where random workers are 3 to "
@@ -74,7 +74,7 @@ class PushWithStragglers(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Time both with the same draws; train both to the end."""
+        """Time both methods with the same random draws, and train with both."""
         rows, figures = [], {}
         for share, name in ((0, "no stragglers"), (1 / 32, "one straggler a step")):
             say(name)
@@ -106,7 +106,7 @@ class PushWithStragglers(Claim):
 
 
 def duration(strategy: str, share: float, seed: int) -> float:
-    """Virtual seconds that a step takes, mean over the workers."""
+    """Virtual seconds per step, mean over the workers."""
     job = bowl_job(dimension=int(MEGABYTES * 1e6) // SCALE // 4, dtype="float32")
     compute, steps = Stragglers(SECONDS, share), STEPS[share]
     run = run_strategy(strategy, WORKERS, steps, job=job, compute=compute, network=NETWORK, seed=seed)
@@ -114,7 +114,7 @@ def duration(strategy: str, share: float, seed: int) -> float:
 
 
 def accuracy(strategy: str, seed: int) -> float:
-    """The accuracy of the result on the digits after all epochs; no worker's time changes it."""
+    """Accuracy of the result on the digits after all epochs; compute times do not affect it."""
     steps = EPOCHS * 1437 // (WORKERS * BATCH)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=BATCH)
     run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)

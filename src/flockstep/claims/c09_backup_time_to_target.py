@@ -1,4 +1,4 @@
-"""Synchronous SGD with backup workers against synchronous SGD without and against asynchronous SGD."""
+"""Synchronous SGD with backup workers against synchronous SGD without them and against asynchronous SGD."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from flockstep.records.events import Snapshot
 from flockstep.testing.strategies import run_strategy
 
 LAW, OTHER_LAW = "pareto(0.01, 2.5)", "lognormal(0.01, sigma=1)"
-"""Heavy tails both; of the first most of the mass is close to its minimum, and a straggler is rare."""
+"""Two heavy-tailed distributions; most draws of the first are close to its minimum, and a straggler is rare."""
 TARGET = 0.95
 WORKERS = 16
 ADDED = (0, 1, 2, 4, 8)
-"""Backups besides 16 workers."""
+"""Numbers of backup workers in addition to 16 workers."""
 SPARED = {2: 100, 4: 100, 8: 100, 12: 200, 14: 200, 15: 300}
-"""Backups among 16 workers → steps: smaller means take more of them."""
+"""Number of backup workers among 16 workers → steps; means over fewer gradients need more steps."""
 SYNC_RATES, FEW_RATES, ASYNC_RATES = (0.2, 0.4, 0.8), (0.05, 0.1, 0.2, 0.4), (0.0025, 0.005, 0.01)
 LONG = 3.0
-"""Seconds, several times what it takes to reach the target."""
+"""Seconds of the long runs, several times the time to the target."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method on some workers, and what its runs say, each at the learning rate with the shortest time to target."""
+    """A method on a number of workers, with its results at the learning rate with the shortest time to target."""
 
     name: str
     strategy: str
     workers: int
     rate: float = 0.0
     seconds: float = math.inf
-    """Virtual seconds to the target, median of the seeds."""
+    """Virtual seconds to the target, median over the seeds."""
     per_step: float = 0.0
     """Virtual seconds of a worker's step."""
 
@@ -52,7 +52,7 @@ class BackupTimeToTarget(Claim):
 
     seeds: int = 5
     more_seeds: int = 15
-    """Where two methods are compared at the learning rates that were chosen."""
+    """Seeds of the comparisons of two methods at their chosen learning rates."""
     statement = (
         "Synchronous SGD with one or two backup workers for 16 reaches the target before synchronous SGD without and "
         "before asynchronous SGD, and ends more accurate than the latter; the best number of backups is interior"
@@ -66,7 +66,7 @@ class BackupTimeToTarget(Claim):
     tolerance = "order of the median times to target, and of the mean accuracies after 3 virtual seconds"
 
     def check(self, say: Say) -> Verdict:
-        """Times to target; then long runs for the accuracies."""
+        """Measure times to target, then the accuracies of long runs."""
         limit_threads(1)
         late = self._best("asynchronous", "ps(asynchronous)", WORKERS, ASYNC_RATES, 130, say)
         added = {b: self._backed(f"16+{b}", b, WORKERS + b, SYNC_RATES, 80, say) for b in ADDED}
@@ -97,7 +97,7 @@ class BackupTimeToTarget(Claim):
         return self._best(name, f"ps(consistency=backup({b}))", workers, rates, steps, say)
 
     def _best(self, name: str, strategy: str, workers: int, rates: Sequence[float], steps: int, say: Say) -> Contender:
-        """At the learning rate with the shortest median time to target."""
+        """The method at the learning rate with the shortest median time to target."""
         tried = []
         for rate in rates:
             runs = [_run(strategy, workers, steps, rate, seed) for seed in range(self.seeds)]
@@ -110,7 +110,9 @@ class BackupTimeToTarget(Claim):
         return best
 
     def _long(self, one: Contender, say: Say, law: str = LAW) -> tuple[float, float, float]:
-        """Median time to target, mean accuracy after the same virtual time for all, its standard error: more seeds."""
+        """Median time to target, mean accuracy after a common virtual time, and its standard error, over `more_seeds`
+        seeds.
+        """
         steps = math.ceil(LONG / one.per_step)
         runs = [_run(one.strategy, one.workers, steps, one.rate, seed, law) for seed in range(self.more_seeds)]
         seconds, accuracy = float(np.median([_reached(run) for run in runs])), [run[-1].metric for run in runs]
@@ -120,7 +122,7 @@ class BackupTimeToTarget(Claim):
 
 
 def _run(strategy: str, workers: int, steps: int, rate: float, seed: int, law: str = LAW) -> list[Snapshot]:
-    """The evaluations of one run, every other step of a worker."""
+    """The evaluations of one run, after every second step of a worker."""
     job = digits_job(f"sgd(lr={rate}, momentum=0.9)", 8)
     return run_strategy(
         strategy, workers, steps, job=job, compute=law, network="ideal", seed=seed, evaluate_every=2
@@ -132,7 +134,7 @@ def _reached(snapshots: list[Snapshot]) -> float:
 
 
 def _reason(late: Contender, added: dict[int, Contender], interior: Contender, other: float) -> str:
-    """What the times consist of."""
+    """Explanation of the measured times, as text."""
     two, eight = added[2], added[max(ADDED)]
     return (
         f"It depends on the tail: with {OTHER_LAW}, whose body is wide too, 16+2 takes {other:.2f} of the time of "

@@ -1,4 +1,4 @@
-"""Layer-wise learning rates go on where a scaled learning rate with gradual warm-up fails."""
+"""Layer-wise learning rates work at batch sizes where a scaled learning rate with gradual warm-up fails."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flockstep.claims.spans import errors_of
 
 WORKERS = (32, 64)
 LARS, LAMB = 20.0, 0.04
-"""Learning rates after the warm-up, whatever the number of workers."""
+"""Learning rates after the warm-up, for every number of workers."""
 
 
 @dataclass(frozen=True)
 class LayerWiseRates(Claim):
-    """Final error of LARS and LAMB at batches that SGD cannot use."""
+    """Final error of LARS and LAMB at batch sizes that SGD cannot use."""
 
     seeds: int = 5
     statement = "LARS and LAMB train at batches at which SGD with a scaled learning rate and a gradual warm-up diverges"
@@ -29,7 +29,7 @@ class LayerWiseRates(Claim):
     tolerance = "mean errors: SGD >= 50 %, LARS and LAMB <= small batch + 3 points"
 
     def check(self, say: Say) -> Verdict:
-        """Train with each, on every seed."""
+        """Train with each optimizer and every seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
         small = self._mean(sgd, 1, WARMUPS["none"], say)
         rows = [Row("error of the small batch, %", "that of the large one", round(small, 2), True)]

@@ -1,4 +1,4 @@
-"""A larger batch does what a smaller learning rate does, in fewer updates."""
+"""A larger batch has the effect of a smaller learning rate, with fewer updates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ SCHEDULES = {
     "neither": "constant",
 }
 FEWER = 0.3 + 0.3 / FACTOR + 0.4 / FACTOR**2
-"""Updates with the larger batches over those with the smaller rates: shares of the samples over their batches."""
+"""Ratio of the numbers of updates with larger batches and with smaller rates: shares of the samples over
+batch sizes.
+"""
 
 
 @dataclass(frozen=True)
 class LargerBatches(Claim):
-    """Final error and updates of two schedules with the same noise."""
+    """Final error and updates of two schedules with equal gradient noise."""
 
     seeds: int = 10
     statement = (
@@ -40,7 +42,7 @@ class LargerBatches(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with either, and with neither, on every seed."""
+        """Train with each schedule, and without one, on every seed."""
         updates, samples, errors = {}, {}, {}
         for name, schedule in SCHEDULES.items():
             steps = round(STEPS * FEWER) if name == "batch x 5" else STEPS
@@ -66,7 +68,7 @@ class LargerBatches(Claim):
 
 
 def _run(schedule: str, steps: int, seed: int) -> tuple[int, int, float]:
-    """Updates, samples, and test error in per cent."""
+    """Updates, samples, and test error in percent."""
     job = digits_job("sgd(lr=0.05, momentum=0.9)", BATCH)
     run = run_strategy(
         "all_reduce", 1, steps, job=job, compute="constant(0.01)", network="ideal", seed=seed, schedule=schedule

@@ -18,10 +18,10 @@ from flockstep.records.folder import RunFolder
 
 STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
 WARM = 4
-"""The first quarter of the steps is not timed."""
+"""The first 1/WARM of the steps is not timed."""
 LEAST, NEAR = 1.6, 0.05
 APART = f"local_sgd({2 * STEPS})"
-"""Workers that never meet: what the cores give."""
+"""Workers that never synchronize: the speed-up that the cores allow."""
 KINDS = {"sparse": ("hogwild", 0.0), "dense": ("hogwild", PENALTY), "nothing shared": (APART, 0.0)}
 JOB = """from flockstep.claims.sparse_logistic import sparse_job
 
@@ -32,10 +32,10 @@ def job():
 
 
 class Ran(NamedTuple):
-    """What a run did."""
+    """Figures of one run."""
 
     rate: float
-    """Steps a second of all workers together, while all were running."""
+    """Steps per second of all workers together, while all were running."""
     updates: float
     lost: float
     loss: float
@@ -43,7 +43,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class HogwildSpeedUp(Claim):
-    """One process, then two, side by side on the cores that there are."""
+    """One process, then two, at the same time on the available cores."""
 
     rounds: int = 5
     statement = (
@@ -63,7 +63,7 @@ class HogwildSpeedUp(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Rounds of every kind, in turn."""
+        """Run rounds of every kind, in turn."""
         runs: dict[tuple[str, int], list[Ran]] = {(kind, workers): [] for kind in KINDS for workers in (1, 2)}
         for _ in range(self.rounds):
             for (kind, workers), found in runs.items():
@@ -81,7 +81,7 @@ class HogwildSpeedUp(Claim):
         return Verdict(tuple(rows), note, figures)
 
     def _losses(self, runs: dict[tuple[str, int], list[Ran]], locked: Ran) -> list[Row]:
-        """What was lost of the updates, and what became of the model."""
+        """Rows for the lost updates and the resulting model."""
         alone, two, dense = runs["sparse", 1], runs["sparse", 2], runs["dense", 2]
         after, before = (median(run.loss for run in found) for found in (two, alone))
         share = max(run.lost / run.updates for run in two)
@@ -115,7 +115,7 @@ def _reading(best: dict[str, float]) -> str:
 
 
 def _run(strategy: str, penalty: float, workers: int) -> Ran:
-    """The same number of steps in all, whatever the number of workers."""
+    """Run the same total number of steps with any number of workers."""
     with tempfile.TemporaryDirectory() as scratch:
         job, folder, steps = Path(scratch) / "categories.py", Path(scratch) / "run", STEPS // workers
         job.write_text(JOB.format(optimizer=OPTIMIZER, batch=BATCH, penalty=penalty), "utf-8")
@@ -130,11 +130,11 @@ def _run(strategy: str, penalty: float, workers: int) -> Ran:
 
 
 def rate(events: Sequence[Event], workers: int) -> float:
-    """Steps a second of all workers together, from when each has taken a quarter of its steps to when one ends."""
+    """Steps per second of all workers together, from when each has taken a quarter of its steps until one ends."""
     times = [
         sorted(event.t for event in events if isinstance(event, Step) and event.rank == rank) for rank in range(workers)
     ]
     begin, end = max(t[len(t) // WARM] for t in times), min(t[-1] for t in times)
-    if begin >= end:  # one had ended before the other was warm: they did not run side by side
+    if begin >= end:  # one ended before the other was warm: they did not run at the same time
         return sum(len(t) for t in times) / max(t[-1] for t in times)
     return sum(sum(begin < at <= end for at in t) for t in times) / (end - begin)

@@ -1,4 +1,4 @@
-"""One, two and four bits an element are as good as 32."""
+"""One, two and four bits per element are as good as 32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.codecs.one_bit import OneBit
 
 BATCH = 16
 SIDE = 1024
-"""Rows of the matrix whose columns have the published size."""
+"""Rows of the matrix, which gives its columns the published size."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FewBits(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each, and count."""
+        """Train with each codec, and count the bits."""
         dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
         rows = [
             Row("dense, error in %", "", round(dense.median, 2), True),
@@ -64,7 +64,7 @@ class FewBits(Claim):
 
 
 def expected_bits(codec: str) -> float:
-    """Bits an element of the perceptron's gradient, from the shapes alone; every tensor begins with a whole byte."""
+    """Bits per element of the perceptron's gradient, from the shapes alone; every tensor begins at a whole byte."""
     shapes = list(Perceptron().shapes.values())
     sizes = [math.prod(shape) for shape in shapes]
     if codec == "one_bit":

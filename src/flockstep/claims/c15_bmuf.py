@@ -1,4 +1,4 @@
-"""What block momentum gains over plain averaging."""
+"""The gain of block momentum over plain averaging."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BlockMomentum(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each."""
+        """Train with each method."""
         steps, best = {}, {}
         for outer in ("average", "bmuf", "bmuf(nesterov=True)"):
             runs = [_trained(outer, seed) for seed in range(self.seeds)]
@@ -56,7 +56,7 @@ class BlockMomentum(Claim):
 
 
 def _trained(outer: str, seed: int) -> tuple[float, float]:
-    """Steps to the target, infinite where it is not reached, and the best accuracy."""
+    """Steps to the target, infinite if it is missed, and the best accuracy."""
     strategy, job = f"local_sgd({PERIOD}, outer={outer})", digits_job(OPTIMIZER, BATCH)
     run = run_strategy(
         strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=PERIOD

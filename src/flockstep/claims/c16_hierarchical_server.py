@@ -1,4 +1,4 @@
-"""What a second level of servers saves the root, and what it costs."""
+"""The traffic that a second level of servers saves the root, and its cost in staleness."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HierarchicalServer(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Compare the root's books and lateness with those of a single server."""
+        """Compare the root's traffic and staleness with those of a single server."""
         flat, rows, figures = self._run(FLAT), [], {}
         alone = staleness(flat)
         figures["staleness, single server"] = alone
@@ -87,6 +87,6 @@ class HierarchicalServer(Claim):
 
 
 def staleness(run: Run) -> float:
-    """Mean over gradients of the updates that took effect between reading and applying."""
+    """Mean staleness of the gradients, in updates between reading and applying."""
     late = [event.staleness for event in run.of(Update) if event.staleness is not None]
     return sum(late) / len(late)

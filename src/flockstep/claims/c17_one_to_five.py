@@ -1,4 +1,4 @@
-"""How long SparkNet's local phases must be to use the workers well."""
+"""The length of SparkNet's local phases that keeps workers busy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from flockstep.claims.base import Claim, Say, Verdict, near
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 ONE_TO_FIVE = 5 / 6
-"""The share of the time that workers compute, if communication takes a fifth of the time of computation."""
+"""Share of time in which workers compute if communication takes a fifth of the computing time."""
 GRADIENT = 0.01
-"""T_c, seconds."""
+"""T_c, seconds of a gradient."""
 SIZE = 4000
-"""Parameters of eight bytes."""
+"""Number of float64 parameters."""
 CLUSTERS = ((4, "link(bandwidth=2e6, latency=0.001)"), (8, "link(bandwidth=1e6, latency=0.001)"), (16, "100mbit"))
 COLLECTIVES = ("ring", "recursive_doubling")
 SWEEP = (1, 3, 10, 30)
@@ -37,7 +37,7 @@ class OneToFive(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Sweep tau; solve for 5/6, and try."""
+        """Measure every τ, solve for a share of 5/6, and try the solution."""
         rows, figures = [], {}
         for workers, network in CLUSTERS:
             for collective in COLLECTIVES:
@@ -57,13 +57,13 @@ class OneToFive(Claim):
 
 
 def formula(period: int, communication: float) -> float:
-    """tau T_c / (tau T_c + T_comm)."""
+    """tau T_c / (tau T_c + T_comm), the share of time spent computing."""
     busy = period * GRADIENT
     return busy / (busy + communication)
 
 
 def _utilisation(workers: int, network: str, collective: str) -> Callable[[int], float]:
-    """tau → the share of time that is spent on gradients."""
+    """Function τ → share of time spent on gradients."""
 
     def busy(tau: int) -> float:
         steps, text = ROUNDS * tau, f"local_sgd({tau}, {collective})"

@@ -1,4 +1,4 @@
-"""The same seed twice: which runs end in the same bits."""
+"""Two runs with the same seed: which strategies end in the same bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASYNCHRONOUS = ("asgd", "gossip", "easgd")
 
 @dataclass(frozen=True)
 class Reproducible(Claim):
-    """Establishing reproducible behaviour: easy if synchronous, hard if asynchronous, unless time is virtual."""
+    """Reproducible behavior: easy if synchronous, hard if asynchronous, unless time is virtual."""
 
     attempts: int = 5
     statement = "Synchronous runs can be repeated bit for bit, asynchronous ones only in virtual time"
@@ -28,7 +28,7 @@ class Reproducible(Claim):
     tolerance = "one hash for synchronous and for virtual runs; asynchronous real runs: more than one"
 
     def check(self, say: Say) -> Verdict:
-        """Repeat each run; count the different results."""
+        """Repeat each run, and count the different results."""
         rows = []
         for strategy in (*SYNCHRONOUS, *ASYNCHRONOUS):
             real = self._hashes(strategy, "train")

@@ -1,4 +1,4 @@
-"""What everyone feels when one fails, or is slow."""
+"""The effect of one failed or slow worker on all workers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ SLOWED = {
     ("central", "asynchronous"): ("asgd", "ps(softsync(1))"),
     ("decentral", "asynchronous"): ("easgd(period=4)", "adpsgd", "gossip"),
 }
-"""Optimisation and scheduling, as the taxonomy has them → strategies."""
+"""(optimization, scheduling) of the taxonomy → strategies."""
 FAULTS = {"one worker 4× slower": "slows({}, 4)", NARROW: "narrows({}, 40)"}
 ASKS = {"adpsgd": 2}
-"""Strategy → a worker whose link matters to itself: half of AD-PSGD's only answer, and wait for nothing."""
+"""Strategy → worker whose link affects its own pace: half of AD-PSGD's workers only answer, and never wait."""
 NEVER_WAITS = ("gossip",)
-"""A link cannot make any worker of these slower, only what is said older."""
+"""Strategies in which a narrow link slows no worker and only makes messages older."""
 SERVED = ("ps(bsp)", "asgd", "easgd(period=10)")
 KILLED = {"all_reduce": False, "ps(bsp)": False, "asgd": True, "gossip": True}
-"""Strategy → whether the others go on without a killed worker."""
+"""Strategy → whether the other workers continue after a worker was killed."""
 SHAPED = {"all_reduce": True, "asgd": False}
-"""Strategy → whether everyone feels one narrow link."""
+"""Strategy → whether one narrow link slows all workers."""
 
 
 @dataclass(frozen=True)
 class Resilience(Claim):
-    """Resilience to stragglers and to what fails: by injection, cell by cell."""
+    """Resilience to stragglers and failures, tested by fault injection cell by cell."""
 
     statement = (
         "What a dead worker, a lost message and a slow worker do to each family of methods, and when its replicas are "
@@ -62,7 +62,7 @@ class Resilience(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Go through the table, then through what is slow, then through real processes."""
+        """Check the failure table, then slow workers and links, then real processes."""
         rows: list[Row] = []
         short: dict[str, int] = {}
         for family in FAMILIES:
@@ -91,7 +91,7 @@ class Resilience(Claim):
 
 
 def cells(family: Family) -> Iterator[tuple[Row, str]]:
-    """What is observed of every example, cell by cell; where a cell does not hold, also why."""
+    """Observations of every example, cell by cell, each with the reason if the cell does not hold."""
     for example in family.examples:
         strategy = Strategy.parse(example)
         yield _cell(f"{example}, replicas equal", family.equal, failures.replicas_equal(strategy))
@@ -111,7 +111,7 @@ def _cell(what: str, cell: Cell, word: str) -> tuple[Row, str]:
 
 
 def beyond_cells() -> list[Row]:
-    """What the words leave out: state that is kept, agreement of survivors, servers, repetition."""
+    """Checks beyond the failure table: kept state, agreement of survivors, servers, repeatability."""
     dies = f"dies(1, {failures.DEATH}, noticed={failures.UNNOTICED})"
     rows = []
     for text in ("all_reduce", "scatter_reduce"):
@@ -142,7 +142,7 @@ def _repeats(example: str, faults: list[str]) -> bool:
 
 
 def shares() -> Iterator[Row]:
-    """How much of one worker's loss everyone takes on; and that the pace comes back when the fault is over."""
+    """The share of one worker's slowdown that all workers take on, and the recovery of the pace after the fault."""
     yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
         before, during, after = alone(text, WORKERS)
@@ -152,7 +152,7 @@ def shares() -> Iterator[Row]:
 
 
 def shares_of_losses() -> Iterator[Row]:
-    """How much of one worker's loss everyone takes on, fault by fault."""
+    """The share of one worker's slowdown that all workers take on, fault by fault."""
     for (where, how), strategies in SLOWED.items():
         wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
         for text, (name, fault) in itertools.product(strategies, FAULTS.items()):
@@ -170,7 +170,7 @@ def shares_of_losses() -> Iterator[Row]:
 
 
 def waits_for_nobody(text: str) -> Row:
-    """A narrow link that makes what its worker says older, and no worker slower, itself among them."""
+    """A narrow link that makes the messages of its worker older, and no worker slower."""
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
@@ -181,14 +181,14 @@ def waits_for_nobody(text: str) -> Row:
 
 
 def foreseen() -> Iterator[Row]:
-    """The share of random delays that a plan predicts, beside that of virtual time."""
+    """A plan's prediction of the share of random delays that all workers take on, compared with virtual time."""
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
         yield Row(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
 
 
 def real(say: Say) -> Iterator[Row]:
-    """Processes that are killed, and a link that becomes narrow."""
+    """Real processes: a killed worker, and a link that becomes narrow."""
     for text, survives in KILLED.items():
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS

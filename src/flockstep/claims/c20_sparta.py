@@ -1,4 +1,4 @@
-"""SPARTA between the meetings of DiLoCo: how much rarer they may be."""
+"""SPARTA between the synchronizations of DiLoCo: how much rarer these may become."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from flockstep.testing.strategies import run_strategy
 WORKERS, STEPS, BATCH, OPTIMIZER = 8, 4000, 16, "adamw(lr=0.005)"
 OFTEN, SELDOM, SHARE = 10, 1000, 0.005
 EARLY = SELDOM - 1
-"""Steps between evaluations, so that the last but one is just before the last meeting."""
+"""Steps between evaluations, chosen so that the last but one is just before the last synchronization."""
 AS_DEAR = 160
-"""A period at which DiLoCo alone sends as much, and a little more: 1 / 160 >= 0.005 + 1 / 1000 models a step."""
+"""Period at which DiLoCo alone sends slightly more: 1 / 160 ≥ 0.005 + 1 / 1000 models per step."""
 MOST = 0.95
 FEWER = (1 / OFTEN) / (SHARE + 1 / SELDOM)
 COLLECTIVE = "recursive_doubling"
 
 
 class Ended(NamedTuple):
-    """How a run ended."""
+    """Results of a run."""
 
     perplexity: float
     bytes: float
     early: float
-    """Perplexity of the mean model a few steps before the last meeting of the longest period."""
+    """Perplexity of the mean model a few steps before the last synchronization of the longest period."""
     apart: float
-    """How far the replicas are from their mean then."""
+    """Distance of the replicas from their mean at that time."""
 
 
 @dataclass(frozen=True)
 class SpartaDiloco(Claim):
-    """A random 0.5 % of the parameters averaged at every step, inside DiLoCo."""
+    """A random 0.5 % of the parameters averaged at every step, combined with DiLoCo."""
 
     seeds: int = 5
     statement = (
@@ -58,7 +58,7 @@ class SpartaDiloco(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """DiLoCo with three periods, and SPARTA inside the longest."""
+        """Train DiLoCo with three periods, and SPARTA combined with the longest."""
         alone = {period: self._runs(_diloco(period), say) for period in (OFTEN, AS_DEAR, SELDOM)}
         both = self._runs(f"sparta({SHARE}, full={_diloco(SELDOM)}, collective={COLLECTIVE})", say)
         over = {period: _ratios(both, runs, "perplexity") for period, runs in alone.items()}
@@ -101,7 +101,7 @@ def _middle(runs: list[Ended]) -> float:
 
 
 def _ratios(ours: list[Ended], theirs: list[Ended], of: str) -> list[float]:
-    """Seed by seed."""
+    """Ratio of a figure for each seed."""
     return [getattr(a, of) / getattr(b, of) for a, b in zip(ours, theirs, strict=True)]
 
 

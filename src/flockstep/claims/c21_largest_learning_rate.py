@@ -1,4 +1,6 @@
-"""The largest stable learning rate rises with the workers of synchronous SGD and falls with those of asynchronous."""
+"""The largest stable learning rate rises with the workers of synchronous SGD and falls with those of
+asynchronous SGD.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,28 @@ WORKERS = (1, 2, 4, 8, 16, 32)
 COMPUTE = "normal(0.01, cv=0.1)"
 LOCAL_STEPS = 50
 SAMPLES = 2**18
-"""Times features: so many that each worker's share has nearly the same curvature as the whole."""
+"""Samples times features, so many that each worker's part has nearly the curvature of the whole."""
 GONE = 1e9
-"""A model this far from the optimum, which it started at distance 1 of, has diverged, and is left alone."""
+"""Distance from the optimum at which a model counts as diverged and is no longer updated; it starts at distance 1."""
 
 
 @dataclass(frozen=True)
 class Regime:
-    """A least-squares problem with Gaussian inputs, and the learning rates that are tried on it."""
+    """A least-squares problem with Gaussian inputs, and the learning rates tried on it."""
 
     features: int
     batch: int
     rates: FlatArray
     updates: Callable[[str, int], int]
-    """How many steps each worker takes, given the method and the number of workers."""
+    """(method, number of workers) → steps of each worker."""
 
 
 NOISE = Regime(64, 1, 2.0 ** np.arange(-7, 1.01, 0.25), lambda method, n: 300 if method == "local" else 100 + 500 // n)
-"""A step of one sample overshoots: 2 / (2 + features) is the largest stable rate of one worker, mean squares taken."""
+"""Noisy gradients: a step of one sample overshoots, and 2 / (2 + features) is one worker's largest rate stable in mean
+square.
+"""
 CURVATURE = Regime(8, 64, 2.0 ** np.arange(-6, 4.01, 0.25), lambda method, n: 60 + 100 // n)
-"""Gradients are almost exact, and the curvature is 1: gradient descent is stable below 2."""
+"""Almost exact gradients of curvature 1: gradient descent is stable below a rate of 2."""
 
 METHODS = {
     "sync": "ps(bsp)",
@@ -47,10 +51,9 @@ METHODS = {
 
 
 class Copies(Unjudged):
-    """Independent least-squares models that see the same samples, each with a learning rate of its own.
+    """Independent least-squares models on the same samples, each with its own learning rate.
 
-    The rate is part of the gradient, so that one run tries all of them: what a strategy does with one does not depend
-    on the others.
+    The rate is part of the gradient, so that one run tries all rates: a strategy treats each model independently.
     """
 
     def __init__(self, regime: Regime):
@@ -62,11 +65,11 @@ class Copies(Unjudged):
         return {"w": (len(self.rates), self.features)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """All at distance 1 from the optimum, 0."""
+        """All models at distance 1 from the optimum, 0."""
         return {"w": np.full(self.shapes["w"], self.features**-0.5)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """rate * mean of x (x · w); no loss is asked for."""
+        """rate · mean of x (x · w); the returned losses are zeros."""
         w = params["w"]
         slopes = (w @ x.transpose(0, 2, 1)) @ x
         slopes *= self.rates[:, None] / x.shape[1]
@@ -95,7 +98,7 @@ class LargestLearningRate(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Sweep, and fit a power law to each method."""
+        """Measure all methods, and fit a power law to each."""
         noise = {method: self._sweep(NOISE, method, say) for method in ("sync", "local", "async")}
         curvature = {method: self._sweep(CURVATURE, method, say) for method in METHODS}
         late = tuple(n for n in WORKERS if n >= 4)
@@ -119,14 +122,14 @@ class LargestLearningRate(Claim):
         return Verdict((*rows, _closed_form(curvature["async"])), reason, figures)
 
     def _sweep(self, regime: Regime, method: str, say: Say) -> dict[int, float]:
-        """Workers → largest stable rate, the median of the seeds."""
+        """Number of workers → largest stable rate, median over the seeds."""
         found = {n: float(np.median([largest(regime, method, n, s) for s in range(self.seeds)])) for n in WORKERS}
         say(f"{method}, batch {regime.batch}: " + ", ".join(f"{n}: {rate:.3g}" for n, rate in found.items()))
         return found
 
 
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
-    """The largest rate below the first at which the model ends farther from the optimum than it started."""
+    """The largest rate below the first one at which the model ends farther from the optimum than it started."""
     x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
     job = unjudged_job(lambda: Copies(regime), x, regime.batch)
     steps = regime.updates(method, workers)
@@ -144,7 +147,9 @@ def _row(what: str, expected: float, rates: dict[int, float], workers: tuple[int
 
 
 def _closed_form(rates: dict[int, float]) -> Row:
-    """Against the delay tau = n - 1 that all gradients have where workers are equally fast."""
+    """Row that compares with the closed form for the delay τ = n - 1, which all gradients have if workers are equally
+    fast.
+    """
     ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
     worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
     what = "exact gradients, async over the closed form, worst of 1 to 32 workers"

@@ -1,4 +1,4 @@
-"""Runs of which only times and staleness matter: gradients that cost nothing, and no messages kept."""
+"""Runs of which only times and staleness are used: gradients cost nothing, and messages are not stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.testing.strategies import Watched, run_strategy
 
 
 class Unjudged(Model):
-    """A model of which only the parameters matter: nobody asks what it says, or for its loss."""
+    """A model of which only the parameters are used, not the outputs or the loss."""
 
     dtype = "float64"
 
@@ -26,12 +26,12 @@ class Unjudged(Model):
         return params["w"]
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """None to speak of."""
+        """Zero, because the loss is not used."""
         return 0.0
 
 
 def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) -> Job:
-    """To train it on the samples x, with a learning rate of 1."""
+    """A job that trains `model` on the samples x with a learning rate of 1."""
 
     def data() -> Data:
         return Data(x, np.zeros(len(x)), x[:1], np.zeros(1))
@@ -40,7 +40,7 @@ def unjudged_job(model: Callable[[], Unjudged], x: FlatArray, batch: int = 1) ->
 
 
 class Still(Unjudged):
-    """One parameter that never moves."""
+    """A model with one parameter that never changes."""
 
     dtype = "float32"
 
@@ -50,25 +50,25 @@ class Still(Unjudged):
         return {"w": (1,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """0."""
+        """Zero."""
         return {"w": np.zeros(1)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """0."""
+        """Zero."""
         out["w"][...] = 0
         return np.zeros(len(x))
 
 
 def still_job() -> Job:
-    """A job of one parameter, one sample a worker and no gradient."""
+    """A job with one parameter, one sample per batch, and zero gradients."""
     return unjudged_job(Still, np.zeros((1024, 1)))
 
 
 class Updates(Watched):
-    """A simulation that keeps the updates alone, of runs with hundreds of thousands of messages."""
+    """A simulation that stores updates only, for runs with hundreds of thousands of messages."""
 
     def note(self, event: Event) -> None:
-        """Keep an update."""
+        """Store an update."""
         if isinstance(event, Update):
             self.log.append(event)
 
@@ -77,24 +77,26 @@ class Updates(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The gradients that took effect, in order; arrays of equal length."""
+    """The gradients that took effect, in order, as arrays of equal length."""
 
     t: npt.NDArray[np.float64]
-    """When, in seconds."""
+    """Virtual seconds at which each gradient took effect."""
     rank: npt.NDArray[np.int64]
-    """Whose."""
+    """Rank of each gradient's worker."""
     staleness: npt.NDArray[np.int64]
-    """How many updates late."""
+    """Staleness of each gradient, in updates."""
 
     def until_first_end(self, steps: int) -> Trace:
-        """Only up to where a worker's `steps`-th and last gradient took effect: all workers take part until then."""
+        """The part in which all workers take part: up to where the first worker's `steps`-th and last gradient took
+        effect.
+        """
         ends = [np.flatnonzero(self.rank == rank)[steps - 1 : steps] for rank in np.unique(self.rank)]
         first = int(np.concatenate(ends).min()) + 1
         return Trace(self.t[:first], self.rank[:first], self.staleness[:first])
 
 
 def trace_of(updates: list[Update]) -> Trace:
-    """The trace of a record's updates."""
+    """The trace of a run's update events."""
     columns = [(update.t, update.source, update.staleness) for update in updates]
     t, rank, staleness = (np.array(column) for column in zip(*columns, strict=True))
     return Trace(t, rank, staleness)
@@ -103,7 +105,7 @@ def trace_of(updates: list[Update]) -> Trace:
 def timed(
     strategy: str, workers: int, steps: int, compute: str, simulation: type[Updates] = Updates
 ) -> tuple[Trace, Updates]:
-    """Run a strategy with free messages; its trace, and the simulation as it ended."""
+    """Run a strategy with free messages; return its trace and the final simulation."""
     run = run_strategy(
         strategy, workers, steps, job=still_job(), compute=compute, network="ideal", simulation=simulation
     )
@@ -112,5 +114,5 @@ def timed(
 
 
 def harmonic(n: int) -> float:
-    """H_n = 1 + 1/2 + … + 1/n."""
+    """The harmonic number H_n = 1 + 1/2 + … + 1/n."""
     return sum(1 / k for k in range(1, n + 1))

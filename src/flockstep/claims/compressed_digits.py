@@ -1,4 +1,4 @@
-"""The digits trained with compressed gradients: what the claims about codecs have in common."""
+"""Training on the digits with compressed gradients, shared by the claims about codecs."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ from flockstep.workloads.sampler import steps_for
 
 WORKERS, LR, EPOCHS = 8, 0.3, 40
 LEARNS = 6.0
-"""Error in per cent above which dense training has not learned; the pilot's is 3.3 at most."""
+"""Error in percent above which dense training counts as failed; the pilot's error is at most 3.3."""
 Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Finals:
-    """How runs ended, one element a seed."""
+    """Final results of several runs, one element per seed."""
 
     error: Values
-    """Test error in per cent."""
+    """Test error in percent."""
     loss: Values
-    """Mean loss of the batches of the last 30 steps; infinite where it diverged."""
+    """Mean loss of the batches of the last 30 steps; infinite if the run diverged."""
     bits: Values
-    """Bits a worker sent for each element of a gradient, as its messages were counted."""
+    """Bits that a worker sent per element of a gradient, counted from its messages."""
 
     @property
     def median(self) -> float:
-        """Of the error."""
+        """Median of the error in percent."""
         return float(np.median(self.error))
 
     @property
     def diverged(self) -> int:
-        """How many did, until nothing could be computed any more."""
+        """Number of runs that diverged until nothing could be computed."""
         return int(np.isinf(self.loss).sum())
 
 
 def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int, batch: int, lr: float = LR) -> Finals:
-    """SGD on the digits, 8 workers, 40 epochs, every gradient encoded by its worker, the mean of what it stands for."""
+    """Train on the digits with SGD on 8 workers for 40 epochs; workers encode gradients, and the server
+    averages them.
+    """
     strategy = ParameterServer(codec=Codec.parse(codec), feedback=Feedback.parse(feedback))
     finals = [_trained(strategy, seed, batch, lr) for seed in range(seeds)]
     error, loss, bits = np.array(finals, np.float64).T
@@ -55,7 +57,7 @@ def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int
 
 
 def told(say: Say, name: str, finals: Finals) -> Finals:
-    """Say the errors."""
+    """Report the errors as progress, and return `finals`."""
     say(f"{name}: " + " ".join(f"{error:.1f}" for error in finals.error))
     return finals
 

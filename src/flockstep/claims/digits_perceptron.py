@@ -1,4 +1,4 @@
-"""The handwritten digits on a perceptron in plain numpy: the problem of the claims that need thousands of runs."""
+"""The handwritten digits on a perceptron in plain numpy, for claims that need thousands of runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flockstep.workloads.digits import Digits
 
 SIZES = (64, 64, 64, 10)
 MEAN_PIXEL = 0.3
-"""Taken off the pixels, as the workload's own network does: about their mean."""
+"""Mean of the pixels, which is subtracted as in the workload's own network."""
 
 
 @dataclass(frozen=True)
 class Perceptron(Model):
-    """Pixels → rectified units → logits, cross-entropy; with the usual sizes 8,970 parameters."""
+    """Pixels → rectified units → logits, with cross-entropy loss; 8,970 parameters at the default sizes."""
 
     sizes: tuple[int, ...] = SIZES
     dtype: str = "float32"
@@ -60,12 +60,12 @@ class Perceptron(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean cross-entropy."""
+        """Mean cross-entropy."""
         return cross_entropy(outputs, y)
 
 
 def digits_job(optimizer: str, batch: int) -> Job:
-    """The digits, 1,437 to train and 360 to test; the seed of a run draws the weights and the order of the samples."""
+    """The digits, 1,437 for training and 360 for testing; the run's seed draws weights and sample order."""
     source = Digits().job(0).data
 
     def data() -> Data:

@@ -1,8 +1,8 @@
-"""What is to be seen where something fails, family by family: the table that claim C19 goes through cell by cell.
+"""Expected behavior under faults, family by family: the table that claim C19 checks cell by cell.
 
-A family stands for the methods of the literature that fail alike; its `examples` are what runs here. Each of the four
-`Cell`s says in words what is expected, and which observations of `testing.failures` are that. A lost message may have
-an expectation for each kind of message. Pipelines are not in it, for flockstep has none.
+A family stands for methods of the literature that fail in the same way; its `examples` are the strategies that are run.
+Each of the four `Cell`s describes the expectation, and names the observations of `testing.failures` that fulfill it.
+The expectation may depend on the kind of a lost message. Pipelines are missing, because flockstep has none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flockstep.testing import failures as f
 
 @dataclass(frozen=True)
 class Short:
-    """What flockstep does instead of what is expected, and why: of these observations only."""
+    """Known difference from the expectation: the reason, and the observations to which the reason applies."""
 
     why: str
     seen: tuple[str, ...]
@@ -22,21 +22,21 @@ class Short:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is expected, and the observations that count as that; a word that ends in … may go on."""
+    """An expectation, and the observations that fulfill it; a word that ends in … matches as a prefix."""
 
     expected: str
     words: tuple[str, ...]
     short: Short | None = None
-    """Where flockstep is known to do something else."""
+    """Known difference of flockstep from the expectation, if there is one."""
     kind: str = ""
-    """Of a lost message; empty: every kind that has no cell of its own."""
+    """Kind of the lost message; empty for all kinds without a cell of their own."""
 
     def holds(self, word: str) -> bool:
-        """Whether an observation is what is expected."""
+        """Whether an observation fulfills the expectation."""
         return any(word == said or (said.endswith("…") and word.startswith(said[:-1])) for said in self.words)
 
     def why(self, word: str) -> str:
-        """Why an observation is not what is expected; empty if it is."""
+        """Reason why an observation differs from the expectation; empty if it does not."""
         if self.holds(word):
             return ""
         return self.short.why if self.short is not None and word in self.short.seen else f"unexpected: {word}"
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Family:
-    """Methods that fail alike."""
+    """Methods that fail in the same way."""
 
     name: str
     examples: tuple[str, ...]
@@ -307,4 +307,4 @@ FAMILIES = (
         NONE,
     ),
 )
-"""The table."""
+"""All families of the failure table."""

@@ -1,8 +1,8 @@
 """The exchanges of figure 14 of Langer et al. (2020) as programs, timed in virtual time without latency.
 
-Reducing and updating are computing: `spend` so many units, of which reducing a whole model takes n and updating one
-`UPDATE` times as many. They begin when what they need is there, as the formulas have it. Rank n is the server, where
-there is one.
+Reducing and updating count as computing: `spend` takes a number of units, of which reducing a whole model takes n and
+updating a model `UPDATE` times as many. Both begin as soon as their inputs are available, as the formulas assume. Rank
+n is the server, where there is one.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from flockstep.collectives.layouts import Times
 from flockstep.nodes import Worker
 
 SHARE = 8192
-"""Elements, of eight bytes, of an n-th of the model: so many that headers take one part in a thousand."""
+"""Float64 elements of 1/n of the model, so many that message headers add only one thousandth."""
 UPDATE = 5
-"""How much longer updating a model takes than reducing one: 10 GiB/s against 2 GiB/s."""
+"""Ratio of the times of updating and reducing a model: 10 GiB/s against 2 GiB/s."""
 
 
 def model(n: int) -> FlatArray:
-    """A whole model."""
+    """An array of the whole model's size."""
     return np.ones(n * SHARE)
 
 
 def times(n: int) -> Times:
-    """What the formulas are given for such a model."""
+    """The times of such a model, as input of the formulas."""
     return Times.of(model(n).nbytes)
 
 
 def simulated(name: str, n: int) -> float:
-    """Virtual seconds of the exchange of that name among n workers."""
+    """Virtual seconds of the named exchange among n workers."""
     program, servers = PATTERNS[name]
     network = "link(bandwidth=1.25e9, latency=0)"
     run = run_once(lambda me: program(me, n), n + servers, network, unit=times(n).reduce / n)
@@ -43,7 +43,7 @@ def simulated(name: str, n: int) -> float:
 
 
 async def naive_server(me: Worker, n: int) -> None:
-    """All gradients in, all models out."""
+    """All workers send gradients to one server, which sends models to all."""
     if me.rank < n:
         me.send(n, "gradient", model(n))
         await me.receive_array("model", n)
@@ -55,7 +55,7 @@ async def naive_server(me: Worker, n: int) -> None:
 
 
 async def tree_server(me: Worker, n: int) -> None:
-    """Along a binomial tree of the workers, whose root deals with the server."""
+    """Gradients and models move along a binomial tree of the workers, whose root exchanges with the server."""
     if me.rank == n:
         await me.receive_array("gradient", 0)
         await spend(me, UPDATE * n)
@@ -73,7 +73,7 @@ async def tree_server(me: Worker, n: int) -> None:
 
 
 async def scatter_server(me: Worker, n: int) -> None:
-    """Reduce-scatter on a ring, shares to the server and back, gather on the ring."""
+    """Reduce-scatter on a ring, shares to the server and back, all-gather on the ring."""
     share = np.ones(SHARE)
     if me.rank == n:
         for rank in range(n):
@@ -88,7 +88,7 @@ async def scatter_server(me: Worker, n: int) -> None:
 
 
 async def asynchronous_worker(me: Worker, n: int) -> None:
-    """One pushes and pulls."""
+    """One worker pushes its gradient and pulls the model."""
     if me.rank == 0:
         me.send(n, "gradient", model(n))
         await me.receive_array("model", n)
@@ -99,7 +99,9 @@ async def asynchronous_worker(me: Worker, n: int) -> None:
 
 
 async def asynchronous_all(me: Worker, n: int) -> None:
-    """All push at once; each is answered as soon as its gradient is in the model. It ends with the last update."""
+    """All workers push at once; each receives the model after its gradient was applied. The exchange ends with the last
+    update.
+    """
     if me.rank < n:
         me.send(n, "gradient", model(n))
         await me.receive_array("model", n)
@@ -111,7 +113,7 @@ async def asynchronous_all(me: Worker, n: int) -> None:
 
 
 async def distributed_server(me: Worker, n: int) -> None:
-    """Every worker serves a share."""
+    """Every worker is the server of one share."""
     share = np.ones(SHARE)
     for tag, units in (("gradient", n - 1 + UPDATE), ("model", 0)):
         for hop in range(1, n):
@@ -122,7 +124,7 @@ async def distributed_server(me: Worker, n: int) -> None:
 
 
 async def doubling(me: Worker, n: int) -> None:
-    """Whole models with partners at distances of the powers of two."""
+    """Recursive doubling: whole models are exchanged with partners at distances of powers of two."""
     distance = 1
     while distance < n:
         me.send(me.rank ^ distance, "double", model(n))
@@ -133,14 +135,14 @@ async def doubling(me: Worker, n: int) -> None:
 
 
 async def ring(me: Worker, n: int) -> None:
-    """Twice around."""
+    """Reduce-scatter and all-gather on a ring."""
     await _around(me, n, units=1)
     await _around(me, n, units=0)
     await spend(me, UPDATE * n)
 
 
 async def _around(me: Worker, n: int, units: int) -> None:
-    """n-1 hops of a share, computing so many units after each."""
+    """Send a share n-1 times around the ring, computing `units` units after each hop."""
     share = np.ones(SHARE)
     for _ in range(n - 1):
         me.send((me.rank + 1) % n, "hop", share)
@@ -158,4 +160,4 @@ PATTERNS: dict[str, tuple[Callable[[Worker, int], Awaitable[None]], int]] = {
     "recursive doubling": (doubling, 0),
     "ring": (ring, 0),
 }
-"""Name, as in `layouts.LAYOUTS` → program of every node, and how many servers there are beside the workers."""
+"""Name, as in `layouts.LAYOUTS` → (program of every node, number of servers)."""

@@ -1,4 +1,4 @@
-"""Python's standard library, a character at a time, on a small network in plain numpy."""
+"""Prediction of the next character of Python's standard library, by a small network in plain numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HELD_OUT = 6_000
 
 
 class NextCharacter(Model):
-    """Four characters, embedded and put side by side → 48 rectified units → logits (Bengio et al. 2003, figure 1)."""
+    """Four embedded characters, concatenated → 48 rectified units → logits (Bengio et al. 2003, figure 1)."""
 
     dtype = "float32"
 
@@ -30,7 +30,7 @@ class NextCharacter(Model):
         return {"E": (SYMBOLS, WIDTH), "W": (inner, HIDDEN), "b": (HIDDEN,), "V": (HIDDEN, SYMBOLS), "c": (SYMBOLS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Normal embeddings, weights of variance 2 / inputs, no biases."""
+        """Normal embeddings, weights of variance 2 / inputs, zero biases."""
         return {
             name: random.standard_normal(shape) * (1.0 if name == "E" else (2 / shape[0]) ** 0.5)
             if len(shape) == 2
@@ -39,7 +39,7 @@ class NextCharacter(Model):
         }
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Backpropagation; the embedding's gradient is a product with the characters as unit vectors."""
+        """Backpropagation; the gradient of the embedding is a product with the one-hot characters."""
         codes = np.asarray(x, np.int64).reshape(len(x), -1)
         units = (codes[..., None] == np.arange(SYMBOLS)).astype(self.dtype)
         inputs = (units @ params["E"]).reshape(*x.shape[:2], -1)
@@ -61,12 +61,12 @@ class NextCharacter(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean cross-entropy, in nats a character."""
+        """Mean cross-entropy, in nats per character."""
         return cross_entropy(outputs, np.asarray(y, np.int64))
 
 
 def characters_job(optimizer: str, batch: int) -> Job:
-    """Predict a character from the four before it; the seed of a run draws the weights and the order of the samples."""
+    """Predict a character from the previous four; the run's seed draws weights and sample order."""
 
     def data() -> Data:
         text = b"".join(file.read_bytes() for file in library()[:40])
@@ -77,7 +77,7 @@ def characters_job(optimizer: str, batch: int) -> Job:
         return Data(x[order], y[order], x[-HELD_OUT:], y[-HELD_OUT:])
 
     def likelihood(outputs: FlatArray, targets: FlatArray) -> float:
-        """Nats a character."""
+        """Mean cross-entropy, in nats per character."""
         return NextCharacter().loss({}, outputs, targets)
 
     return Job(

@@ -1,4 +1,4 @@
-"""Programs on their own, without training: what a set of workers does once, in virtual time."""
+"""Runs a program once on several workers, in virtual time and without training."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Program = Callable[[Worker], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Once(Strategy):
-    """Every worker runs `program` once."""
+    """A strategy in which every worker runs `program` once."""
 
     program: Program
 
     @property
     def traits(self) -> Traits:
-        """Nothing is trained."""
+        """The traits of a strategy that trains nothing."""
         return Traits(completeness=1, survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
-        """The program."""
+        """Run the program."""
         await self.program(me)
 
 
 def run_once(program: Program, workers: int, network: str, unit: float = 0.0) -> Run:
-    """Run it on so many workers; one gradient, which costs nothing to compute, takes `unit` virtual seconds."""
+    """Run a program on `workers` workers; a gradient, which costs nothing to compute, takes `unit` virtual seconds."""
     return run_strategy(
         Once(program), workers, 1_000_000, job=still_job(), compute=f"constant({unit!r})", network=network
     )
 
 
 async def spend(me: Worker, units: int) -> None:
-    """Compute for that many units of virtual time."""
+    """Compute for `units` units of virtual time."""
     for _ in range(units):
         await me.gradient()

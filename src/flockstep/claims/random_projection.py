@@ -15,7 +15,8 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class RandomProjection(Codec):
-    """M U, for M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1): numpy arrays of float32 only.
+    """Sends M U and decodes M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1); float32 numpy
+    arrays only.
 
     U (m, rank) is normal with variance 1 / rank, the same on all workers in a step.
     """
@@ -25,21 +26,21 @@ class RandomProjection(Codec):
     step: int = 0
 
     unbiased = True
-    """U Uᵀ is the identity in the mean."""
+    """True, because the expectation of U Uᵀ is the identity."""
 
     linear = True
-    """As the product with U is."""
+    """True, because the product with U is linear."""
 
     shares_seed = True
-    """U is everyone's."""
+    """True, because all workers use the same U."""
 
     def wire_bytes(self, size: int, dtype: str) -> int:
-        """rank · n elements of a matrix, all of a vector."""
+        """rank · n elements of each matrix, and all elements of vectors."""
         layout = LowRank(self.shapes, self.rank)
         return 4 * (sum(m.rows * self.rank for m in layout.matrices) + layout.dense_size)
 
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
-        """All M U, then the vectors."""
+        """Encode M U of all matrices, then the vectors."""
         layout = LowRank(self.shapes, self.rank)
         products = [
             array[m.part].reshape(m.rows, m.columns) @ u
@@ -49,7 +50,7 @@ class RandomProjection(Codec):
         return np.concatenate(parts).astype(np.float32).view(np.uint8)
 
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """M U Uᵀ."""
+        """Decode each matrix as M U Uᵀ."""
         terms, layout = self.terms(data, size, dtype), LowRank(self.shapes, self.rank)
         decoded = np.empty(size, np.float32)
         for m, part, u in zip(layout.matrices, layout.lefts, self._projections(layout), strict=True):
@@ -61,7 +62,7 @@ class RandomProjection(Codec):
         return decoded
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """All of it."""
+        """All elements of the encoding, which can be added."""
         if len(data) != self.wire_bytes(size, dtype):
             raise ProtocolError(f"random projection needs {self.wire_bytes(size, dtype)} bytes, got {len(data)}")
         return data.view(np.float32)
@@ -71,15 +72,15 @@ class RandomProjection(Codec):
         return (max((m.columns for m in LowRank(self.shapes, self.rank).matrices), default=0) + 1) / self.rank
 
     def error_bound(self, array: FlatArray) -> float:
-        """As of the variance."""
+        """The variance times the squared norm of the array."""
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """For these tensors."""
+        """Bind the codec to the shapes of the tensors."""
         return replace(self, shapes=tuple(shapes))
 
     def at(self, step: int) -> Codec:
-        """That step's U."""
+        """Bind the codec to a step, which determines U."""
         return replace(self, step=step)
 
     def _projections(self, layout: LowRank) -> list[FlatArray]:

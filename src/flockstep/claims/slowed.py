@@ -1,7 +1,7 @@
-"""How much of one worker's delay everyone takes on, in virtual time, and by a plan.
+"""The share of one worker's delay that all workers take on, in virtual time and as predicted by a plan.
 
-A share compares two runs, one of them with a fault: what all workers together lose of their steps a second, over what
-the one that was struck loses. 1: everyone goes at its pace; 1/n: nobody but itself is slower.
+A share compares a run with a fault to a run without: the loss of steps per second of all workers together, divided by
+the loss of the affected worker. 1: all workers slow down to its pace; 1/n: only the worker itself is slower.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flockstep.testing.strategies import Run, run_strategy, small_job
 
 STEPS, REHEARSED = 240, 1000
 MODEL = 18 * 4
-"""Bytes of the small job's model."""
+"""Size of the small job's model in bytes."""
 TRANSIT = 0.05
-"""Seconds that the model takes over a link; a gradient takes one."""
+"""Seconds that the model takes over a link; a gradient takes one second."""
 NETWORK = f"link({(MODEL + HEADER_BYTES) / TRANSIT!r}, 0.001)"
 LEAST = 0.1
-"""Share of its pace that the struck worker has to lose for a fault to say anything."""
+"""Smallest loss of pace of the affected worker for which a share is computed."""
 VICTIM = 1
 WINDOW = (60.0, 120.0)
-"""Seconds between which the link is narrow where the pace is to come back."""
+"""Seconds between which the link is narrow in the test of recovery."""
 
 CLUSTER = """
 compute = "{compute}"
@@ -46,44 +46,44 @@ bandwidth = "1gbit"
 latency = "50us"
 """
 SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
-"""Every fiftieth gradient begins ten that take five times as long."""
+"""Compute times in which one of fifty gradients begins ten that take five times as long."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Shares of their pace that a fault costs."""
+    """Shares of the pace that a fault costs."""
 
     victim: float
-    """The worker that is struck."""
+    """Loss of the affected worker."""
     everyone: float
-    """All workers together."""
+    """Loss of all workers together."""
 
     @property
     def exercised(self) -> bool:
-        """Whether the struck worker itself is slower."""
+        """Whether the affected worker itself is slower."""
         return self.victim >= LEAST
 
     @property
     def share(self) -> float:
-        """How much of its loss everyone takes on; NaN where it has none."""
+        """Share of the worker's loss that all workers take on; NaN if the worker has no loss."""
         return self.everyone / self.victim if self.exercised else math.nan
 
 
 def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> Loss:
-    """What a fault of that worker costs."""
+    """Measure the loss caused by a fault of one worker."""
     whole, struck = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
     return Loss(float(1 - struck[victim] / whole[victim]), float(1 - struck.sum() / whole.sum()))
 
 
 def lateness(strategy: str, workers: int, fault: str) -> tuple[float, float]:
-    """Mean staleness of what came from the worker, without and with the fault; for a strategy that waits for nobody."""
+    """Mean staleness of the worker's updates without and with the fault, for a strategy in which no worker waits."""
     runs = (_run(strategy, workers, faults) for faults in ((), (fault,)))
     found = [[event.staleness or 0 for event in run.of(Update) if event.source == VICTIM] for run in runs]
     return float(np.mean(found[0])), float(np.mean(found[1]))
 
 
 def alone(strategy: str, workers: int) -> tuple[float, float, float]:
-    """The worker's own steps a second before its link is narrow, meanwhile, and afterwards."""
+    """The worker's steps per second before, during and after its link is narrow."""
     begin, end = WINDOW
     own = ends(strategy, workers, (f"narrows({VICTIM}, 10, at={begin}, until={end})",))[VICTIM]
     before, during, after = own[own < begin], own[(own >= begin) & (own < end)], own[own > end + 10]
@@ -91,7 +91,7 @@ def alone(strategy: str, workers: int) -> tuple[float, float, float]:
 
 
 def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
-    """When each gradient of every worker was there."""
+    """Virtual seconds at which each gradient of every worker ended."""
     steps = _run(strategy, workers, faults).of(Step)
     return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
 
@@ -103,7 +103,7 @@ def _run(strategy: str, workers: int, faults: Sequence[str]) -> Run:
 
 
 def paces(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
-    """Steps a second of every worker while all of them train, the first quarter of that left out."""
+    """Steps per second of every worker while all of them train, without the first quarter of that time."""
     end = min(own[-1] for own in times)
     return np.array([_pace(own[(own > end / 4) & (own <= end)]) for own in times])
 
@@ -113,9 +113,9 @@ def _pace(times: npt.NDArray[np.float64]) -> float:
 
 
 def predicted(strategy: str, workers: int) -> tuple[float, float]:
-    """What a plan takes everyone's share of random delays to be beyond their mean, and what virtual time makes of it.
+    """The share of random delays beyond their mean that all workers take on: predicted by a plan, and in virtual time.
 
-    0: everyone loses the mean delay; 1: everyone loses that of the slowest of each step.
+    0: all workers lose the mean delay; 1: all workers lose the delay of the slowest worker in each step.
     """
     composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
     site = Site(Task("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even"))

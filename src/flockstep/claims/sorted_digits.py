@@ -1,4 +1,4 @@
-"""The digits on eight workers, alike or sorted by label: what the claims about data that differ have in common."""
+"""Training on the digits with eight workers, on similar or sorted data, shared by the claims about data that differ."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ WORKERS, STEPS, BATCH, LR = 8, 600, 8, 0.1
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended: errors in per cent."""
+    """Results of a run; errors in percent."""
 
     error: float
-    """Of the resulting model."""
+    """Error of the resulting model in percent."""
     worst: float
-    """Of the worker whose own model is worst."""
+    """Error of the worst replica in percent."""
     spread: float
-    """Root mean square distance of the workers' parameters from their mean."""
+    """Root mean square distance of the replicas from their mean."""
     equal: bool
-    """Whether all replicas are equal in every bit."""
+    """Whether all replicas are equal bit for bit."""
     messages: int
-    """Sent by all workers."""
+    """Messages sent by all workers."""
 
 
 def parted_job(apart: bool, seed: int) -> Job:
-    """The digits in an order that `run_strategy` cuts into equal parts: sorted by label, or mixed by the seed."""
+    """The digits in an order that `run_strategy` cuts into equal parts: sorted by label (`apart`), or shuffled by the
+    seed.
+    """
     job = digits_job(f"sgd(lr={LR})", BATCH)
 
     def data() -> Data:
@@ -49,7 +51,7 @@ def parted_job(apart: bool, seed: int) -> Job:
 
 
 def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> End:
-    """One run of eight workers, all equally fast, with messages that take a tenth of a gradient."""
+    """One run of eight equally fast workers, with messages that take a tenth of a gradient."""
     try:
         run = run_strategy(
             strategy,
@@ -76,7 +78,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
 def ends_of(
     strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
 ) -> list[End]:
-    """One run a seed; the errors are said."""
+    """One run per seed; the errors are reported as progress."""
     ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"
     say(f"{strategy}, {how}: " + " ".join(f"{end.error:.1f} (worst worker {end.worst:.1f})" for end in ends))

@@ -1,4 +1,4 @@
-"""Medians and ranges over seeds, for the rows of claims, and the test error that a run ends with."""
+"""Medians and ranges over seeds for the rows of claims, and final test errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.workloads.sampler import steps_for
 SAMPLES = 1437
 """Training samples of the digits."""
 GUESSING = 90.0
-"""Error in per cent of a model that diverged until nothing could be computed any more."""
+"""Error in percent assigned to a model that diverged until nothing could be computed."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Training:
 
 
 def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]:
-    """Test errors in per cent, one a seed."""
+    """Final test errors in percent, one per seed."""
     errors = [error_of(strategy, how, seed) for seed in range(seeds)]
     said = [strategy, f"{how.workers} workers", how.optimizer, *filter(None, [how.schedule])]
     say(f"{', '.join(said)}: " + " ".join(f"{error:.1f}" for error in errors))
@@ -40,7 +40,7 @@ def errors_of(strategy: str, how: Training, seeds: int, say: Say) -> list[float]
 
 
 def error_of(strategy: str, how: Training, seed: int) -> float:
-    """Test error in per cent."""
+    """Final test error in percent."""
     steps, job = steps_for(how.epochs, SAMPLES, how.workers, how.batch), digits_job(how.optimizer, how.batch)
     law, schedule = how.compute, how.schedule
     try:
@@ -53,11 +53,11 @@ def error_of(strategy: str, how: Training, seed: int) -> float:
 
 
 def median(values: Iterable[float]) -> float:
-    """Their median."""
+    """Median of the values."""
     return float(np.median(list(values)))
 
 
 def ranged(values: Iterable[float], digits: int = 2) -> str:
-    """Median and range, for a row."""
+    """Median and range as text, for a row."""
     known = list(values)
     return f"{median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"

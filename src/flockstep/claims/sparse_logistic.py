@@ -1,4 +1,4 @@
-"""Logistic regression on categories: each sample touches a few of the coefficients, in plain numpy."""
+"""Logistic regression on categories in plain numpy; each sample uses few of the coefficients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ TRAIN, TEST = 60_000, 4_000
 
 
 class SparseLogistic(Model):
-    """The sum of one coefficient a field, and the logistic loss; no gradient where no sample has a category.
+    """The sum of one coefficient per field, with the logistic loss; the gradient is zero for categories without a
+    sample.
 
-    With `l2` > 0 every gradient touches every coefficient, which is what Niu et al. 2011 take care to avoid.
+    With `l2` > 0 every gradient changes every coefficient, which Niu et al. (2011) avoid.
     """
 
     dtype = "float32"
@@ -28,15 +29,15 @@ class SparseLogistic(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One vector, without an intercept, which every update would touch."""
+        """One vector, without an intercept, which every update would change."""
         return {"w": (COEFFICIENTS,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Near zero, but not at it, so that the slope of a penalty is zero nowhere."""
+        """Small random values, not zeros, so that no coefficient's penalty has a zero gradient."""
         return {"w": 1e-3 * random.standard_normal(COEFFICIENTS)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """The error of each sample, added up at its categories."""
+        """The error of each sample, added at the sample's categories."""
         losses = np.empty(len(x))
         for row, (w, codes, labels, slope) in enumerate(zip(params["w"], x, y, out["w"], strict=True)):
             codes = np.asarray(codes, np.int64)
@@ -54,12 +55,12 @@ class SparseLogistic(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean logistic loss; without the penalty, so that it compares."""
+        """Mean logistic loss without the penalty, so that values are comparable."""
         return _loss(outputs, y)
 
 
 def sparse_job(optimizer: str, batch: int, l2: float = 0.0) -> Job:
-    """Whether a sample is positive, which the sum of the true coefficients of its categories makes likely."""
+    """Classify a sample as positive, with a probability given by the sum of its categories' true coefficients."""
 
     def data() -> Data:
         random = np.random.default_rng(0)
@@ -69,7 +70,7 @@ def sparse_job(optimizer: str, batch: int, l2: float = 0.0) -> Job:
         return Data(codes[:TRAIN], y[:TRAIN], codes[TRAIN:], y[TRAIN:])
 
     def error(outputs: FlatArray, targets: FlatArray) -> float:
-        """Share of the samples on the wrong side, in per cent."""
+        """Share of misclassified samples, in percent."""
         return 100 * float(np.mean((outputs > 0) != targets))
 
     return Job(

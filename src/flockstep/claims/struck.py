@@ -1,4 +1,4 @@
-"""Faults of real processes: a worker that is killed, and a link between network namespaces that becomes narrow."""
+"""Faults of real processes: a killed worker, and a link between network namespaces that becomes narrow."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from flockstep.testing import failures
 
 WORKERS, VICTIM = 3, 1
 STEPS = 6000
-"""Of the runs in which somebody is killed: so many that the kill comes in their midst."""
+"""Steps of the runs in which a worker is killed, so many that the kill happens midway."""
 PATIENCE = 60.0
-"""Seconds after which what has to happen counts as never happening."""
+"""Seconds after which an awaited condition counts as never fulfilled."""
 FULL, NARROW = "50mbit", "5mbit"
 LONG = 4000
-"""Steps of a run whose link becomes narrow; it is interrupted long before."""
+"""Steps of a run whose link becomes narrow; the run is interrupted long before the end."""
 HELD_BACK = 8
-"""Steps that a record may be behind."""
+"""Largest number of steps that a record may lack."""
 _LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
 _TIME = re.compile(rb'"type":"step","t":([0-9.e+-]+)')
 
 
 @dataclass(frozen=True)
 class Run:
-    """A `flockstep train` on its way."""
+    """A running `flockstep train`."""
 
     process: subprocess.Popen[str]
     folder: Path
 
     def times(self, rank: int) -> list[float]:
-        """When the gradients of a worker were there, by now, in seconds."""
+        """Seconds at which the gradients of a worker ended, as far as recorded."""
         try:
             text = (self.folder / "events" / f"worker-{rank}.jsonl").read_bytes()
         except FileNotFoundError:
@@ -53,20 +53,20 @@ class Run:
         return [float(t) for t in _TIME.findall(text)]
 
     def wait_for(self, steps: int) -> None:
-        """Until every worker has made so many steps.
+        """Wait until every worker has taken `steps` steps.
 
         Raises:
-            RunError: the run has ended before that, or it takes too long.
+            RunError: the run ended before that, or it takes too long.
         """
         wait(lambda: self.ended or min(len(self.times(r)) for r in range(WORKERS)) >= steps, f"{steps} steps")
         if self.ended:
             raise RunError(f"the run ended before its fault: {self.process.communicate()[1]}")
 
     def gained(self, steps: int) -> int:
-        """Wait until the victim has made so many steps more; return how many it had made before.
+        """Wait until the victim has taken `steps` more steps; return the number that it had taken before.
 
         Raises:
-            RunError: as `wait_for`.
+            RunError: the run ended before that, or it takes too long.
         """
         made = len(self.times(VICTIM))
         wait(lambda: self.ended or len(self.times(VICTIM)) >= made + steps, f"{steps} steps of worker {VICTIM}")
@@ -76,11 +76,11 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it has."""
+        """Whether the run has ended."""
         return self.process.poll() is not None
 
     def pid(self, rank: int) -> int:
-        """The process of a worker, which is called like it, and forked by what the run's own process has started."""
+        """Process id of a worker, found by its process name among the descendants of the run's process."""
         for process in Path("/proc").iterdir():
             if process.name.isdecimal():
                 with contextlib.suppress(OSError):
@@ -95,10 +95,10 @@ def _parent(pid: int) -> int:
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
-    """Until it is true.
+    """Wait until `condition` is true.
 
     Raises:
-        RunError: that takes too long.
+        RunError: the condition is not fulfilled in `PATIENCE` seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while not condition():
@@ -109,7 +109,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Run]:
-    """A run in processes of its own; whatever happens, none of them is left."""
+    """Context manager: a run in separate processes, all of which are ended at the end."""
     with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "flockstep", "train", job, "-s", strategy, "-n", str(WORKERS)]
@@ -130,7 +130,9 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Run]
 
 
 def killed(strategy: str) -> str:
-    """What the others do when a worker is killed; the words of `testing.failures`, or else what was seen."""
+    """What the other workers do when a worker is killed, in the words of `testing.failures`, or else what
+    was observed.
+    """
     with running("softmax", strategy, STEPS) as run:
         run.wait_for(50)
         os.kill(run.pid(VICTIM), signal.SIGKILL)
@@ -149,7 +151,7 @@ def killed(strategy: str) -> str:
 
 
 def why_not() -> str:
-    """Why no real link can be narrowed here; empty if one can."""
+    """Reason why no real link can be narrowed on this machine; empty if one can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid():
@@ -159,7 +161,7 @@ def why_not() -> str:
 
 
 def narrowed(strategy: str) -> Loss:
-    """What it costs a worker, and everyone, that its link is left a tenth of its bandwidth."""
+    """Loss of a worker, and of all workers, when its link is reduced to a tenth of its bandwidth."""
     with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
         run.wait_for(HELD_BACK)
         before = watched(run, 4 * HELD_BACK)
@@ -170,7 +172,7 @@ def narrowed(strategy: str) -> Loss:
 
 
 def watched(run: Run, steps: int) -> npt.NDArray[np.float64]:
-    """Steps a second of every worker, from now on until the victim has made so many."""
+    """Steps per second of every worker, from now until the victim has taken `steps` steps."""
     made = run.gained(steps)
     own = run.times(VICTIM)[made:]
     between = [[t for t in run.times(rank) if own[0] <= t <= own[-1]] for rank in range(WORKERS)]
@@ -178,7 +180,7 @@ def watched(run: Run, steps: int) -> npt.NDArray[np.float64]:
 
 
 def squeeze(pid: int) -> None:
-    """Leave both directions of the link of that process's host a tenth."""
+    """Reduce both directions of the link of that process's host to a tenth."""
     inside = ["nsenter", f"--net=/proc/{pid}/ns/net"]
     found = _LINK.search(_said([*inside, "ip", "-o", "link"]))
     if found is None:

@@ -1,1 +1,1 @@
-"""The conformance checks: for flockstep's own components and for yours."""
+"""Conformance checks for components, flockstep's own and custom ones."""

@@ -1,7 +1,7 @@
-"""Whether a codec errs as it says: bounds, means, sums and contraction.
+"""Checks that a codec's errors are as declared: bounds, means, sums and contraction.
 
-Means over random encodings are held to four standard errors. One that is off is taken anew over four times as many
-draws before it counts, so that chance alone fails a sound codec about once in a billion means.
+Means over random encodings must agree within four standard errors. A mean that does not is computed again over four
+times as many draws, so that chance alone fails a correct codec about once in a billion means.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from flockstep.testing.samples import ROUNDING, SMALLEST, exact, samples
 
 DRAWS = 400
 FEW = 24
-"""Draws where only a bound is at stake."""
+"""Number of draws for checks of an upper bound only."""
 SIGMAS = 4.0
 
 
 def draw(codec: Codec, array: FlatArray, seed: int) -> FlatArray:
-    """What a receiver sees of `array`, flat, in float64; the seed is the step, too."""
+    """What a receiver decodes from `array`, flat, in float64; `seed` is also the step."""
     one = codec.at(seed) if codec.shares_seed else codec
     data = one.encode(array, np.random.default_rng((seed, 1)))
     return exact(one.decode(data, array.size, array.dtype.name))
 
 
 def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """E||x - decode(encode(x))||² is at most `error_bound(x)` and, where there is one, `variance` ||x||².
+    """Check that E||x - decode(encode(x))||² is at most `error_bound(x)` and, if declared, `variance` · ||x||².
 
-    The bound is that of the code; that the result is rounded to the array's dtype comes on top.
+    The bound covers the encoding; the error of rounding the result to the array's dtype is allowed in addition.
     """
     for array in arrays:
         x, dtype = exact(array), array.dtype.name
@@ -52,7 +52,7 @@ def check_error_bound(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def _squared_error(codec: Codec, array: FlatArray, limit: float) -> tuple[float, float]:
-    """Mean and standard error of ||x - decode(encode(x))||²; from more draws where few do not stay below the limit."""
+    """Mean and standard error of ||x - decode(encode(x))||², over more draws if a few of them exceed `limit`."""
     x = exact(array)
 
     def one(seed: int) -> float:
@@ -69,7 +69,7 @@ def _squared_error(codec: Codec, array: FlatArray, limit: float) -> tuple[float,
 
 
 def check_unbiased(codec: Codec) -> None:
-    """The mean over many draws is the array, element by element and along several directions."""
+    """Check that the mean over many draws equals the array, element by element and along several directions."""
     random = np.random.default_rng(1)
     for dtype in ("float32", "float64"):
         array = random.normal(size=64).astype(numpy_dtype(dtype))
@@ -79,7 +79,7 @@ def check_unbiased(codec: Codec) -> None:
         for begin, count in ((0, DRAWS), (DRAWS, 4 * DRAWS)):
             drawn = np.stack([draw(codec, array, seed) for seed in range(begin, begin + count)])
             seen = drawn @ directions.T
-            # An element that was never hit shows no spread of its own, so it may be as far off as the typical one.
+            # An element that was never drawn shows no variance, so it may be as far off as a typical element.
             spread = seen.std(axis=0)
             spread[6:] = np.maximum(spread[6:], np.sqrt((spread[6:] ** 2).mean()))
             allowed = SIGMAS * spread / np.sqrt(count) + (1e-10 + 4 * ROUNDING[dtype]) * np.abs(directions) @ np.abs(x)
@@ -94,7 +94,9 @@ def check_unbiased(codec: Codec) -> None:
 
 
 def check_linear(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Encodings from one generator may be added by `terms`: what they decode to is the sum of what each decodes to."""
+    """Check that encodings with equal random draws can be added: the `terms` sum decodes to the sum of the decoded
+    arrays.
+    """
     for array in arrays:
         dtype = array.dtype.name
         random = np.random.default_rng(2)
@@ -116,7 +118,7 @@ def check_linear(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_contraction(codec: Codec) -> None:
-    """The mean squared error stays below the squared norm at several scales, and zero stays zero."""
+    """Check that the mean squared error is below the squared norm at several scales, and that zeros stay zero."""
     assert not draw(codec, np.zeros(33), 0).any(), f"{codec} is declared a contraction, but does not keep zero"
     for array in samples("float32"):
         for scale in (1e-3, 1.0, 1e3):

@@ -1,4 +1,4 @@
-"""Whether a codec does to torch tensors what it does to numpy arrays. Needs torch."""
+"""Checks that a codec treats torch tensors as it treats numpy arrays. Requires torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from flockstep.errors import Diverged
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 NEAR = 256
-"""How many times its dtype's rounding a tensor's result may be off where the order of sums is not given."""
+"""Largest allowed error of a tensor's result, in units of the dtype's rounding, where the order of summation is not
+fixed.
+"""
 
 
 def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
-    """Tensors give the same bytes as arrays, decode to the same numbers, and leave the same error.
+    """Check that tensors give the same bytes as arrays, decode to the same numbers, and leave the same error.
 
-    Without `same_bytes`, for codecs that multiply matrices, whose sums each library orders as it likes: as many bytes,
-    and what they decode to is as near as rounding allows.
+    Without `same_bytes`, for codecs that multiply matrices, whose order of summation differs between libraries, the
+    numbers of bytes must be equal and the decoded numbers must agree up to rounding.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -37,7 +39,7 @@ def check_tensors(codec: Codec, same_bytes: bool = True) -> None:
 
 
 def tensors_of(array: FlatArray) -> Iterator[Any]:
-    """`array` as a tensor in one piece and, where it has elements, as every other one of a larger tensor."""
+    """`array` as a contiguous tensor and, if it is a vector with elements, as a strided part of a larger tensor."""
     import torch
 
     whole = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
@@ -50,14 +52,14 @@ def tensors_of(array: FlatArray) -> Iterator[Any]:
 
 
 def as_array(tensor: Any, dtype: np.dtype[Any]) -> FlatArray:
-    """A flat tensor as an array of the same bits."""
+    """A flat tensor as an array with the same bits."""
     import torch
 
     return np.frombuffer(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), dtype)
 
 
 def _encoded(what: str, codec: Any, array: FlatArray, tensor: Any) -> tuple[FlatArray, Any]:
-    """The bytes of the array and those of the tensor, as many, in a tensor."""
+    """The encoded bytes of the array and of the tensor, which must be equally many; the latter as a tensor."""
     import torch
 
     before = tensor.clone()
@@ -115,7 +117,7 @@ def _check_tensor(codec: Any, array: FlatArray, tensor: Any) -> None:
 
 
 def _require_close(what: str, got: FlatArray, wanted: FlatArray, operands: FlatArray) -> None:
-    """Equal up to the last place of the operands."""
+    """Check that values agree up to the last place of the operands."""
     if same_bits(got, wanted):
         return
     dtype = wanted.dtype.name
@@ -126,7 +128,7 @@ def _require_close(what: str, got: FlatArray, wanted: FlatArray, operands: FlatA
 
 
 def _check_refusal(codec: Codec, dtype: str) -> None:
-    """What an array diverges on, a tensor does, with the same sentence."""
+    """Check that a tensor with a NaN is refused with the same sentence as the equal array."""
     said: list[str] = []
     array = np.ones(33)
     array[17] = np.nan

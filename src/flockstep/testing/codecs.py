@@ -1,7 +1,7 @@
-"""What every codec promises: its wire size, its round trip, and each capability that its class declares.
+"""Checks of every codec: wire size, round trip, and each capability that its class declares.
 
-Whether its errors are as it says is in `flockstep.testing.codec_errors`, what it does under feedback in
-`flockstep.testing.feedback`; `check_codec` runs all of them.
+Errors are checked in `flockstep.testing.codec_errors`, feedback in `flockstep.testing.feedback`; `check_codec` runs all
+checks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flockstep.testing.feedback import check_encode_residual
 from flockstep.testing.samples import ROUNDING, SHAPES, SMALLEST, exact, same_bits, samples, tensors, wide
 
 ALLOWANCE = 64
-"""Bytes a tensor that an encoding may be larger than the array."""
+"""Bytes per tensor by which an encoding may exceed the array."""
 STEP = 7
-"""A step of a run to bind codecs to."""
+"""Step of a run to which codecs are bound."""
 
 
 def check_codec(codec: Codec) -> None:
-    """Run every check on one codec, as it is and bound to tensors and a step; those that it declares, too.
+    """Run every check on one codec, as it is and bound to tensors and a step.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -59,13 +59,13 @@ def check_codec(codec: Codec) -> None:
 
 
 def round_trip(codec: Codec, array: FlatArray, seed: int = 0) -> FlatArray:
-    """What a receiver sees of `array`."""
+    """What a receiver decodes from `array`."""
     data = codec.encode(array, np.random.default_rng(seed))
     return codec.decode(data, array.size, array.dtype.name)
 
 
 def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: int = 1) -> None:
-    """`wire_bytes` is the length of the encoding or its limit, which is that of the array; decoding keeps the size."""
+    """Check that `wire_bytes` is the length of the encoding, or its upper limit, and that decoding keeps the size."""
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(0))
@@ -83,7 +83,9 @@ def check_wire_bytes(codec: Codec, arrays: Iterable[FlatArray], tensor_count: in
 
 
 def check_untouched(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Encoding changes nothing in its input, and changing the input later changes nothing in the encoding."""
+    """Check that encoding leaves its input unchanged, and that the encoding does not depend on later changes of the
+    input.
+    """
     for array in arrays:
         mine = array.copy()
         data = codec.encode(mine, np.random.default_rng(0))
@@ -94,7 +96,7 @@ def check_untouched(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """The same array and the same seed give the same bytes, however the array lies in memory."""
+    """Check that equal arrays and seeds give equal bytes, regardless of the array's memory layout."""
     for array in arrays:
         first, second = (codec.encode(array, np.random.default_rng(3)) for _ in range(2))
         assert np.array_equal(first, second), f"{_on(codec, array)}: differs for the same seed"
@@ -103,14 +105,16 @@ def check_repeatable(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """A wrong number of bytes is a `ProtocolError`; arbitrary bytes are that or decode to the right shape."""
+    """Check that a wrong number of bytes raises `ProtocolError`, and that arbitrary bytes raise it or decode to the
+    right shape.
+    """
     random = np.random.default_rng(0)
     for array in arrays:
         dtype = array.dtype.name
         data = codec.encode(array, random)
         lengths = {data.size - 1, data.size + 1, 0, 2 * data.size} - {data.size, -1}
         if not codec.exact_size:
-            lengths.discard(array.nbytes)  # the array as it is
+            lengths.discard(array.nbytes)  # the uncompressed array
         for length in lengths:
             taken = decodes(codec, np.resize(data, length), array.size, dtype)
             assert not taken, f"{codec} decodes {length} bytes as {array.size} {dtype}, which take {data.size}"
@@ -119,7 +123,9 @@ def check_refuses_damage(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """`add_decoded` is decoding, then adding, up to the last place of the operands; what it refuses, decode refuses."""
+    """Check that `add_decoded` equals decoding and adding, up to the last place of the operands, and refuses the same
+    bytes.
+    """
     for array in arrays:
         dtype = array.dtype.name
         data = codec.encode(array, np.random.default_rng(5))
@@ -146,7 +152,9 @@ def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """`stream` names ascending indices within the array, and the values that decoding puts there, zero elsewhere."""
+    """Check that `stream` returns ascending indices and the values that decoding puts there; all other elements are
+    zero.
+    """
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
         data = codec.encode(array, np.random.default_rng(2))
@@ -170,7 +178,7 @@ def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Every bit comes back."""
+    """Check that the decoded array equals the original bit for bit."""
     for array in arrays:
         decoded = round_trip(codec, array)
         same = same_bits(decoded, array.reshape(-1))
@@ -178,7 +186,7 @@ def check_lossless(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_exact_parts(codec: Codec, dtype: str) -> None:
-    """Elements that `exact_parts` names come back in every bit, bound to tensors or not."""
+    """Check that the elements named by `exact_parts` arrive bit for bit, with and without binding to tensors."""
     for one, arrays in ((codec, samples(dtype)), (codec.on(SHAPES), tensors(dtype))):
         for array in arrays:
             decoded, flat = round_trip(one, array), array.reshape(-1)
@@ -188,9 +196,9 @@ def check_exact_parts(codec: Codec, dtype: str) -> None:
 
 
 def check_not_finite(codec: Codec, dtype: str) -> None:
-    """NaN and infinities come back where they were, or are refused by a `Diverged` that names value and element.
+    """Check that NaN and infinities arrive in place, or are refused by a `Diverged` that names value and element.
 
-    A codec whose choice of elements does not go by their values may leave them out.
+    A codec that selects elements independently of their values may leave them out.
     """
     for value in (np.nan, np.inf, -np.inf):
         for size, place in ((1, 0), (33, 17), (1000, 999)):
@@ -213,7 +221,7 @@ def check_not_finite(codec: Codec, dtype: str) -> None:
 
 
 def check_overflow(codec: Codec, dtype: str) -> None:
-    """The largest numbers of the dtype come back, if need be as infinities, or are refused by a `Diverged`."""
+    """Check that the dtype's largest numbers arrive, possibly as infinities, or are refused by a `Diverged`."""
     largest = np.full(65, np.ldexp(2 - 2 * ROUNDING[dtype], _TOP[dtype])).astype(numpy_dtype(dtype))
     try:
         with np.errstate(over="ignore"):
@@ -227,10 +235,12 @@ _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 
 
 def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
-    """Whether `data` is taken; anything but a `ProtocolError` or a well-shaped array is a broken promise."""
+    """Whether `data` is accepted; any result but a `ProtocolError` or an array of the right shape is a
+    broken promise.
+    """
     what = f"{codec} answers {data.size} damaged bytes for {size} {dtype} with"
     try:
-        with np.errstate(all="ignore"):  # numbers from nowhere may be anything
+        with np.errstate(all="ignore"):  # arbitrary bytes may decode to any number
             decoded = codec.decode(data, size, dtype)
     except ProtocolError:
         return False

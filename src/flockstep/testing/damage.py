@@ -1,4 +1,4 @@
-"""Decoding any bytes: a typed error or a valid array, in bounded memory."""
+"""Checks that decoding arbitrary bytes gives a typed error or a valid array, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ProtocolError
 
 FACTOR = 12
-"""Times the announced and the received bytes that decoding may take in memory, intermediate results included."""
+"""Memory that decoding may use, intermediate results included, as a multiple of the announced plus the
+received bytes.
+"""
 SLACK = 1 << 18
-"""Bytes that decoding may take besides, for what Python and numpy keep."""
+"""Bytes that decoding may use in addition, for overhead of Python and numpy."""
 
 
 def check_any_bytes(codec: Codec, data: bytes, size: int, dtype: str, measured: bool = True) -> bool:
-    """Decode `data` as `size` elements, every way there is; whether it was taken.
+    """Decode `data` as `size` elements with every decoding method; return whether it was accepted.
 
     Raises:
-        AssertionError: something else came out than a `ProtocolError` or an array of that size, or it took more memory
-            than `FACTOR` times what was announced and received.
+        AssertionError: the result was neither a `ProtocolError` nor an array of that size, or decoding used more memory
+            than `FACTOR` times the announced plus the received bytes.
     """
     received = np.frombuffer(data, np.uint8)
     what = f"{codec} on {len(data)} bytes for {size} {dtype}"
     if not measured:
         return _decode(codec, received, size, dtype, what)
     limit = FACTOR * (size * numpy_dtype(dtype).itemsize + len(data)) + SLACK
-    for _ in range(2):  # the first call of a process may load what is compiled
+    for _ in range(2):  # the first call of a process may load compiled code
         tracemalloc.start()
         try:
             taken = _decode(codec, received, size, dtype, what)
@@ -45,7 +47,7 @@ def _decode(
 ) -> bool:
     taken = []
     out = np.zeros(size, numpy_dtype(dtype))
-    with np.errstate(all="ignore"):  # numbers from nowhere may be anything
+    with np.errstate(all="ignore"):  # arbitrary bytes may decode to any number
         for way in ("decode", "add_decoded", *(["stream"] if codec.sparse else [])):
             try:
                 if way == "decode":

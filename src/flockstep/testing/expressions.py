@@ -1,4 +1,4 @@
-"""What every component promises: it is a value, and text, JSON and TOML carry it without loss."""
+"""Checks of every component: it is a value, and survives text, JSON and TOML unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_component(component: Component) -> None:
 
 
 def check_value(component: Component) -> None:
-    """It is frozen, and equal to, hashed as and printed as a copy of itself."""
+    """Check that the component is frozen, and that a copy has equal value, hash and text."""
     kind: Any = type(component)
     parameters = getattr(kind, "__dataclass_params__", None)
     assert parameters is not None, f"{kind.__name__} is no dataclass"
@@ -44,7 +44,7 @@ def check_value(component: Component) -> None:
 
 
 def check_registered(component: Component) -> None:
-    """The registry knows its class by one name, under its noun."""
+    """Check that the registry knows the component's class by one name, under its noun."""
     noun, kind = component.noun, type(component)
     name = registry.name_of(kind)
     assert name in registry.names(noun), f"{kind.__name__} is not registered as a {noun}: add a line to the registry"
@@ -52,7 +52,7 @@ def check_registered(component: Component) -> None:
 
 
 def check_text(component: Component) -> None:
-    """Its text is read back as an equal component, by its own class, by its noun's base and from an object."""
+    """Check that the component's text is parsed to an equal component by its class and its noun's base class."""
     text = str(component)
     base = base_of(component)
     again = expression.parse(text, base)
@@ -62,20 +62,20 @@ def check_text(component: Component) -> None:
 
 
 def check_json(component: Component) -> None:
-    """It comes back from strict JSON."""
+    """Check that the component is read back from strict JSON."""
     text = json.dumps(expression.to_data(component), allow_nan=False)
     again = expression.from_data(json.loads(text), base_of(component))
     assert again == component, f"{component!r} is {text} in JSON, which is read as {again!r}"
 
 
 def check_toml(component: Component) -> None:
-    """It comes back from TOML."""
+    """Check that the component is read back from TOML."""
     text = tomli_w.dumps({"component": expression.to_data(component)})
     again = expression.from_data(tomllib.loads(text)["component"], base_of(component))
     assert again == component, f"{component!r} is written to TOML as\n{text}\nwhich is read as {again!r}"
 
 
 def base_of(component: Component) -> type[Component]:
-    """The class that stands for the component's noun: the outermost that declares `noun`."""
+    """The base class of the component's noun: the outermost class that declares `noun`."""
     declare = [kind for kind in type(component).__mro__ if issubclass(kind, Component) and "noun" in vars(kind)]
     return declare[-1]

@@ -1,7 +1,7 @@
-"""What every strategy does when a worker dies, a message gets lost or a worker is slow: declared, to be observed.
+"""The failure matrix: what every strategy does if a worker dies, a message is lost or a worker is slow.
 
-The rows stand in `failure_matrix.toml`; `differences` compares one with runs in virtual time. What a new row should
-say, to be checked against the method's paper and put into that file:
+The rows are in `failure_matrix.toml`; `differences` compares a row with runs in virtual time. This command prints a new
+row, to be checked against the method's paper and added to the file:
 
     python -m flockstep.testing.failure_matrix "easgd(period=4)"
 """
@@ -25,7 +25,7 @@ CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
     "lost": failures.lost_message,
     "slow": failures.slow_worker,
 }
-"""The fields of a row that are observed, and what observes them."""
+"""Fields of a row that are observed in runs → functions that observe them."""
 
 WORDS = {
     failures.EVERY_STEP: "All workers compute each gradient on the same parameters, in every bit.",
@@ -56,61 +56,63 @@ WORDS = {
     failures.GROUP: "Some go at the slow worker's pace, the rest at their own.",
     failures.PARTLY: "The others slow down, but are faster than the slow one.",
 }
-"""Each word, and what is observed where it stands; "…, up to b of n" is added where b may die, but not b + 1."""
+"""Word of the matrix → observation that it stands for. "…, up to b of n" is added if b workers may die, but
+not b + 1.
+"""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One strategy, and the words for what becomes of it."""
+    """One strategy, and words for its behavior under each fault."""
 
     strategy: str
-    """The composition, as an expression."""
+    """The strategy as an expression."""
     equal: str
     """When all workers hold the same parameters."""
     dead: str
-    """What the others do when one dies."""
+    """What the other workers do when a worker dies."""
     lost: str | dict[str, str]
-    """What happens when one message with an array never arrives; per kind of message where kinds differ."""
+    """What happens when one message with an array is lost; by kind of message if the kinds differ."""
     slow: str
-    """What the others feel of a worker that takes s times as long."""
+    """Effect on the other workers of a worker whose gradients take s times as long."""
     why: str = ""
-    """What to know about it, above all where it differs from the method as published."""
+    """Explanation, above all of differences from the published method."""
 
     @property
     def composed(self) -> Strategy:
-        """The strategy."""
+        """The strategy, parsed from its expression."""
         return Strategy.parse(self.strategy)
 
     @property
     def completeness(self) -> int:
-        """Its class of communication completeness (FAST), as its traits promise."""
+        """The strategy's class of communication completeness (FAST), as its traits declare."""
         return self.composed.traits.completeness
 
     def words(self) -> Iterator[str]:
-        """Every word in it."""
+        """Every word of the row."""
         lost = [self.lost] if isinstance(self.lost, str) else self.lost.values()
         yield from (self.equal, self.dead, *lost, self.slow)
 
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """The matrix.
+    """All rows of the failure matrix.
 
     Raises:
-        msgspec.ValidationError: the file has another form.
+        msgspec.ValidationError: the file is malformed.
     """
     text = resources.files("flockstep.testing").joinpath("failure_matrix.toml").read_text("utf-8")
     return tuple(msgspec.convert(tomllib.loads(text)["row"], list[Row]))
 
 
 def observed(strategy: str) -> Row:
-    """The row that runs of the strategy lead to."""
+    """The row that describes the observed runs of a strategy."""
     composed = Strategy.parse(strategy)
     words = {cell: observe(composed) for cell, observe in CELLS.items()}
     return msgspec.convert({"strategy": strategy, **words}, Row)
 
 
 def differences(row: Row) -> list[str]:
-    """Where a row says something else than what is observed: sentences, none where it is right."""
+    """Sentences about the cells in which a row differs from the observed runs; empty if the row is correct."""
     seen = observed(row.strategy)
     return [
         f"{row.strategy}, {cell}: the matrix says {getattr(row, cell)!r}, observed {getattr(seen, cell)!r}"
@@ -120,7 +122,7 @@ def differences(row: Row) -> list[str]:
 
 
 def as_toml(row: Row) -> str:
-    """A row as it stands in the file."""
+    """A row as text in the file's format."""
     lines = [f"{name} = {_toml(getattr(row, name))}" for name in row.__struct_fields__]
     return "\n".join(["[[row]]", *lines, ""])
 

@@ -1,7 +1,7 @@
-"""What is observed when a worker dies, a message gets lost or a worker is slow: runs in virtual time, put into words.
+"""Observes runs in virtual time in which a worker dies, a message is lost or a worker is slow, and names the outcome.
 
-Each function runs a strategy on `small_job` without and with the fault, checks that the fault struck while there was
-work to do, and classifies the difference. The words are those of `flockstep.testing.failure_matrix`.
+Each function runs a strategy on `small_job` without and with the fault, checks that the fault occurred during the
+training, and classifies the difference. The words are those of `flockstep.testing.failure_matrix`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import Bench, Run, Sent, Watched, equal_bits, run_strategy, small_job
 
 WORKERS, STEPS, FACTOR = 4, 24, 4.0
-"""The runs: so many workers and steps each; the slow worker takes so many times as long."""
+"""Number of workers, steps of each worker, and the factor by which a slow worker's gradients take longer."""
 VICTIM = 1
 COMPUTE, NETWORK = "constant(1)", "link(bandwidth='1gbit', latency=0.01)"
-"""Everyone is equally fast, a gradient takes a second: what differs is the fault's doing."""
+"""All workers are equally fast and a gradient takes one second, so that every difference is caused by the fault."""
 DEATH, UNNOTICED = 6.505, 10.0
-"""The worker dies in the middle of its seventh gradient; the others hear of it so many seconds later."""
+"""Virtual seconds at which the worker dies, in the middle of its seventh gradient, and after which the others are
+notified.
+"""
 SLACK = 1.15
-"""What takes at most so many times as long counts as undisturbed."""
+"""Largest ratio of two durations that counts as undisturbed."""
 
 ENDS = "the run ends and names it"
 GOES_ON = "the others go on"
@@ -60,7 +62,7 @@ NEVER = "never"
 
 
 class Faulted(Watched):
-    """A simulation that keeps the error that ends it, and every worker's parameters at each of its gradients."""
+    """A simulation that stores the error that ends it, and every worker's parameters at each of its gradients."""
 
     def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
         super().__init__(engine, plan, compute, network, *rest)
@@ -68,13 +70,13 @@ class Faulted(Watched):
         self.read: list[list[bytes]] = [[] for _ in range(plan.cluster.workers)]
 
     def note(self, event: Event) -> None:
-        """Keep an event, and the parameters that a worker's step began with."""
+        """Store an event, and the parameters of the worker that took a step."""
         super().note(event)
         if isinstance(event, Step):
             self.read[event.rank].append(self.runners[event.rank].node.params.tobytes())
 
     def run(self) -> None:
-        """Run to the end, or up to the error."""
+        """Run to the end or to the first error, which is stored."""
         try:
             super().run()
         except RunError as error:
@@ -83,21 +85,21 @@ class Faulted(Watched):
 
 @dataclass(frozen=True, eq=False)
 class Observed(Run):
-    """A run, with what the classification asks of it."""
+    """A run, with the observations that the classification needs."""
 
     simulation: Faulted
 
     @property
     def failure(self) -> RunError | None:
-        """What ended it early."""
+        """The error that ended the run early; None if there was none."""
         return self.simulation.failure
 
     def ends(self, rank: int) -> list[float]:
-        """When each step of that worker ended."""
+        """End of each step of that worker, in virtual seconds."""
         return [event.t for event in self.of(Step) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
-        """Whether all nodes but those ended with the same parameters, in every bit or up to rounding."""
+        """Whether all nodes but `without` ended with the same parameters, bit for bit (`exact`) or up to rounding."""
         pairs = [(self.params[a], other.params[a]) for a in self.params if a not in without]
         return all(equal_bits(a, b) if exact else np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
@@ -110,7 +112,7 @@ def observe(
     rate: float = 0.1,
     replicas: np.ndarray | None = None,
 ) -> Observed:
-    """One run of the kind that everything here is classified from; an error that ends it is kept, not raised."""
+    """Run a strategy on the small job; an error that ends the run is stored, not raised."""
     run = run_strategy(
         strategy, workers, STEPS, job=small_job(f"sgd(lr={rate})"), compute=compute, network=NETWORK,
         replicas=replicas, simulation=Faulted, faults=faults,
@@ -120,7 +122,7 @@ def observe(
 
 
 def replicas_equal(strategy: Strategy | str) -> str:
-    """When all workers hold the same parameters, where the times of their gradients are random."""
+    """When all workers hold the same parameters if the times of gradients are random."""
     run = observe(strategy, compute="exponential(1)")
     read = run.simulation.read
     together = [k for k in range(1, min(map(len, read))) if len({worker[k] for worker in read}) == 1]
@@ -131,7 +133,7 @@ def replicas_equal(strategy: Strategy | str) -> str:
         return DRAINED
     apart = replicas[0] + np.random.default_rng(0).normal(size=replicas.shape).astype(replicas.dtype)
     still = observe(strategy, compute="exponential(1)", rate=0.0, replicas=apart).replicas
-    if equal_bits(*still, Bench(WORKERS).start()):  # nobody's own parameters matter
+    if equal_bits(*still, Bench(WORKERS).start()):  # the workers' own parameters have no effect
         return COPIES if run.simulation.plan.cluster.servers else NEVER
     return DRAWN if _spread(still) < 0.9 * _spread(apart) else NEVER
 
@@ -142,7 +144,9 @@ def _spread(replicas: np.ndarray) -> float:
 
 
 def dead_worker(strategy: Strategy | str, workers: int = WORKERS) -> str:
-    """What the others do when a worker dies; "up to b" where more than b deaths in n > b + 1 have a worse end."""
+    """What the others do when a worker dies; "up to b" is added if more than b of n > b + 1 deaths have a worse
+    outcome.
+    """
     whole = observe(strategy, workers)
     words = [_after_deaths(strategy, whole, workers, count) for count in range(1, workers)]
     good = [word not in (ENDS, STALLS) for word in words]
@@ -176,7 +180,9 @@ def _longest_gap(ends: Sequence[float]) -> float:
 
 
 def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
-    """Each kind of message with a payload → source, receiver and number of one in the middle of the run."""
+    """Kind of message with an array → source, receiver and number of a message of that kind in the middle
+    of the run.
+    """
     found: dict[str, tuple[tuple[int, ...], tuple[Address, Address, int]]] = {}
     counts: dict[tuple[Address, Address], int] = {}
     for entry in whole.simulation.log:
@@ -193,13 +199,13 @@ def kinds(whole: Observed) -> dict[str, tuple[Address, Address, int]]:
 
 
 def kind_of(message: Message, to: Address) -> str:
-    """What a message is called in the matrix: its tag, without the channel it travels in."""
+    """Name of a message in the matrix: its tag, without its channel."""
     name = message.tag.partition("/")[0]
     return f"reply to {name}" if message.reply_to else name
 
 
 def lost_message(strategy: Strategy | str) -> str | dict[str, str]:
-    """What happens when one message with a payload never arrives, for each kind if they differ."""
+    """What happens when one message with an array is lost; a dictionary by kind of message if the kinds differ."""
     whole = observe(strategy)
     words = {kind: _after_loss(strategy, whole, place) for kind, place in kinds(whole).items()}
     return words if len(set(words.values())) > 1 else next(iter(words.values()), NO_MESSAGES)
@@ -226,7 +232,7 @@ def _after_loss(strategy: Strategy | str, whole: Observed, place: tuple[Address,
 
 
 def slow_worker(strategy: Strategy | str) -> str:
-    """What the others feel of a worker that is slow; "up to b" where b slow ones are hidden."""
+    """Effect of a slow worker on the others; "up to b" is added if b slow workers are hidden."""
     whole = observe(strategy)
     hidden = 0
     while hidden + 1 < WORKERS and max(_delay(strategy, whole, hidden + 1)[0]) <= SLACK:
@@ -244,7 +250,7 @@ def slow_worker(strategy: Strategy | str) -> str:
 
 
 def _delay(strategy: Strategy | str, whole: Observed, count: int) -> tuple[list[float], list[int]]:
-    """By how much the second half of each other's steps takes longer, and how many steps it took undisturbed."""
+    """Slowdown of the second half of each other worker's steps, and the number of steps that each took undisturbed."""
     slow = [rank % WORKERS for rank in range(VICTIM, VICTIM + count)]
     run = observe(strategy, faults=[f"slows({rank}, {FACTOR})" for rank in slow])
     assert run.failure is None, run.failure

@@ -1,4 +1,4 @@
-"""What a codec keeps back and what a feedback makes of it: nothing is lost, nothing is touched, state may be copied."""
+"""Checks of codecs with feedback: nothing is lost, inputs stay unchanged, and the state can be copied."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WORKERS = 3
 
 
 def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """What is decoded and what is kept add up to error + array, up to the last place of the operands.
+    """Check that the decoded array and the kept error add up to error + array, up to the last place of the operands.
 
-    Where the decoded value is a copy, nothing is kept, and where nothing was sent, everything is: bit for bit.
+    Bit for bit: where the decoded value is exact, no error is kept; where nothing was sent, everything is kept.
     """
     for array in arrays:
         dtype, what = array.dtype.name, f"{codec} on {array.size} {array.dtype.name}"
@@ -46,7 +46,7 @@ def check_encode_residual(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: FlatArray) -> None:
-    """Bit for bit where that is possible."""
+    """Check the kept error bit for bit where that is possible."""
     copied = decoded == total
     assert not error[copied].any(), (
         f"{what}: keeps an error of {error[copied][np.argmax(error[copied] != 0)]} where it sends the value itself"
@@ -56,11 +56,11 @@ def _require_conserved(what: str, total: FlatArray, decoded: FlatArray, error: F
 
 
 def check_feedback(feedback: Feedback, codec: Codec) -> None:
-    """Over a few steps: the array stays, the bytes are the codec's, and a copy of the memory goes on as the memory.
+    """Check over a few steps that the array is unchanged, the bytes are the codec's, and a copied state behaves alike.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
-        CompositionError: the two do not go together.
+        CompositionError: the codec and the feedback cannot be combined.
     """
     check_composition(codec, feedback)
     for dtype in ROUNDING:
@@ -71,7 +71,7 @@ def check_feedback(feedback: Feedback, codec: Codec) -> None:
 
 
 def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...], ...], array: FlatArray) -> None:
-    """One array, sent again and again under one feedback."""
+    """Check one array that is sent repeatedly with the same feedback."""
     dtype, what = array.dtype.name, f"{codec} with {feedback} on {array.size} {array.dtype.name}"
     memory: Any = None
     flat, before = array.reshape(-1).copy(), array.reshape(-1).copy()
@@ -91,7 +91,7 @@ def check_sending(feedback: Feedback, codec: Codec, shapes: tuple[tuple[int, ...
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two memories hold the same, arrays compared by their bits."""
+    """Whether two states are equal, with arrays compared bit for bit."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return same_bits(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -102,7 +102,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def check_nothing_lost(feedback: Feedback, codec: Codec, steps: int = 12) -> None:
-    """For error feedback whose memory is the error: all that was sent, and the error, is all that was to be sent."""
+    """Check for error feedback that everything sent plus the final error equals the sum of the arrays."""
     random = np.random.default_rng(3)
     memory: Any = None
     sent, wanted = np.zeros(256), np.zeros(256)

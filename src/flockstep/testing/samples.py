@@ -1,4 +1,4 @@
-"""Arrays to try codecs on: every shape and layout that may come, every float, ordinary and awkward values."""
+"""Sample arrays for codecs: all shapes and memory layouts, all float dtypes, ordinary and extreme values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from flockstep.arrays.schema import FlatArray
 
 SIZES = (0, 1, 2, 3, 7, 8, 33, 256, 1000)
 SHAPES = ((16, 12), (16,), (3, 4, 5), (), (1,), (40, 2), (7,))
-"""Tensors of a small model, for codecs that look at them."""
+"""Tensor shapes of a small model, for codecs that depend on shapes."""
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
-"""Relative error of rounding to the nearest, by dtype."""
+"""Dtype → relative error of rounding to the nearest value."""
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
-"""The smallest magnitude above zero, by dtype."""
+"""Dtype → smallest positive number."""
 _DECADES = {"float16": (-6, 3), "bfloat16": (-30, 30), "float32": (-30, 30), "float64": (-70, 70)}
-"""Powers of ten that the huge range spans, so far that squares leave a float32's range, though not a float64's."""
+"""Dtype → powers of ten between which `wide` draws magnitudes; their squares exceed float32's range, but
+not float64's.
+"""
 
 assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
 
 
 def samples(dtype: str) -> Iterator[FlatArray]:
-    """Finite arrays of every size in `SIZES`, 0-d, strided, transposed, read-only; one-hot, constant, zero, heavy."""
+    """Finite arrays: every size in `SIZES`, 0-d, strided, transposed, read-only; one-hot, constant, zero,
+    heavy-tailed.
+    """
     random, kind = np.random.default_rng(0), numpy_dtype(dtype)
     for size in SIZES:
         yield random.normal(size=size).astype(kind)
@@ -43,7 +47,7 @@ def samples(dtype: str) -> Iterator[FlatArray]:
 
 
 def wide(dtype: str, size: int = 200) -> FlatArray:
-    """(size,) magnitudes over the whole range of the dtype, both signs, a tenth of them zero."""
+    """Array (size,) with magnitudes over the whole range of the dtype, both signs, and a tenth of zeros."""
     random = np.random.default_rng(4)
     low, high = _DECADES[dtype]
     values = 10.0 ** random.uniform(low, high, size) * random.choice([-1, 1], size)
@@ -53,7 +57,7 @@ def wide(dtype: str, size: int = 200) -> FlatArray:
 
 
 def tensors(dtype: str) -> Iterator[FlatArray]:
-    """Flat arrays that hold tensors of `SHAPES` in a row: normal, of rank one where they have two sides, and zero."""
+    """Flat arrays that hold tensors of `SHAPES` one after another: normal values, matrices of rank one, and zeros."""
     random, kind = np.random.default_rng(1), numpy_dtype(dtype)
     size = sum(map(math.prod, SHAPES))
     yield random.normal(size=size).astype(kind)
@@ -64,10 +68,10 @@ def tensors(dtype: str) -> Iterator[FlatArray]:
 
 
 def exact(array: FlatArray) -> FlatArray:
-    """The same numbers, flat, in float64."""
+    """The same numbers as a flat float64 array."""
     return array.reshape(-1).astype(np.float64)
 
 
 def same_bits(a: FlatArray, b: FlatArray) -> bool:
-    """Whether two arrays are of one dtype and hold the same bytes."""
+    """Whether two arrays have the same dtype and the same bytes."""
     return a.dtype == b.dtype and a.tobytes() == b.tobytes()

@@ -1,4 +1,4 @@
-"""What every strategy promises, checked in virtual time on a small problem in plain numpy."""
+"""Checks of every strategy, in virtual time on a small problem in plain numpy."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from flockstep.workloads.sampler import Sampler
 
 STEPS = 20
 OPTIMIZER = "sgd(lr=0.1, momentum=0.9)"
-"""What the checks train with: an optimiser with a state, which must survive a restart and fit the place it is in."""
+"""Optimizer of the checks. Its state must survive a restart and be kept by the right node."""
 RESTARTS = (0.0, 0.13, 0.27, 0.5, 0.71, 0.94)
-"""Where a run is stopped and begun anew, as shares of its time."""
+"""Times at which a run is stopped and restarted, as shares of its duration."""
 COMPUTE = "exponential(0.05)"
 NETWORK = "1gbit"
 E = TypeVar("E", bound=Event)
@@ -46,10 +46,10 @@ def check_strategy(
 ) -> None:
     """Run every check of this module that the strategy's traits call for, with each number of `workers`.
 
-    A number that the strategy refuses with `ConfigurationError` is left out, but it may not refuse all of them.
-    `steps` must be a number after which the strategy holds nothing back (local SGD: a multiple of its period).
-    `alone_is_plain=False` is for a strategy that documents that it differs from its optimiser without exchange where
-    there is one worker, as elastic averaging and lossy codecs do.
+    A number that the strategy refuses with `ConfigurationError` is skipped, but the strategy may not refuse all of
+    them. `steps` must be a number after which the strategy holds no update back (local SGD: a multiple of its period).
+    `alone_is_plain=False` is for a strategy that documents that with one worker it differs from its optimizer, as
+    elastic averaging and lossy codecs do.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -70,7 +70,7 @@ def check_strategy(
 
 
 def accepts(strategy: Strategy, workers: int) -> bool:
-    """Whether the strategy takes that many workers; anything but a `ConfigurationError` goes through."""
+    """Whether the strategy accepts that number of workers; only a `ConfigurationError` counts as a refusal."""
     try:
         strategy.check(workers)
     except ConfigurationError:
@@ -79,7 +79,7 @@ def accepts(strategy: Strategy, workers: int) -> bool:
 
 
 def check_traits(strategy: Strategy) -> None:
-    """The traits are possible: a class of completeness that exists, and only results that some node holds."""
+    """Check that the traits are consistent: an existing class of completeness, and results that some node holds."""
     traits = strategy.traits
     assert traits.completeness in (1, 2, 3, 4), f"{strategy} is of class {traits.completeness}; there are 1, 2, 3 and 4"
     assert traits.results, f"{strategy} names no policy for its result"
@@ -88,7 +88,7 @@ def check_traits(strategy: Strategy) -> None:
 
 
 def check_ends(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """Every program ends, each worker has taken exactly its steps, and the parameters are finite."""
+    """Check that every program ends, each worker has taken exactly its steps, and the parameters are finite."""
     run = run_or_fail(strategy, workers, steps)
     taken = Counter(event.rank for event in run.of(Step))
     fixed = strategy.traits.fixed_steps
@@ -99,7 +99,7 @@ def check_ends(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
 
 
 def check_repeatable(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """The same seed gives the same parameters on every node, and the same events at the same times, in every bit."""
+    """Check that two runs of one seed give the same parameters and the same events at the same times, bit for bit."""
     first, second = (run_or_fail(strategy, workers, steps) for _ in range(2))
     differ = _differences(first, second)
     assert not differ, f"{strategy} on {workers} workers: two runs of one seed differ on {differ}"
@@ -107,17 +107,18 @@ def check_repeatable(strategy: Strategy, workers: int, steps: int = STEPS) -> No
 
 
 def check_replicas_agree(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """All workers end with the same parameters, in every bit: what class 1 of completeness promises."""
+    """Check that all workers end with the same parameters, bit for bit, as completeness class 1 promises."""
     replicas = run_or_fail(strategy, workers, steps).replicas
     apart = [rank for rank in range(1, workers) if not equal_bits(replicas[0], replicas[rank])]
     assert not apart, f"{strategy} is declared synchronous, but workers {apart} of {workers} differ from worker 0"
 
 
 def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """No update takes effect twice; in the classes 1 to 3 each takes effect everywhere, and no message goes unread.
+    """Check that no update takes effect twice; in classes 1 to 3 each takes effect everywhere, and every message is
+    read.
 
-    An update takes effect on every server where servers record updates, otherwise on every other worker where workers
-    record them; what a strategy does not record is not checked.
+    Where servers record updates, an update takes effect on every server; otherwise, where workers record updates, on
+    every other worker. Updates that a strategy does not record are not checked.
     """
     if not strategy.traits.fixed_steps:
         return
@@ -134,11 +135,11 @@ def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> No
 
 
 def check_restart(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """Stopped in mid-run, with messages on their way, and begun anew from bytes, it ends as if nothing had happened.
+    """Check that a run stopped midway, with messages in transit, and restarted from bytes ends as if never stopped.
 
-    In every bit, and with the same events at the same times, wherever it is stopped. All nodes are stopped at once, in
-    the middle of a step too: a node begins anew where its program last could, and is given what has come since again.
-    A strategy whose traits say that it cannot is refused.
+    Parameters, events and times must be equal bit for bit. All nodes are stopped at once, also in the middle of a step:
+    a node restarts at its program's last restart point and receives the messages since then again. A strategy whose
+    traits exclude restarts must refuse them.
     """
     if not strategy.traits.restarts:
         with contextlib.suppress(CompositionError):
@@ -155,7 +156,7 @@ def check_restart(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
 
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
-    """With one worker the result equals that of the optimiser without any strategy, in every bit."""
+    """Check that with one worker the result equals that of the optimizer without any strategy, bit for bit."""
     bench = Bench(job=small_job(OPTIMIZER))
     params = bench.start()
     stepper = bench.stepper(params)
@@ -184,7 +185,9 @@ def bowl_job(
     start: float = 0.0,
     dtype: str = "float64",
 ) -> Job:
-    """A quadratic bowl around 1, with curvatures from 1 down to 0.1, batches of 4 out of 240 noisy samples."""
+    """A quadratic function with its minimum near 1 and curvatures from 1 down to 0.1; batches of 4 out of 240 noisy
+    samples.
+    """
 
     def data() -> Data:
         random = np.random.default_rng(7)
@@ -202,7 +205,7 @@ def bowl_job(
 
 
 class Bench:
-    """The start and the gradients that `run_strategy` gives its workers, for programs written without any strategy."""
+    """The initial parameters and gradients that `run_strategy` gives its workers, for programs without a strategy."""
 
     def __init__(
         self,
@@ -217,22 +220,22 @@ class Bench:
         self._samplers = [Sampler(part, job.batch, seed, rank) for rank, part in enumerate(self.parts)]
 
     def start(self) -> FlatArray:
-        """The parameters, (K,), that every replica starts from."""
+        """The initial parameters of every replica, (K,)."""
         return self.engine.initial()
 
     def gradient(self, rank: int, params: FlatArray) -> FlatArray:
-        """The mean gradient, (K,), of that worker's next batch at `params`."""
+        """Gradient (K,) of worker `rank`'s next batch at `params`, mean over the batch."""
         out = np.empty_like(params)
         self.engine.gradient(params, self._samplers[rank].next(), out, rank)
         return out
 
     def stepper(self, params: FlatArray) -> LocalOptimizer:
-        """The job's optimiser, with a state of its own."""
+        """The job's optimizer with a new state."""
         return LocalOptimizer(self.engine.optimizer, params, self.engine.schema.slices)
 
 
 class Sent(NamedTuple):
-    """A message as it was handed to the virtual network, at virtual second t."""
+    """A message sent to the virtual network at virtual second t."""
 
     t: float
     to: Address
@@ -240,25 +243,25 @@ class Sent(NamedTuple):
 
 
 class Watched(Simulation):
-    """A simulation that keeps everything that happened, messages sent and events, in one order."""
+    """A simulation that logs all events and sent messages in one order."""
 
     def __init__(self, engine: Engine, plan: Plan, compute: ComputeModel, network: Network, *rest: Any):
         super().__init__(engine, plan, compute, network, self.note, None, *rest)
         self.log: list[Sent | Event] = []
 
     def note(self, event: Event) -> None:
-        """Keep an event."""
+        """Log an event."""
         self.log.append(event)
 
     def send(self, to: Address, message: Message) -> None:
-        """Keep a message, and put it on the virtual network."""
+        """Log a message and send it to the virtual network."""
         self.log.append(Sent(self.now, to, message))
         super().send(to, message)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A finished run: the simulation as it stands at its end."""
+    """A finished run, with the final state of its simulation."""
 
     simulation: Watched
 
@@ -269,25 +272,25 @@ class Run:
 
     @property
     def result(self) -> FlatArray:
-        """The parameters, (K,), that the result policy chose."""
+        """The parameters (K,) that the result policy selected."""
         result = self.simulation.tracker.result
         assert result is not None, "the run was never evaluated"
         return result
 
     @property
     def evaluation(self) -> Evaluation:
-        """The result's loss and metric on the test set."""
+        """Loss and metric of the result on the test set."""
         evaluation = self.simulation.tracker.evaluation
         assert evaluation is not None, "the run was never evaluated"
         return evaluation
 
     def seconds_to(self, target: float) -> float:
-        """Virtual seconds until an evaluation's metric was at least that; infinite where it never was."""
+        """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if none did."""
         return next((event.t for event in self.of(Snapshot) if event.metric >= target), math.inf)
 
     @property
     def nodes(self) -> dict[Address, Node]:
-        """Every node, workers first."""
+        """Every node by its address, workers first."""
         return {address: runner.node for address, runner in self.simulation.runners.items()}
 
     @property
@@ -302,31 +305,31 @@ class Run:
 
     @property
     def server(self) -> FlatArray:
-        """The final parameters of the servers together, (K,)."""
+        """The final parameters of the servers, joined to (K,)."""
         return np.concatenate([params for address, params in self.params.items() if address < 0])
 
     @property
     def seconds(self) -> float:
-        """Virtual seconds from start to end."""
+        """Duration of the run in virtual seconds."""
         return max(event.t for event in self.of(Totals))
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of one kind, in order."""
+        """The events of one class, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def totals(self) -> dict[Address, Totals]:
-        """The books of every node, workers first, by rank."""
+        """The totals of every node by its address, workers first."""
         totals = {event.node: event for event in self.of(Totals)}
         return {address: totals[address] for address in self.nodes}
 
     def sent(self, tag: str, source: Address | None = None) -> list[Sent]:
-        """The messages with that tag from that node (None: any), in the order in which they were sent."""
+        """The messages with tag `tag` from node `source` (None: any node), in the order of sending."""
         sent = [entry for entry in self.simulation.log if isinstance(entry, Sent)]
         return [s for s in sent if s.message.tag == tag and source in (None, s.message.source)]
 
     def deliveries(self) -> Counter[tuple[Address, int]]:
-        """(node, rank) → updates of that worker that took effect there; empty where nothing is recorded."""
+        """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if none is recorded."""
         updates, workers = self.of(Update), range(self.simulation.plan.cluster.workers)
         at_servers = any(update.node < 0 for update in updates)
         nodes = [node for node in self.nodes if (node < 0) == at_servers]
@@ -360,16 +363,16 @@ def run_strategy(
     """Run a strategy in virtual time, by default on `small_job`.
 
     Args:
-        replicas: (n, K), where each worker starts instead; a state made from the common start is left as it is.
-        resume: what `Simulation.save` gave, to go on from there up to `steps`.
-        simulation: a subclass that looks at messages, or tampers with them.
-        faults: what goes wrong, for example "dies(1, 0.5)".
-        restarts: when all nodes are stopped and begin anew from bytes, in virtual seconds.
-        schedule: how learning rate and batch change over these steps.
-        engine: what computes the job's gradients, given job and seed.
+        replicas: (n, K), initial parameters of each worker; state derived from the common initial parameters is kept.
+        resume: state from `Simulation.save`, from which the run continues up to `steps`.
+        simulation: a subclass that inspects or changes messages.
+        faults: injected faults, for example "dies(1, 0.5)".
+        restarts: virtual seconds at which all nodes are stopped and restarted from bytes.
+        schedule: schedule of learning rate and batch size over these steps.
+        engine: function that creates the engine for the job's gradients from job and seed.
 
     Raises:
-        FlockstepError: the run failed, for example because its programs wait for each other for ever.
+        FlockstepError: the run failed, for example by a deadlock.
     """
     strategy = Strategy.parse(strategy)
     strategy.check(workers)
@@ -390,7 +393,7 @@ def run_strategy(
 
 
 def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: Sequence[float] = ()) -> Run:
-    """The run; one that ends in an error of flockstep's, a deadlock above all, is an `AssertionError`."""
+    """Run a strategy on the small job; an error of flockstep, such as a deadlock, becomes an `AssertionError`."""
     try:
         return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts)
     except FlockstepError as error:
@@ -398,16 +401,16 @@ def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: 
 
 
 def equal_bits(*arrays: FlatArray) -> bool:
-    """Whether all arrays are equal in dtype, shape and every bit."""
+    """Whether all arrays have equal dtype, shape and bits."""
     return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1
 
 
 def _differences(first: Run, second: Run) -> str:
-    """The nodes on which two runs ended differently, for a message."""
+    """Names of the nodes on which two runs ended with different parameters, for a message."""
     pairs = [(a, first.params[a], second.params[a]) for a in first.params]
     return ", ".join(node_name(address) for address, one, other in pairs if not equal_bits(one, other))
 
 
 def _unread(node: Node) -> list[str]:
-    """The tags of the messages that a program left unread, except for farewells; empties the mailbox."""
+    """Tags of the messages that a program left unread, except farewells; empties the mailbox."""
     return [message.tag for message in node.mailbox.take_all(Wanted()) if message.tag != BYE]

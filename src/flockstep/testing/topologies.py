@@ -1,4 +1,4 @@
-"""What every topology promises, checked on several numbers of workers."""
+"""Checks of every topology, for several numbers of workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TOLERANCE = 1e-9
 def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stochastic: bool = True) -> None:
     """Run every check of this module for each number of workers in `sizes`.
 
-    A size that the topology refuses with `ConfigurationError` is left out, but it may not refuse all above 2.
+    A size that the topology refuses with `ConfigurationError` is skipped, but it may not refuse all sizes above 2.
     `doubly_stochastic=False` is for a topology that documents other weights, of which rows or columns sum to one;
-    D-PSGD then refuses it.
+    D-PSGD then refuses the topology.
 
     Raises:
         AssertionError: a promise is broken; the message names it.
@@ -42,7 +42,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
 
 
 def exists(topology: Topology, n: int) -> bool:
-    """Whether the topology takes n workers; anything but a `ConfigurationError` goes through."""
+    """Whether the topology accepts n workers; only a `ConfigurationError` counts as a refusal."""
     refusal = None
     try:
         topology.graph(n)
@@ -53,7 +53,7 @@ def exists(topology: Topology, n: int) -> bool:
 
 
 def check_refuses_nobody(topology: Topology) -> None:
-    """No workers, or fewer, is a `ConfigurationError`, for the graph and for its weights."""
+    """Check that zero or fewer workers raise `ConfigurationError`, for the graph and for the weights."""
     for n in (0, -1):
         for method in (topology.graph, topology.weights):
             try:
@@ -66,7 +66,7 @@ def check_refuses_nobody(topology: Topology) -> None:
 
 
 def check_graph(topology: Topology, n: int) -> None:
-    """Nodes 0..n-1, connected (along the directions of edges), without loops."""
+    """Check that the graph has nodes 0..n-1, is connected along the directions of its edges, and has no loops."""
     graph = topology.graph(n)
     assert set(graph.nodes) == set(range(n)), f"the nodes of {topology} for n={n} are {sorted(graph.nodes)}"
     connected = nx.is_strongly_connected(graph) if graph.is_directed() else nx.is_connected(graph)
@@ -75,7 +75,7 @@ def check_graph(topology: Topology, n: int) -> None:
 
 
 def check_neighbours(topology: Topology, n: int) -> None:
-    """Neighbours are those of the graph in either direction, ascending; if i exchanges with j, then j with i."""
+    """Check that neighbors are those of the graph in either direction, ascending, and that exchange is mutual."""
     graph = topology.graph(n)
     heard = [topology.neighbours(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
@@ -85,9 +85,10 @@ def check_neighbours(topology: Topology, n: int) -> None:
 
 
 def check_weights(topology: Topology, n: int, both: bool = True) -> None:
-    """Each W is n × n, float64, not negative, zero off the edges; rows (or, unless `both`, columns) sum to one.
+    """Check that each W is n × n, float64, nonnegative and zero off the edges, and that rows (or columns) sum to one.
 
-    The weights of a topology that changes are the mean over its period.
+    Columns instead of rows are allowed unless `both`. The weights of a topology that changes are the mean over its
+    period.
     """
     graph, schedule = topology.graph(n), topology.schedule(n)
     for weights in schedule:
@@ -105,7 +106,9 @@ def check_weights(topology: Topology, n: int, both: bool = True) -> None:
 
 
 def check_doubly_stochastic(topology: Topology, n: int) -> None:
-    """Each W is symmetric where edges go both ways; its columns sum to one: mixing keeps the mean of the replicas."""
+    """Check that each W is symmetric if edges are undirected, and that columns sum to one, so that mixing keeps the
+    mean.
+    """
     one_way = facts(topology, n).directed
     for weights in topology.schedule(n):
         symmetric = np.abs(weights - weights.T).max() <= TOLERANCE
@@ -115,13 +118,13 @@ def check_doubly_stochastic(topology: Topology, n: int) -> None:
 
 
 def check_contracts(topology: Topology, n: int) -> None:
-    """Mixing again and again brings the replicas together: the spectral gap of a period is above zero."""
+    """Check that repeated mixing makes the replicas agree: the spectral gap of one period is positive."""
     gap = spectral_gap(reduce(lambda product, weights: weights @ product, topology.schedule(n)))
     assert gap > TOLERANCE, f"{topology} for n={n} never brings its replicas together: spectral gap {gap}"
 
 
 def check_repeatable(topology: Topology, n: int) -> None:
-    """Asked twice it answers the same, and what a caller does to one answer does not show in the next."""
+    """Check that repeated calls return equal results, unaffected by a caller's changes to an earlier result."""
     first, edges = topology.weights(n), list(topology.graph(n).edges)
     kept = first.copy()
     if first.flags.writeable:
