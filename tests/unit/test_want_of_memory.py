@@ -36,7 +36,7 @@ def how(code: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_sigkill_and_a_risen_counter_are_said_to_be_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     said = how(-signal.SIGKILL, [3, 4], monkeypatch)
-    assert said.startswith("worker 0 was killed by SIGKILL, probably by the kernel for want of memory")
+    assert said.startswith("worker 0 was killed by SIGKILL, probably by the kernel for lack of memory")
 
 
 @pytest.mark.parametrize(("code", "after"), [(-signal.SIGKILL, 3), (-signal.SIGSEGV, 4), (1, 4)])

@@ -20,14 +20,12 @@ RATES = (
     "Bytes of the array over the median time of one call, against the array's size. Bars go from the first to the "
     "third quartile."
 )
-OF_COPIES = (
-    "Elements a second over those that a plain copy of the array gets through in the same round; more is faster."
-)
-STEPS = "Gradients of all replicas together in a second of real time, of a run in virtual time; more is faster."
+OF_COPIES = "Elements per second, relative to a plain copy of the array in the same round; more is faster."
+STEPS = "Gradients of all replicas per second of real time, in virtual time; more is faster."
 
 PREDICTED = (
-    "A point for each strategy and bandwidth. On the thin line both are equal; between the dotted ones the prediction "
-    "is less than a fifth of the measured time away."
+    "One point for each strategy and bandwidth. On the solid line both are equal; between the dotted lines the "
+    "prediction differs by less than a fifth of the measured time."
 )
 
 _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
@@ -185,7 +183,7 @@ def page(title: str, caption: str, drawing: Drawing, headings: Sequence[str], ro
     return Page(
         brand="flockstep bench",
         title=title,
-        footer="Measured on this machine; all that stand side by side took turns in one run.",
+        footer="Measured on this machine; all implementations took turns in one run.",
         drawings=(report.Drawing("picture", title, caption, drawing),),
         listings=(report.Listing("In figures", "", headings, rows),),
     )

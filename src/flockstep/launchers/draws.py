@@ -49,7 +49,7 @@ class Draws:
             self.told_of_rates = True
             on_stderr(
                 f"workers step with different learning rates at step {step}, {used[0][1]:g} on worker {used[0][0]} and "
-                f"{other[1]:g} on worker {other[0]}, so that their parameters part; load the state of a scheduler on "
+                f"{other[1]:g} on worker {other[0]}, so their parameters diverge; load the state of a scheduler on "
                 "every rank, before or after distribute"
             )
 

@@ -96,7 +96,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
         notes += outcome.warnings
         if evaluation.skipped:
             notes.append(
-                f"{len(evaluation.skipped)} evaluations were skipped, since models were handed in faster than they "
+                f"{len(evaluation.skipped)} evaluations were skipped, because snapshots arrived faster than they "
                 "could be evaluated; raise evaluate_every for fewer of them"
             )
         if error is not None:

@@ -41,4 +41,4 @@ class WantOfMemory:
         """Addition to the message about that exit code; empty unless it was SIGKILL and the counter has risen."""
         if code != -signal.SIGKILL or self._count() <= self._before:
             return ""
-        return ", probably by the kernel for want of memory; take fewer workers, or a smaller model or batch"
+        return ", probably by the kernel for lack of memory; take fewer workers, or a smaller model or batch"

@@ -81,15 +81,15 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
         second = hits[1]
         if second.before < hits[0].time:
             text += (
-                f" {second.label} followed after {_clock(second)}; the evaluations are too far apart to tell the two "
-                "for certain."
+                f" {second.label} followed after {_clock(second)}; the evaluations are too far apart to tell which "
+                "was first."
             )
         else:
             ratio = words.times(_ratio(second.time, hits[0].time))
             text += f" {second.label} followed after {_clock(second)} ({ratio} the time)."
     if missed:
         who = _and([f"{one.label} (best {words.metric(one.record.summary.best_metric)})" for one in missed])
-        text += f" Never reached by {who}."
+        text += f" {who} never reached it."
     return [text]
 
 
@@ -100,7 +100,7 @@ def _why(fast: _Hit, slow: _Hit) -> str:
     samples = _ratio(fast.samples, slow.samples)
     speed = _ratio(fast.samples * slow.time, fast.time * slow.samples)
     took = words.share(_ratio(fast.time, slow.time))
-    head = f"The slowest that got there, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
+    head = f"The slowest run that reached it, {slow.label}, took {_clock(slow)}; {fast.label} took {took} of that: "
     pace = f"it went through {words.times(speed)} as many samples a second"
     if samples > 1.03:
         return f"{head}it needed {words.times(samples)} the samples, but {pace}."
@@ -141,7 +141,7 @@ def _quality(series: Sequence[Series]) -> list[str]:
     if late:
         mean, one = max(late, key=lambda pair: pair[0])
         found.append(
-            f"Updates were latest in {one.label}: {words.number(mean, 2)} versions on average, at most "
+            f"Updates were stalest in {one.label}: {words.number(mean, 2)} versions on average, at most "
             f"{one.record.summary.staleness_max}."
         )
     apart = [(s.divergence, one) for one in series if (s := one.record.summary).divergence]

@@ -38,8 +38,8 @@ _PROGRESS = (
     "Click a name to hide or show a run in all six plots; drag to zoom, double-click to reset."
 )
 _PER_STEP = (
-    "Accounted time of all workers divided by their steps. Communicating is time in transfers the worker stood still "
-    "for; waiting is for others."
+    "Accounted time of all workers divided by their steps. Communicating: the worker stood still for a transfer. "
+    "Waiting: the worker waited for other nodes."
 )
 _PER_WORKER = "One bar per worker. Unequal bars within a panel are stragglers, or workers that wait for them."
 _STALENESS = (
@@ -167,7 +167,7 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
     if late:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness on the record of: {', '.join(without)}." if without else ""
-        drawn.append(Drawing("staleness", "How late updates were", _STALENESS + note, late))
+        drawn.append(Drawing("staleness", "Staleness of updates", _STALENESS + note, late))
     first = activity.timeline(series)
     if first:
         drawn.append(Drawing("timeline", "Timeline of the first steps", _TIMELINE, first))

@@ -32,19 +32,20 @@ HEADINGS = (
 PANELS = {"parameters": (0.73, 1.0), "parallelism W/D": (0.41, 0.68), "bytes sent per worker": (0.0, 0.3)}
 """Title of each plot of the figure → vertical range of the plot, as shares of the plotting area."""
 CAPTION = (
-    "From the input on the left to the output on the right; of many layers, every second or third is named. "
+    "Layers from the input (left) to the output (right); of many, every second or third is named. "
     "Multiply-adds are those of the forward pass of one sample. "
-    "Work counts floating-point operations forward and backward, depth the longest chain of them that wait for one "
-    "another. Bytes are what one worker sends in a step: to average the gradient (2 (P-1)/P of it), or to gather and "
-    "hand back the activations of a layer that is split, in the cheaper of its two directions."
+    "Work W is the number of floating-point operations, forward and backward; depth D is the longest chain of "
+    "dependent operations. Bytes are sent by one worker in a step: to average the gradient (2 (P-1)/P of it), or to gather and "
+    "return the activations of a layer that is split, in the cheaper of its two directions."
 )
 
 
 EXPLAINED = (
-    "mult.-add: multiply-adds forward, of one sample; work W and depth D: operations, in all and one after the other; "
-    "W/D: how many can go on at once in the mean; activ.: activations of the batch; data par. and split: bytes that a "
-    "worker sends in a step if data, or this layer, are shared; cheaper: which of them is less (coloured where it is "
-    "split), and in the last row the bytes when every layer goes its cheaper way."
+    "mult.-add: multiply-adds of the forward pass for one sample; work W and depth D: all operations, and the longest "
+    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activ.: activations "
+    "of the batch; data par. and split: bytes that a worker sends in a step if the data, or this layer, are divided "
+    "over the workers; cheaper: which of the two is less (colored if it is split), and in the last row the bytes if "
+    "every layer uses its cheaper way."
 )
 
 
@@ -143,7 +144,7 @@ def sentences(model: ModelShape, batch: int, workers: int) -> list[str]:
         said.append(_advice(model, batch, workers))
     if model.unknown:
         names = [f"{layer.name} ({layer.kind})" for layer in model.layers if layer.name in model.unknown]
-        said.append(f"Nobody could count the work of {_listed(names)}; it is taken as 0.")
+        said.append(f"The work of {_listed(names)}; could not be counted and is taken as 0.")
     return said
 
 
@@ -151,7 +152,7 @@ def _advice(model: ModelShape, batch: int, workers: int) -> str:
     sent, split = model.data_bytes(workers), model.split_layers(batch, workers)
     start = f"Data parallelism on {workers} workers sends {words.size(sent)} per worker and step"
     if not split:
-        return f"{start}; at {batch} samples per worker no layer would move less if it were split."
+        return f"{start}; at {batch} samples per worker no layer would send fewer bytes if it were split."
     least = model.cheapest_bytes(batch, workers)
     named = {layer.name: model.break_even_batch(layer, workers) for layer in model.layers if layer.name in split}
     largest = max(named, key=lambda name: named[name])

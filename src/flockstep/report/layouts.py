@@ -24,9 +24,9 @@ MOST = 4
 """Largest number of models in one figure."""
 PANEL_PX, GAP_PX, TOP_PX = 330, 120, 120
 CAPTION = (
-    "The least time that one step spends on exchanging and updating the parameters: transmitting, adding gradients "
-    "(10 GiB/s) and updating (2 GiB/s), one after the other, without latency; what a step computes comes on top. "
-    "Above: over the number of workers. Below: over the speed of everyone's link."
+    "Lower bound of the time in which one step exchanges and updates the parameters: transmitting, adding gradients "
+    "(10 GiB/s) and updating (2 GiB/s), one after the other, without latency. Computing is not included. "
+    "Above: over the number of workers. Below: over the speed of every worker's link."
 )
 
 

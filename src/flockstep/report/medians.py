@@ -104,8 +104,8 @@ def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
     said = []
     if len(groups) > len(chosen):
         said.append(
-            "the learning rates marked * were chosen on these very runs and figures, which flatters them: run the "
-            "chosen ones with another --seed before you quote them"
+            "the learning rates marked * were chosen on these same runs, so their figures are too good: run the "
+            "chosen ones with another --seed before quoting them"
         )
     for group in chosen:
         rates = sorted(

@@ -28,33 +28,45 @@ CELLS: dict[str, Callable[[Strategy], str | dict[str, str]]] = {
 """Fields of a row that are observed in runs → functions that observe them."""
 
 WORDS = {
-    failures.EVERY_STEP: "All workers compute each gradient on the same parameters, in every bit.",
-    "every k steps": "Every k-th gradient is computed on the same parameters by all, in every bit.",
-    failures.DRAINED: "They differ on the way, and agree up to rounding once every update has arrived.",
-    failures.COPIES: "Each is a copy of the servers' parameters, taken at another time.",
-    failures.DRAWN: "Exchanges draw replicas together, gradients apart; with lr = 0 they approach each other.",
-    failures.NEVER: "They stay apart, with lr = 0 too: where anything draws them together, it acts through lr.",
-    failures.ENDS: "The run ends with a sentence that names the node that died, or whose message is missing.",
-    failures.GOES_ON: "The others take all their steps and wait for nobody; they end with other parameters.",
-    failures.WAITS: "The others wait for the dead worker until they hear of its death; then they take all their steps.",
-    failures.EXACT: "The others take all their steps and end with the same parameters, up to rounding.",
-    failures.STALLS: "No worker takes all its steps: everyone waits for a message that nobody will send.",
-    failures.GROUP_STALLS: "As many as wait for each other stall; the others take all their steps.",
-    failures.ONE_STALLS: "One worker waits for ever; the others take all their steps.",
-    failures.LATE_STALL: "All take all their steps; in the end somebody waits for ever.",
-    failures.LATE_END: "All take all their steps; in the end a worker waits for one that has left, which ends the run.",
-    failures.NO_EFFECT: "Every node ends with the same parameters, in every bit.",
-    failures.UPDATE_LOST: "Everyone takes all steps; by the record, one update takes effect on one node fewer.",
-    failures.UPDATES_LOST: "The same for the several updates that had been added up in the message.",
-    failures.CONTENT_LOST: "Everyone takes all steps; no recorded update is missing, but parameters differ.",
+    failures.EVERY_STEP: "All workers compute each gradient on parameters that are equal bit for bit.",
+    "every k steps": "All workers compute every k-th gradient on parameters that are equal bit for bit.",
+    failures.DRAINED: "Replicas differ during training, and agree up to rounding when every update has arrived.",
+    failures.COPIES: "Each replica is a copy of the servers' parameters at a different time.",
+    failures.DRAWN: (
+        "Exchanges move replicas together, gradients move them apart; with lr = 0 they approach each other."
+    ),
+    failures.NEVER: (
+        "Replicas stay apart, also with lr = 0: exchanges act through the learning rate only, or not at all."
+    ),
+    failures.ENDS: "The run ends with an error that names the node that died, or whose message is missing.",
+    failures.GOES_ON: "The other workers take all their steps without waiting; they end with different parameters.",
+    failures.WAITS: (
+        "The other workers wait for the dead worker until they are notified; then they take all their steps."
+    ),
+    failures.EXACT: "The other workers take all their steps and end with the same parameters, up to rounding.",
+    failures.STALLS: "No worker takes all its steps: all wait for a message that is never sent.",
+    failures.GROUP_STALLS: "The workers of one group wait for each other and stall; the others take all their steps.",
+    failures.ONE_STALLS: "One worker waits forever; the others take all their steps.",
+    failures.LATE_STALL: "All workers take all their steps; at the end one of them waits forever.",
+    failures.LATE_END: (
+        "All workers take all their steps; at the end one waits for a worker that has left, which ends the run."
+    ),
+    failures.NO_EFFECT: "Every node ends with the same parameters, bit for bit.",
+    failures.UPDATE_LOST: "All workers take all steps; by the record, one update takes effect on one node fewer.",
+    failures.UPDATES_LOST: (
+        "All workers take all steps; the updates that were added up in the message take effect on one node fewer."
+    ),
+    failures.CONTENT_LOST: "All workers take all steps; no recorded update is missing, but parameters differ.",
     failures.NO_MESSAGES: "No message carries an array.",
-    failures.FREE: "All but one may be slow: the rest keep their pace.",
+    failures.FREE: "All workers but one may be slow: the others keep their pace.",
     "hidden up to b of n": "With b slow workers the others keep their pace, with b + 1 they do not.",
-    failures.EVERYONE: "After two steps at most, every worker is as slow as the slow one.",
-    "free for k steps, then everyone s×": "The others take k steps at their own pace, then go at the slow one's.",
-    failures.SPREADS: "Some go at the slow worker's pace at once, those further away later.",
-    failures.GROUP: "Some go at the slow worker's pace, the rest at their own.",
-    failures.PARTLY: "The others slow down, but are faster than the slow one.",
+    failures.EVERYONE: "After at most two steps, every worker is as slow as the slow one.",
+    "free for k steps, then everyone s×": (
+        "The other workers take k steps at their own pace, then slow down to that of the slow worker."
+    ),
+    failures.SPREADS: "Some workers slow down to the slow worker's pace at once, others, further away, later.",
+    failures.GROUP: "Some workers slow down to the slow worker's pace, the others keep their own.",
+    failures.PARTLY: "The other workers slow down, but are faster than the slow one.",
 }
 """Word of the matrix → observation that it stands for. "…, up to b of n" is added if b workers may die, but
 not b + 1.
