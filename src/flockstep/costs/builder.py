@@ -1,4 +1,4 @@
-"""Short descriptions of networks: functions that add layers and hand on where the data stand."""
+"""A builder for network shapes: methods that add layers and return the shape of the layer's output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class At:
-    """Where the data stand: `channels` maps of `size` × `size` per sample, made by the layers `after`."""
+    """Shape of an output: `channels` maps of `size` × `size` per sample, computed by the layers `after`."""
 
     channels: int
     size: int
@@ -21,18 +21,18 @@ class At:
 
     @property
     def elements(self) -> int:
-        """Elements per sample."""
+        """Number of elements per sample."""
         return self.channels * self.size**2
 
 
 @dataclass
 class Net:
-    """Layers, in the order they are added; each is wired to what it reads."""
+    """Layers in the order of their addition, each with the names of the layers that it reads."""
 
     layers: list[Layer] = field(default_factory=list)
 
     def add(self, layer: Layer, after: tuple[str, ...], channels: int, size: int = 1) -> At:
-        """Append `layer`; with nothing before it its inputs are data, which need no gradient."""
+        """Append `layer`; if it reads no layer, its inputs are data, which need no gradient."""
         wired = dataclasses.replace(layer, after=after)
         self.layers.append(wired if after else dataclasses.replace(wired, by_input=NOTHING))
         return At(channels, size, (layer.name,))
@@ -48,7 +48,7 @@ class Net:
         groups: int = 1,
         bias: bool = True,
     ) -> At:
-        """A square convolution."""
+        """Append a square convolution."""
         size = _outputs(x.size, kernel, stride, pad)
         shapes = ((kernel, kernel), (x.size, x.size), (size, size))
         return self.add(
@@ -56,35 +56,35 @@ class Net:
         )
 
     def pool(self, x: At, name: str, kernel: int, stride: int, pad: int = 0, ceil: bool = False) -> At:
-        """A square maximum or mean; `ceil` rounds the size of the output up."""
+        """Append a square maximum or mean pooling; `ceil` rounds the size of the output up."""
         size = _outputs(x.size, kernel, stride, pad, ceil)
         layer = formulas.pooling(name, x.elements, x.channels * size**2, (kernel, kernel))
         return self.add(layer, x.after, x.channels, size)
 
     def relu(self, x: At, name: str) -> At:
-        """An activation."""
+        """Append an activation."""
         return self.add(formulas.activation(name, x.elements), x.after, x.channels, x.size)
 
     def batch_norm(self, x: At, name: str) -> At:
-        """Batch normalisation, with scale and shift."""
+        """Append a batch normalization with scale and shift."""
         return self.add(formulas.batch_norm(name, x.channels, x.size**2), x.after, x.channels, x.size)
 
     def linear(self, x: At, name: str, width: int) -> At:
-        """A fully connected layer over everything, with biases."""
+        """Append a fully connected layer with biases over all elements."""
         return self.add(formulas.linear(name, x.elements, width), x.after, width)
 
     def total(self, xs: Sequence[At], name: str) -> At:
-        """The sum of branches."""
+        """Append the sum of branches."""
         after = tuple(one for x in xs for one in x.after)
         return self.add(formulas.total(name, xs[0].elements, len(xs)), after, xs[0].channels, xs[0].size)
 
     def shape(self, name: str, note: str) -> ModelShape:
-        """What was built."""
+        """The shape of the network built so far."""
         return ModelShape(name, tuple(self.layers), note=note)
 
 
 def beside(xs: Sequence[At]) -> At:
-    """The channels of branches one after the other."""
+    """Concatenate the channels of branches."""
     return At(sum(x.channels for x in xs), xs[0].size, tuple(one for x in xs for one in x.after))
 
 

@@ -1,7 +1,7 @@
-"""The machines that a job may run on: how many, how fast, how they are joined, and how often they fail.
+"""The machines of a cluster: their number, speed, links and failures.
 
-A description is read from a TOML file (`flockstep.costs.cluster_reading`), one that you wrote, one that
-`flockstep calibrate` measured, or one of those built in. Quantities here have plain units: bytes, seconds, per second.
+A description is read from a TOML file (`flockstep.costs.cluster_reading`): a custom file, a file measured by `flockstep
+calibrate`, or a built-in file. Quantities have plain units: bytes, seconds, per second.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from flockstep.simulation.tiers import Tiers
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """A cluster: groups of machines in order of rank, and the links that join every two workers.
+    """A cluster: groups of machines in order of rank, and the links between the workers.
 
-    Groups that one `inside` link names are a tier; every two tiers are joined by a link of their own.
+    Groups that one `inside` link names form a tier; every two tiers are connected by a separate link.
     """
 
     name: str
@@ -34,15 +34,15 @@ class ClusterShape:
     law: ComputeModel = field(default_factory=lambda: Constant(0.01))
     """Seconds that a gradient takes on a machine of speed 1."""
     operations: float | None = None
-    """Floating-point operations per second of one worker on such a machine; None: not known."""
+    """Floating-point operations per second of one worker on a machine of speed 1; None if unknown."""
     overhead: float = 0.0
-    """Seconds that a gradient takes besides its operations, however small the model."""
+    """Seconds that a gradient takes in addition to its operations, for any size of the model."""
     about: str = ""
     job: str | None = None
-    """The job whose gradients `law` is of; None: of none in particular."""
+    """The job whose gradients `law` describes; None if it describes no job in particular."""
     rates: Rates = field(default_factory=Rates)
     message: float = 0.0
-    """Seconds that a worker spends on a message that it sends, and on one that it receives, whatever its size."""
+    """Seconds that a worker spends on each message that it sends or receives, whatever the message's size."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -72,12 +72,12 @@ class ClusterShape:
 
     @property
     def workers(self) -> int:
-        """Workers on all machines."""
+        """Number of workers on all machines."""
         return sum(group.size for group in self.groups)
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return sum(group.count for group in self.groups)
 
     @property
@@ -95,20 +95,20 @@ class ClusterShape:
 
     @property
     def failures(self) -> float:
-        """Failures per second, of all machines together."""
+        """Failures per second of all machines together."""
         return sum(group.failures * group.count for group in self.groups)
 
     @property
     def memory(self) -> float | None:
-        """Bytes that the worker with the least has to itself; None: not known."""
+        """Smallest memory per worker in bytes; None if unknown."""
         known = [group.memory / group.workers for group in self.groups if group.memory is not None]
         return min(known, default=None)
 
     def placed(self, workers: int | None = None) -> tuple[tuple[Group, int], ...]:
-        """The machines in order of rank, each with the number of its workers; on another number, in proportion.
+        """The machines in order of rank with the number of workers on each; another total is divided in proportion.
 
         Raises:
-            ConfigurationError: less than one worker.
+            ConfigurationError: `workers` is below 1.
         """
         if workers is not None and workers < 1:
             raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for plain training")
@@ -118,7 +118,9 @@ class ClusterShape:
         )
 
     def _in(self, group: Group, size: int) -> list[tuple[Group, int]]:
-        """`size` workers on machines of a group; on its only one, where nothing joins it to others like it."""
+        """Place `size` workers on the machines of a group, or all on its only machine if no link connects it to similar
+        ones.
+        """
         room = group.workers
         if size > room and group.count == 1 and self._of("inside", group.name) is None:
             if self._of("node", group.name) is None:
@@ -130,18 +132,18 @@ class ClusterShape:
         return [(group, min(room, size - first)) for first in range(0, size, room)]
 
     def groups_by_rank(self, workers: int | None = None) -> tuple[Group, ...]:
-        """The group of every worker."""
+        """The group of every worker, in order of rank."""
         return tuple(group for group, size in self.placed(workers) for _ in range(size))
 
     def factors(self, workers: int | None = None) -> tuple[float, ...]:
-        """For every worker, how many times as long as `law` says its gradients take on an unshared core."""
+        """Factor on the durations of `law` for every worker, on a core of its own."""
         return tuple(1 / group.speed for group in self.groups_by_rank(workers))
 
     def seconds_for(self, work: float) -> float:
-        """Mean seconds of a gradient of that many floating-point operations, on a machine of speed 1.
+        """Mean seconds of a gradient of `work` floating-point operations on a machine of speed 1.
 
         Raises:
-            ConfigurationError: nobody said how many operations a worker gets through.
+            ConfigurationError: the description has no operations per second.
         """
         if self.operations is None:
             raise ConfigurationError(
@@ -151,9 +153,11 @@ class ClusterShape:
         return self.overhead + work / self.operations
 
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
-        """How long gradients take, for virtual time. `seconds`: their mean at speed 1, if not that of `law`.
+        """The compute model of the workers, for virtual time; `seconds`: mean of a gradient at speed 1, if not that of
+        `law`.
 
-        Where only some machines have fewer cores than workers, those workers count as slower in proportion instead.
+        If only some machines have fewer cores than workers, those workers are slowed in proportion instead of sharing
+        cores.
         """
         machines = self.placed(workers)
         scale = 1.0 if seconds is None else _scale(self.law, seconds)
@@ -170,9 +174,10 @@ class ClusterShape:
         return SharedCores(law, sum(_cores(*machine) for machine in machines), turns=True) if all(crowded) else law
 
     def network(self, workers: int | None = None) -> Network:
-        """What joins the workers, for virtual time, in the simplest form that says it.
+        """The network between the workers, for virtual time, in its simplest form.
 
-        Servers have a card of their own: in a tier where machines have one worker each, else on a machine with workers.
+        Servers have cards of their own: on separate machines in a tier of one worker per machine, otherwise on the
+        workers' machines.
         """
         machines = self.placed(workers)
         tiers = self.tiers
@@ -196,7 +201,7 @@ class ClusterShape:
     def _tiers(
         self, sizes: list[int], places: list[int], inside: list[Wire | None], among: list[Wire | None]
     ) -> Network:
-        """The general form."""
+        """The network in its general form."""
         used = sorted(set(places))
         tiers = self.tiers
         between = {pair: self._joining(tiers[pair[0]], tiers[pair[1]]) for pair in combinations(used, 2)}
@@ -210,10 +215,10 @@ class ClusterShape:
         )
 
     def wire_between(self, one: int, other: int, workers: int | None = None) -> Wire:
-        """The slowest link that messages between two workers pass, with the latency of their whole way.
+        """The slowest link that messages between two workers pass, with the latency of the whole path.
 
         Raises:
-            ConfigurationError: it is the same worker.
+            ConfigurationError: both numbers name the same worker.
         """
         if one == other:
             raise ConfigurationError(f"worker {one} sends itself nothing over a link; name two workers")
@@ -237,7 +242,7 @@ class ClusterShape:
 
     @functools.cached_property
     def slowest(self) -> Wire:
-        """The slowest link that a message between any two workers may have to pass; see `wire_between`.
+        """The slowest link between any two workers; see `wire_between`.
 
         Raises:
             ConfigurationError: there is only one worker.
@@ -250,11 +255,11 @@ class ClusterShape:
 
     @property
     def link(self) -> costs.Link:
-        """That of `slowest` for the closed forms."""
+        """The link `slowest` for the closed forms."""
         return self.slowest.cost
 
     def _representatives(self) -> Iterator[int]:
-        """Workers among whom every kind of pair occurs: two of a group's first machine, one of its second."""
+        """Workers among whom every kind of pair occurs: two of a group's first machine, and one of its second."""
         first = 0
         for group in self.groups:
             wanted = {0, min(1, group.workers - 1), group.workers if group.count > 1 else 0}
@@ -278,7 +283,7 @@ class ClusterShape:
 
 
 def _check_names(cluster: ClusterShape) -> None:
-    """Every group has a name of its own, and links name groups that are there, each kind once."""
+    """Check that groups have different names, and that links name existing groups, each kind of link once."""
     names = [group.name for group in cluster.groups]
     if len(set(names)) != len(names):
         raise WrongValue(f"groups of nodes must have different names, got {listed(names)}", "nodes")
@@ -317,7 +322,7 @@ def _check_names(cluster: ClusterShape) -> None:
 
 
 def _check_joined(cluster: ClusterShape) -> None:
-    """Every two workers can reach each other."""
+    """Check that every two workers are connected."""
     for group in cluster.groups:
         for reach, many, what in (("node", group.workers, "workers on a machine"), ("inside", group.count, "machines")):
             if many > 1 and cluster._of(reach, group.name) is None:  # type: ignore[arg-type]
@@ -332,24 +337,24 @@ def _check_joined(cluster: ClusterShape) -> None:
 
 
 def _or_that_beside(wire: Wire | None, tier: int, between: Mapping[tuple[int, int], Wire]) -> Link:
-    """The link of a tier; for a single machine without one, something that never holds up what passes."""
+    """The link of a tier; for a single machine without a link, one that never limits a message."""
     if wire is not None:
         return wire.network
     return Link(max(one.bandwidth for pair, one in between.items() if tier in pair))
 
 
 def _shortened(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """One for all, where they are alike."""
+    """A tuple of one link if all links are equal."""
     return links[:1] if len(set(links)) == 1 else links
 
 
 def _alike(sizes: list[int]) -> bool:
-    """Whether all machines have as many workers, but for the last, which may have fewer."""
+    """Whether all machines have equally many workers, except the last, which may have fewer."""
     return len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
 
 
 def _shares(sizes: list[int], total: int) -> list[int]:
-    """`total` in proportion to `sizes`, in whole numbers that differ from the exact ones by less than one."""
+    """Divide `total` in proportion to `sizes` into whole numbers that differ from the exact shares by less than one."""
     if total == sum(sizes):
         return sizes
     exact = [size * total / sum(sizes) for size in sizes]
@@ -361,12 +366,12 @@ def _shares(sizes: list[int], total: int) -> list[int]:
 
 
 def _cores(group: Group, workers: int) -> int:
-    """Cores that so many workers on a machine of the group use."""
+    """Number of cores that `workers` workers on a machine of the group use."""
     return workers if group.cores is None else min(group.cores, workers)
 
 
 def _scale(law: ComputeModel, seconds: float) -> float:
-    """How many times as long as `law` says gradients of `seconds` take in the mean."""
+    """Factor on the durations of `law` that makes their mean `seconds`."""
     if not 0 <= seconds < math.inf:
         raise ConfigurationError(f"seconds of a gradient must be >= 0 and finite, got {seconds:g}; use 0.01 for 10 ms")
     mean = mean_of(law)
@@ -376,7 +381,7 @@ def _scale(law: ComputeModel, seconds: float) -> float:
 
 
 def _times(law: ComputeModel, factors: tuple[float, ...]) -> ComputeModel:
-    """`law`, each worker's durations times a factor."""
+    """`law` with each worker's durations multiplied by a factor."""
     if len(set(factors)) == 1:
         factors = factors[:1]
     return law if factors == (1.0,) else Speeds(law, factors)

@@ -1,4 +1,4 @@
-"""Cluster descriptions from TOML: every rule that is broken is told with file, line, value and way out."""
+"""Cluster descriptions from TOML; an error names the file, the line, the value and the way out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
 
 FOLDER = pathlib.Path(__file__).parent / "clusters"
-"""The descriptions that are built in."""
+"""Folder of the built-in descriptions."""
 HERE = "here"
-"""The name of the cluster that flockstep calibrate keeps."""
+"""Name of the cluster that `flockstep calibrate` stores."""
 
 _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s*")
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
@@ -30,20 +30,20 @@ _OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/
 
 
 def names() -> list[str]:
-    """The clusters that are built in."""
+    """Names of the built-in clusters."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
 def calibration() -> pathlib.Path:
-    """Where the calibration of this machine is kept."""
+    """Path of this machine's calibration."""
     return pathlib.Path.home() / ".cache" / "flockstep" / f"{HERE}.toml"
 
 
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
-    """The cluster that is built in under that name, or described by the TOML file of that path.
+    """Load the built-in cluster called `name`, or the cluster described by the TOML file at that path.
 
     Raises:
-        ConfigurationError: there is none, or the file breaks a rule; says file, line, value and way out.
+        ConfigurationError: there is none, or the file breaks a rule; the message has file, line, value and way out.
     """
     path = pathlib.Path(name)
     if name == HERE:
@@ -66,7 +66,7 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
 
 
 def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") -> ClusterShape:
-    """The cluster that a TOML document describes; `where` names the document in errors.
+    """Parse a TOML document that describes a cluster; `where` names the document in errors.
 
     Raises:
         ConfigurationError: the document breaks a rule.
@@ -89,7 +89,7 @@ def read_cluster(text: str, where: str = "cluster.toml", name: str = "cluster") 
 
 
 def _too_deep(text: str, where: str) -> ConfigurationError:
-    """The error about the line with the most brackets and digits, which is what nobody can read."""
+    """The error for a document that is nested too deeply, at the line with the most brackets and digits."""
     lines = [sum(line.count(one) for one in "[{0123456789") for line in text.splitlines()] or [0]
     return ConfigurationError(
         f"{where}, line {lines.index(max(lines)) + 1}: values must have fewer brackets inside each other, and numbers "
@@ -99,18 +99,18 @@ def _too_deep(text: str, where: str) -> ConfigurationError:
 
 @dataclass(frozen=True)
 class _Document:
-    """The file, for errors."""
+    """The TOML document, for error messages."""
 
     where: str
     lines: Lines
 
     def wrong(self, message: str, path: Path) -> ConfigurationError:
-        """The error about what stands at `path`."""
+        """An error for the value at `path`, with its line."""
         return ConfigurationError(f"{self.where}, line {self.lines.of(path)}: {message}")
 
     @contextmanager
     def telling(self, path: Path = ()) -> Iterator[None]:
-        """Say the line of values that the description refuses; their paths begin at `path`."""
+        """Context manager that adds the line to the error of a refused value, whose path begins at `path`."""
         try:
             yield
         except WrongValue as error:
@@ -118,7 +118,7 @@ class _Document:
 
 
 class _Table:
-    """A table of the document, whose keys are taken one by one; what is left over in the end is unknown."""
+    """A table of the document. Keys are taken one by one; keys that are never taken are unknown."""
 
     def __init__(self, document: _Document, path: Path, data: Any):
         self.document, self.path = document, path
@@ -134,11 +134,11 @@ class _Table:
         return key in self._data
 
     def wrong(self, key: str, message: str) -> ConfigurationError:
-        """The error about a key."""
+        """An error for the value of a key."""
         return self.document.wrong(message, (*self.path, key))
 
     def take(self, key: str, kind: type, words: str) -> Any:
-        """The value of a key; None where it is not there."""
+        """The value of a key; None if the key is missing."""
         self._known.append(key)
         value = self._data.get(key)
         if value is None:
@@ -153,7 +153,7 @@ class _Table:
         return value
 
     def quantity(self, key: str, parse: Callable[[str], float], example: str) -> Any:
-        """The value of a key that is text with a unit; None where it is not there."""
+        """The value of a key whose value is text with a unit; None if the key is missing."""
         self._known.append(key)
         value = self._data.get(key)
         if value is None:
@@ -168,7 +168,7 @@ class _Table:
             raise self.wrong(key, str(error)) from None
 
     def words(self, key: str) -> tuple[str, ...]:
-        """The value of a key that is a word, or a list of words."""
+        """The value of a key whose value is a word or a list of words."""
         self._known.append(key)
         value = self._data[key]
         value = [value] if isinstance(value, str) else value
@@ -177,7 +177,7 @@ class _Table:
         return tuple(value)
 
     def tables(self, key: str) -> list[tuple[str, _Table]]:
-        """The tables that a key holds, by name; none where it is not there."""
+        """The tables in the table `key`, as pairs (name, table); empty if the key is missing."""
         self._known.append(key)
         if key not in self._data:
             return []
@@ -185,7 +185,7 @@ class _Table:
         return [(name, _Table(self.document, (*inner.path, name), one)) for name, one in inner._data.items()]
 
     def array(self, key: str) -> list[_Table]:
-        """The array of tables that a key holds; empty where it is not there."""
+        """The array of tables `key`; empty if the key is missing."""
         self._known.append(key)
         value = self._data.get(key, [])
         if not isinstance(value, list):
@@ -193,15 +193,15 @@ class _Table:
         return [_Table(self.document, (*self.path, key, i), one) for i, one in enumerate(value)]
 
     def free(self, parse: Callable[[str], float], example: str) -> dict[str, float]:
-        """All keys of a table whose keys are free, each with a quantity."""
+        """All keys of a table with free keys, each with a quantity."""
         return {key: self.quantity(key, parse, example) for key in self._data}
 
     def knows(self, keys: Iterable[str]) -> None:
-        """Accept keys that are looked at elsewhere."""
+        """Accept keys that are read elsewhere."""
         self._known.extend(keys)
 
     def finish(self) -> None:
-        """Refuse what nothing has asked for."""
+        """Refuse the keys that were never taken."""
         for key in self._data:
             if key not in self._known:
                 raise self.wrong(key, str(UnknownName.among("key of " + self._title, key, self._known)))

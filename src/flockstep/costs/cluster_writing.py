@@ -1,4 +1,4 @@
-"""A cluster's description as a TOML document that `flockstep.costs.cluster_reading` reads."""
+"""Writes a cluster as a TOML document that `flockstep.costs.cluster_reading` reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.costs.machines import DAY, Group, Wire
 
 
 def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
-    """The document; `notes` become comments at its head. What has the usual value is left out."""
+    """The cluster as a TOML document; `notes` become comments at its top. Default values are left out."""
     data: dict[str, Any] = {"about": shape.about} if shape.about else {}
     data["compute"] = str(shape.law)
     if shape.operations is not None:
@@ -58,7 +58,7 @@ def _wire(wire: Wire) -> dict[str, Any]:
 
 
 def _scaled(value: float, unit: str) -> str:
-    """`value` with as many digits as it has, in thousands, millions or billions of a unit."""
+    """Format `value` without loss, with the prefix k, M or G of a unit."""
     for prefix, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
             return f"{value / scale:.12g}{prefix}{unit}"

@@ -1,8 +1,8 @@
-"""Layers from their shapes: work and depth of each kind, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
+"""Work and depth of layers, by kind, from their shapes, as in Ben-Nun & Hoefler (2019, parallelism in layer types).
 
-Their table gives the order of W and D; the constants here count operations one by one. `data` says that a layer's
-inputs are the data themselves, which need no gradient. Sums over the batch make the depth of weights' gradients.
-A convolution that is lowered to a matrix product (im2col) has the same W and D as the direct one.
+Their table gives the order of W and D; the constants here count operations one by one. `data`: the layer's inputs are
+the data, which need no gradient. Sums over the batch determine the depth of the weights' gradients. A convolution
+computed as a matrix product (im2col) has the same W and D as the direct one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 NORMALISE, NORMALISE_WEIGHTS, NORMALISE_INPUTS = 7, 3, 8
-"""Operations per element: mean 1, centre 1, variance 2, divide 1, scale and shift 2; ∇γ 2, ∇β 1; ∇inputs 8."""
+"""Operations per element: mean 1, center 1, variance 2, divide 1, scale and shift 2; ∇γ 2, ∇β 1; ∇inputs 8."""
 SOFTMAX, SOFTMAX_BACK = 4, 3
 """Operations per element: maximum, exponential of the difference, sum, quotient; backward product, sum, difference."""
 
 
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
-    """Fully connected: W = N C_out C_in, D = ⌈log2 C_in⌉ forward; `rows` per sample, such as the tokens of a text."""
+    """Fully connected layer: W = N C_out C_in, D = ⌈log2 C_in⌉ forward; `rows` per sample, for example the tokens of a
+    text.
+    """
     products = rows * c_in * c_out
     return Layer(
         name,
@@ -45,10 +47,10 @@ def convolution(
     data: bool = False,
     transposed: bool = False,
 ) -> Layer:
-    """Direct or im2col: W = N C_out H' W' C_in K_y K_x, D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ forward.
+    """Convolution, direct or im2col: W = N C_out H' W' C_in K_y K_x, D = ⌈log2 C_in⌉ + ⌈log2 K_y⌉ + ⌈log2 K_x⌉ forward.
 
-    `kernel`, `inputs` (H, W) and `outputs` (H', W') in any number of dimensions. A transposed convolution spreads each
-    input over a window, so that the inputs count instead of the outputs.
+    `kernel`, `inputs` (H, W) and `outputs` (H', W') have any number of dimensions. A transposed convolution spreads
+    each input over a window, so the inputs are counted instead of the outputs.
     """
     weights = c_in * c_out // groups * math.prod(kernel)
     products = weights * math.prod(inputs if transposed else outputs)
@@ -66,7 +68,9 @@ def convolution(
 
 
 def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], data: bool = False) -> Layer:
-    """Maximum or mean: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉; backward one operation an output."""
+    """Maximum or mean pooling: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉; one operation per output
+    backward.
+    """
     return Layer(
         name,
         "pooling",
@@ -78,7 +82,7 @@ def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], dat
 
 
 def activation(name: str, elements: Number, data: bool = False, kind: str = "activation") -> Layer:
-    """Element by element: W = N C H W, D = 1, and the same backward."""
+    """Elementwise activation: W = N C H W, D = 1, and the same backward."""
     return Layer(
         name,
         kind,
@@ -90,7 +94,7 @@ def activation(name: str, elements: Number, data: bool = False, kind: str = "act
 
 
 def total(name: str, elements: Number, terms: int = 2) -> Layer:
-    """The sum of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; its gradient is handed on as it is."""
+    """Sum of `terms` branches: W = N C H W (terms - 1), D = ⌈log2 terms⌉; the gradient is passed on unchanged."""
     return Layer(
         name,
         "sum",
@@ -101,7 +105,7 @@ def total(name: str, elements: Number, terms: int = 2) -> Layer:
 
 
 def softmax(name: str, elements: Number, classes: int, data: bool = False) -> Layer:
-    """Over `classes`: a maximum and a sum, each ⌈log2 classes⌉ deep."""
+    """Softmax over `classes`: a maximum and a sum, each of depth ⌈log2 classes⌉."""
     depth = log2_ceil(classes)
     return Layer(
         name,
@@ -114,7 +118,9 @@ def softmax(name: str, elements: Number, classes: int, data: bool = False) -> La
 
 
 def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
-    """W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance; `places` H·W per sample."""
+    """Batch normalization: W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance; `places`: H·W per
+    sample.
+    """
     elements = channels * places
     return Layer(
         name,
@@ -129,7 +135,7 @@ def batch_norm(name: str, channels: int, places: Number, affine: bool = True, da
 
 
 def group_norm(name: str, elements: Number, over: int, weights: int, biases: int = 0, data: bool = False) -> Layer:
-    """Normalisation over `over` elements of one sample (layer, group and instance norm): D = 2 ⌈log2 over⌉ forward."""
+    """Normalization over `over` elements of one sample (layer, group and instance norm): D = 2 ⌈log2 over⌉ forward."""
     depth = log2_ceil(over)
     each = elements / weights if weights else elements
     return Layer(
@@ -145,7 +151,7 @@ def group_norm(name: str, elements: Number, over: int, weights: int, biases: int
 
 
 def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
-    """A look-up, without arithmetic; backward the gradients of equal symbols are summed."""
+    """Embedding: a lookup without arithmetic; backward, the gradients of equal symbols are summed."""
     return Layer(
         name,
         "embedding",
@@ -157,7 +163,7 @@ def embedding(name: str, symbols: int, width: int, tokens: Number = 1) -> Layer:
 
 
 def attention(name: str, heads: int, queries: int, keys: int, head: int) -> Layer:
-    """Softmax(q kᵀ) v without weights (Vaswani et al. 2017); `head` is the width of a head."""
+    """Attention without weights, softmax(q kᵀ) v (Vaswani et al. 2017); `head` is the width of a head."""
     scores = heads * queries * keys
     over_keys = log2_ceil(keys)
     # backward: ∇v and ∇scores from the outputs, the softmax, then ∇q and ∇k side by side
@@ -181,10 +187,11 @@ def recurrent(
     biases: int = 2,
     data: bool = False,
 ) -> Layer:
-    """A cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence: D grows with `steps`, for each waits for one.
+    """Recurrent cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence; D grows with `steps`, which are
+    sequential.
 
-    Each step is a product with the inputs, which need not wait, one with the hidden state, and some three further
-    operations per gate and unit.
+    Each step has a product with the inputs, which does not depend on earlier steps, a product with the hidden state,
+    and about three further operations per gate and unit.
     """
     products = steps * gates * hidden * (c_in + hidden)
     other, cell = 3 * steps * gates * hidden, 3

@@ -1,10 +1,10 @@
 """Work, depth and bytes of a network's layers, and where data parallelism costs less than splitting a layer.
 
 Work W and depth D are those of Ben-Nun & Hoefler, "Demystifying Parallel and Distributed Deep Learning" (2019, sections
-on the primer of parallelism and on layer types): W counts operations, D the longest chain of operations that wait for
-one another, and W/D, the average parallelism, bounds how many processing elements a layer can keep busy. They count a
-multiply-add as one operation of W; here it is two floating-point operations. Their D counts the ⌈log2 n⌉ rounds of a
-sum of n numbers; here a chain has at least one operation. Biases are left out of both, as they leave them out.
+on the primer of parallelism and on layer types): W counts operations, D is the longest chain of dependent operations,
+and W/D, the average parallelism, bounds the number of processing elements that a layer can keep busy. The paper counts
+a multiply-add as one operation of W; here it is two floating-point operations. The paper's D counts the ⌈log2 n⌉ rounds
+of a sum of n numbers; here a chain has at least one operation. As in the paper, both leave out biases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Way = Literal["data", "split"]
 
 
 def log2_ceil(count: Number) -> int:
-    """⌈log2 count⌉: rounds in which `count` numbers are summed in pairs; 0 for one number or none."""
+    """⌈log2 count⌉, the number of rounds in which `count` numbers are summed in pairs; 0 for at most one number."""
     return max(math.ceil(count) - 1, 0).bit_length()
 
 
@@ -47,48 +47,48 @@ class Pass:
                 raise ConfigurationError(f"{name} of a pass must be >= 0 and finite, got {value}; count again")
 
     def work(self, batch: int) -> Number:
-        """W: floating-point operations for `batch` samples, two for a multiply-add."""
+        """W: floating-point operations for `batch` samples; a multiply-add counts as two."""
         return batch * (2 * self.products + self.other)
 
     def chain(self, batch: int) -> int:
-        """D: the longest chain of dependent operations; 0 where there is nothing to do."""
+        """D: the longest chain of dependent operations; 0 if there are no operations."""
         if not self.products and not self.other:
             return 0
         return max(1, self.depth + self.sums * log2_ceil(batch * self.summed))
 
 
 NOTHING = Pass()
-"""What a layer does not compute: the gradient of weights that it has not, or of the data."""
+"""An empty pass: the gradient of weights of a layer without weights, or the gradient of the data."""
 
 
 @dataclass(frozen=True)
 class Layer:
     """A layer by its shape; counts are elements, those of activations per sample.
 
-    A layer whose weights belong to another one (`tied`), or that runs again, counts no parameters.
+    A layer whose weights belong to another layer (`tied`), or that runs again, counts no parameters.
     """
 
     name: str
     kind: str
     parameters: int = 0
-    """Parameters that no layer before it has counted."""
+    """Number of parameters that no earlier layer has counted."""
     forward: Pass = NOTHING
     by_weight: Pass = NOTHING
-    """The gradient of the weights."""
+    """Work of the gradient of the weights."""
     by_input: Pass = NOTHING
-    """The gradient of the inputs; nothing where these are data."""
+    """Work of the gradient of the inputs; empty if the inputs are data."""
     reads: Number = 0
-    """Elements of the inputs."""
+    """Elements of the inputs per sample."""
     writes: Number = 0
-    """Elements of the outputs."""
+    """Elements of the outputs per sample."""
     trained: int | None = None
-    """Those of the parameters that have a gradient; None: all."""
+    """Number of parameters that have a gradient; None for all."""
     after: tuple[str, ...] | None = None
-    """Layers whose outputs it reads; None: the one before it."""
+    """Names of the layers whose outputs it reads; None for the previous layer."""
     tied: str | None = None
-    """The layer that counts the weights it shares."""
+    """Name of the layer that counts the shared weights."""
     counted: Counted = "formula"
-    """How its work was found: by the formulas of this package, by torch, or not at all."""
+    """Source of the work: the formulas of this package, torch, or unknown."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -105,12 +105,12 @@ class Layer:
 
     @property
     def gradients(self) -> int:
-        """Elements of its gradient."""
+        """Elements of the layer's gradient."""
         return self.parameters if self.trained is None else self.trained
 
     @property
     def multiply_adds(self) -> Number:
-        """Of the forward pass of one sample: the number that papers about networks state."""
+        """Multiply-adds of the forward pass of one sample, as papers about networks state them."""
         return self.forward.products
 
     def work_forward(self, batch: int) -> Number:
@@ -118,28 +118,28 @@ class Layer:
         return self.forward.work(batch)
 
     def work_backward(self, batch: int) -> Number:
-        """Floating-point operations of both gradients."""
+        """Floating-point operations of both gradients for `batch` samples."""
         return self.by_weight.work(batch) + self.by_input.work(batch)
 
     def work(self, batch: int) -> Number:
-        """W: floating-point operations, forward and backward."""
+        """W: floating-point operations for `batch` samples, forward and backward."""
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth_backward(self, batch: int) -> int:
-        """The longer chain of the two gradients, which do not wait for each other."""
+        """The longer chain of the two gradients, which do not depend on each other."""
         return max(self.by_weight.chain(batch), self.by_input.chain(batch))
 
     def depth(self, batch: int) -> int:
-        """D: the longest chain, forward and backward."""
+        """D: the longest chain of dependent operations, forward and backward."""
         return self.forward.chain(batch) + self.depth_backward(batch)
 
     def parallelism(self, batch: int) -> float:
-        """W/D: how many operations can go on at once on average; 0 where there is no work."""
+        """W/D: mean number of operations that can run at the same time; 0 if there are none."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
     def activation_bytes(self, batch: int, itemsize: int = 4) -> Number:
-        """Bytes of its outputs for `batch` samples."""
+        """Bytes of the outputs for `batch` samples."""
         return batch * self.writes * itemsize
 
     def gradient_bytes(self, itemsize: int = 4) -> int:
@@ -147,19 +147,20 @@ class Layer:
         return self.gradients * itemsize
 
     def data_bytes(self, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends in a step to average the gradient: 2 (P-1)/P |∇w|, the least for an all-reduce."""
+        """Bytes that a worker sends per step to average the gradient: 2 (P-1)/P |∇w|, the minimum of an all-reduce."""
         return 2 * (workers - 1) / workers * self.gradient_bytes(itemsize)
 
     def split_bytes(self, batch: int, workers: int, itemsize: int = 4) -> float:
-        """Bytes that a worker sends in a step where the layer is split over P workers, the cheaper of two ways.
+        """Bytes that a worker sends per step if the layer is split over P workers, in the cheaper of two ways.
 
         Before and after the layer each worker holds the activations of its own `batch` samples. Split by outputs, all
-        workers gather the inputs of all P·batch samples, and each sends the outputs it computed back to the samples'
-        workers; split by inputs it is the other way round. Gradients go the same way back; the data need none.
+        workers gather the inputs of all P·batch samples, and each returns its outputs to the workers that hold the
+        samples. Split by inputs, the inputs are exchanged and the outputs are summed and scattered. Gradients take the
+        reverse way; gradients of the data are not needed.
         """
         ways = 2 if self.by_input.work(1) else 1
-        whole = (workers - 1) * batch * itemsize  # to gather, or to sum and scatter, one element a sample
-        share = whole / workers  # to hand round one element a sample, each to one worker
+        whole = (workers - 1) * batch * itemsize  # to gather, or to sum and scatter, one element per sample
+        share = whole / workers  # to send one element per sample to one worker each
         by_outputs = ways * whole * self.reads + 2 * share * self.writes
         by_inputs = ways * share * self.reads + 2 * whole * self.writes
         return min(by_outputs, by_inputs)
@@ -167,13 +168,13 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A network as its layers in the order they run; `itemsize` is the bytes of an element."""
+    """A network as its layers in the order of execution; `itemsize`: bytes per element."""
 
     name: str
     layers: tuple[Layer, ...]
     itemsize: int = 4
     note: str = ""
-    """Which variant it is, or how the layers were found."""
+    """Variant of the network, or source of the layers."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -194,22 +195,22 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters, each counted once."""
+        """Number of parameters, each counted once."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def gradients(self) -> int:
-        """Elements of the gradient: the parameters that are trained."""
+        """Elements of the gradient: the number of trained parameters."""
         return sum(layer.gradients for layer in self.layers)
 
     @property
     def multiply_adds(self) -> Number:
-        """Of the forward pass of one sample."""
+        """Multiply-adds of the forward pass of one sample."""
         return sum(layer.multiply_adds for layer in self.layers)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Layers whose work nobody could count."""
+        """Names of the layers whose work is unknown."""
         return tuple(layer.name for layer in self.layers if layer.counted == "unknown")
 
     def work_forward(self, batch: int) -> Number:
@@ -217,7 +218,7 @@ class ModelShape:
         return sum(layer.work_forward(batch) for layer in self.layers)
 
     def work_backward(self, batch: int) -> Number:
-        """Floating-point operations of the gradients."""
+        """Floating-point operations of the gradients for `batch` samples."""
         return sum(layer.work_backward(batch) for layer in self.layers)
 
     def work(self, batch: int) -> Number:
@@ -225,12 +226,14 @@ class ModelShape:
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth(self, batch: int) -> int:
-        """D: the longest chain through the layers, forward and back; branches run side by side."""
+        """D: the longest chain of dependent operations through the layers, forward and backward; branches run in
+        parallel.
+        """
         forward = self._longest([layer.forward.chain(batch) for layer in self.layers])
         return forward + self._longest([layer.depth_backward(batch) for layer in self.layers])
 
     def _longest(self, depths: Sequence[int]) -> int:
-        """The longest path with a depth at each layer."""
+        """The longest path through the layers, with a depth for each layer."""
         reached: dict[str, int] = {}
         before: tuple[str, ...] = ()
         for layer, depth in zip(self.layers, depths, strict=True):
@@ -240,7 +243,7 @@ class ModelShape:
         return max(reached.values())
 
     def parallelism(self, batch: int) -> float:
-        """W/D of the whole."""
+        """W/D of the whole network."""
         depth = self.depth(batch)
         return self.work(batch) / depth if depth else 0.0
 
@@ -249,30 +252,30 @@ class ModelShape:
         return self.gradients * self.itemsize
 
     def activation_bytes(self, batch: int) -> Number:
-        """Bytes of the outputs of all layers: what backpropagation keeps, if each layer keeps its output."""
+        """Bytes of the outputs of all layers, which backpropagation stores if each layer stores its output."""
         return sum(layer.activation_bytes(batch, self.itemsize) for layer in self.layers)
 
     def data_bytes(self, workers: int) -> float:
-        """Bytes that a worker sends in a step of data parallelism."""
+        """Bytes that a worker sends per step of data parallelism."""
         return sum(layer.data_bytes(workers, self.itemsize) for layer in self.layers)
 
     def split_bytes(self, layer: Layer, batch: int, workers: int) -> float:
-        """Bytes that a worker sends where `layer` is split, and with it all that use its weights."""
+        """Bytes that a worker sends per step if `layer`, and with it all layers that share its weights, is split."""
         users = [one for one in self.layers if one is layer or one.tied == layer.name]
         return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
 
     def cheaper(self, layer: Layer, batch: int, workers: int) -> Way:
-        """What moves fewer bytes with `batch` samples per worker: the gradient (data), or activations (split)."""
+        """Way that sends fewer bytes with `batch` samples per worker: the gradient (data), or activations (split)."""
         sent = layer.data_bytes(workers, self.itemsize)
         return "split" if sent and self.split_bytes(layer, batch, workers) < sent else "data"
 
     def break_even_batch(self, layer: Layer, workers: int) -> float:
-        """Samples per worker above which data parallelism moves fewer bytes for `layer`; 0 where it always does."""
+        """Samples per worker above which data parallelism sends fewer bytes for `layer`; 0 if it always does."""
         sent, each = layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, 1, workers)
         return sent / each if each else 0.0
 
     def cheapest_bytes(self, batch: int, workers: int) -> float:
-        """The same where each layer goes the way that moves fewer bytes."""
+        """Bytes that a worker sends per step if each layer uses the way that sends fewer bytes."""
         return sum(
             min(layer.data_bytes(workers, self.itemsize), self.split_bytes(layer, batch, workers))
             for layer in self.layers
@@ -280,15 +283,15 @@ class ModelShape:
         )
 
     def split_layers(self, batch: int, workers: int) -> tuple[str, ...]:
-        """Layers that would move fewer bytes if they were split over the workers."""
+        """Names of the layers that send fewer bytes if they are split over the workers."""
         return tuple(layer.name for layer in self.layers if self.cheaper(layer, batch, workers) == "split")
 
 
 def require_scale(batch: int, workers: int) -> None:
-    """Refuse a batch or a number of workers below 1.
+    """Check a batch size and a number of workers.
 
     Raises:
-        ConfigurationError: one of them is.
+        ConfigurationError: one of them is below 1.
     """
     for name, value in (("batch", batch), ("workers", workers)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""The parts of a cluster's description: machines that are alike, links, and rates. Each refuses what cannot be."""
+"""The parts of a cluster's description: groups of machines, links, and rates. Each refuses invalid values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flockstep.simulation.network import Link, Network
 Path = tuple[str | int, ...]
 Reach = Literal["node", "inside", "between"]
 DAY = 86400.0
-"""Seconds."""
+"""Seconds of a day."""
 MOST = 1_000_000
-"""Machines, or workers, of a cluster."""
+"""Largest number of machines, or of workers, in a cluster."""
 SLOWEST, FASTEST = 1e-9, 1e9
-"""Of machines, compared with the description's `compute`."""
+"""Smallest and largest speed of a machine, relative to the description's `compute`."""
 
 
 class WrongValue(ConfigurationError):
-    """A value of a description; `path` leads to it, so that a reader can say on which line it stands."""
+    """An invalid value in a description; `path` locates the value, so that a reader can report its line."""
 
     def __init__(self, message: str, *path: str | int):
         super().__init__(message)
@@ -32,25 +32,25 @@ class WrongValue(ConfigurationError):
 
 @dataclass(frozen=True)
 class Group:
-    """Machines that are alike."""
+    """A group of equal machines."""
 
     name: str
     count: int = 1
-    """Machines."""
+    """Number of machines."""
     workers: int = 1
-    """Worker processes on each."""
+    """Worker processes on each machine."""
     speed: float = 1.0
-    """2 computes twice as fast as the description's `compute` says."""
+    """Speed relative to the description's `compute`; 2 is twice as fast."""
     cores: int | None = None
-    """Cores of each machine that its workers share; None: as many as they use."""
+    """Cores of each machine that its workers share; None for one core per worker."""
     memory: float | None = None
-    """Bytes of each machine; None: not known."""
+    """Memory of each machine in bytes; None if unknown."""
     failures: float = 0.0
-    """Failures of a machine per second."""
+    """Failures of one machine per second."""
     restart: float = 0.0
-    """Seconds from a failure until the machine takes part again."""
+    """Seconds from a failure until the machine rejoins."""
     comes_and_goes: bool = False
-    """Whether its workers may join and leave at any time, as those of volunteers or spot instances."""
+    """Whether its workers may join and leave at any time, as volunteers' machines or spot instances do."""
 
     def __post_init__(self) -> None:
         for key in ("count", "workers", "cores"):
@@ -78,22 +78,26 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Workers on all its machines."""
+        """Number of workers on all machines of the group."""
         return self.count * self.workers
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A link: in each machine of some groups (node), among all machines of some groups (inside), or between two."""
+    """A link: within each machine of some groups (node), among all machines of some groups (inside), or between two
+    tiers.
+    """
 
     reach: Reach
     groups: tuple[str, ...]
     bandwidth: float
-    """Bytes per second that a card takes in each direction."""
+    """Bandwidth of a card in each direction, in bytes per second."""
     latency: float = 0.0
-    """Seconds; what a message inside a machine or a tier takes beside its bytes, or one between tiers on top of it."""
+    """Seconds that a message within a machine or tier takes in addition to its bytes; between tiers, seconds added to
+    that.
+    """
     fair: bool = False
-    """Whether messages that pass it at once go on together, as over TCP, instead of in turn."""
+    """Whether messages that pass the link at the same time share it, as over TCP, instead of waiting in turn."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bandwidth < math.inf:
@@ -113,32 +117,32 @@ class Wire:
 
     @property
     def cost(self) -> costs.Link:
-        """The same for the closed forms."""
+        """The link for the closed forms."""
         return costs.Link(self.latency, 1 / self.bandwidth)
 
     @property
     def network(self) -> Link:
-        """The same for virtual time, messages in turn."""
+        """The link for virtual time, with messages in turn."""
         return Link(self.bandwidth, self.latency)
 
     @property
     def alone(self) -> Network:
-        """The same for virtual time, where it is the only kind of link."""
+        """The link for virtual time, if it is the only kind of link."""
         return FairLink(self.bandwidth, self.latency) if self.fair else self.network
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Elements per second that one worker gets through, by the expression of what does it."""
+    """Elements per second of one worker, by the expression of the codec or optimizer."""
 
     encode: Mapping[str, float] = field(default_factory=dict)
     decode: Mapping[str, float] = field(default_factory=dict)
-    """Including the addition to what is there."""
+    """Decoding rate, including the addition to another array."""
     optimizer: Mapping[str, float] = field(default_factory=dict)
 
 
 def shown(value: object) -> str:
-    """A value as it is written, not all of it where that is long."""
+    """Text of a value for a message, shortened to 200 characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of very many digits; too many brackets
@@ -147,5 +151,5 @@ def shown(value: object) -> str:
 
 
 def listed(names: tuple[str, ...] | list[str]) -> str:
-    """Names with commas between them."""
+    """Names, separated by commas; "none" if there are none."""
     return ", ".join(names) or "none"

@@ -1,4 +1,4 @@
-"""The reference models: networks that papers on distributed training report on, by shape only."""
+"""Reference models: networks used in papers on distributed training, by shape only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flockstep.errors import UnknownName
 
 @dataclass(frozen=True)
 class Reference:
-    """A network, with what is published about it: parameters and multiply-adds of one forward pass."""
+    """A network with its published numbers of parameters and of multiply-adds of one forward pass."""
 
     build: Callable[[], ModelShape]
     parameters: float
@@ -34,14 +34,14 @@ MODELS = {
     ),
     "gpt-2-small": Reference(gpt_2_small, 124e6, 145.8e9, "Radford et al. 2019: 124 million parameters as released"),
 }
-"""Name → network."""
+"""Name → reference model."""
 
 
 def reference(name: str) -> ModelShape:
-    """The reference model called `name`.
+    """Build the reference model called `name`.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: there is no such model.
     """
     if name not in MODELS:
         raise UnknownName.among("reference model", name, MODELS)

@@ -1,4 +1,4 @@
-"""On which line of a TOML document a key stands. The document must be one that `tomllib` reads."""
+"""Line numbers of the keys in a TOML document, which must be one that `tomllib` reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRING = re.compile(
 
 
 class Lines:
-    """Path of a key, such as ("links", 0, "between"), → the number of its line, from 1."""
+    """Path of a key, such as ("links", 0, "between"), → number of its line, from 1."""
 
     def __init__(self, text: str):
         self._text = text
@@ -32,7 +32,7 @@ class Lines:
         self._scan()
 
     def of(self, path: Path) -> int:
-        """The line of `path`; of what holds it, where it is not written itself."""
+        """The line of `path`, or of the innermost table that contains it if the path is not written out."""
         while path not in self._found:
             path = path[:-1]
         return self._found[path]
@@ -48,7 +48,7 @@ class Lines:
             at = _skip(self._text, at)
 
     def _header(self, at: int) -> tuple[Path, int]:
-        """A [table] or [[array]] that begins at `at`: its path, and where it ends."""
+        """Parse a [table] or [[array]] header at position `at`; return its path and the position after it."""
         many = self._text.startswith("[[", at)
         found = _KEYS.match(self._text, at + 1 + many)
         assert found is not None
@@ -56,7 +56,7 @@ class Lines:
         return path, found.end() + 1 + many
 
     def _entry(self, table: Path, at: int) -> int:
-        """A key and its value that begin at `at`, in `table`; return where they end."""
+        """Parse a key and its value at position `at` of `table`; return the position after them."""
         found = _KEYS.match(self._text, at)
         assert found is not None
         path = table
@@ -66,7 +66,9 @@ class Lines:
         return self._value(path, _skip(self._text, found.end() + 1))
 
     def _value(self, path: Path, at: int) -> int:
-        """A value that begins at `at`; the keys in inline tables, and the places in arrays, are noted too."""
+        """Parse a value at position `at`, recording keys of inline tables and indices of arrays; return the position
+        after it.
+        """
         if self._text[at] not in "[{":
             found = _STRING.match(self._text, at)
             return found.end() if found else at + len(re.match(r"[^,\]}#\n]*", self._text[at:])[0])  # type: ignore[index]
@@ -85,7 +87,7 @@ class Lines:
         return at + 1
 
     def _placed(self, parts: list[str], of_array: bool, at: int) -> Path:
-        """The path of a header's table: of an array that it names on the way, the last element."""
+        """The path of a header's table; for an array of tables on the way, the path of its last element."""
         path: Path = ()
         for depth, part in enumerate(parts):
             path = (*path, part)
@@ -96,7 +98,7 @@ class Lines:
                 path = (*path, self._counts[path] - 1)
                 self._note(path, at)
         if path not in self._counts:
-            self._found[path] = self._line(at)  # a table's own header tells more than that of a table inside it
+            self._found[path] = self._line(at)  # a table's own header is more precise than that of a table inside it
         return path
 
     def _note(self, path: Path, at: int) -> None:
@@ -107,7 +109,7 @@ class Lines:
 
 
 def _skip(text: str, at: int) -> int:
-    """Behind white space and comments."""
+    """The position after white space and comments."""
     found = _BLANK.match(text, at)
     assert found is not None
     return found.end()

@@ -35,8 +35,8 @@ CAPTION = (
     "Layers from the input (left) to the output (right); of many, every second or third is named. "
     "Multiply-adds are those of the forward pass of one sample. "
     "Work W is the number of floating-point operations, forward and backward; depth D is the longest chain of "
-    "dependent operations. Bytes are sent by one worker in a step: to average the gradient (2 (P-1)/P of it), or to gather and "
-    "return the activations of a layer that is split, in the cheaper of its two directions."
+    "dependent operations. Bytes are sent by one worker in a step: to average the gradient (2 (P-1)/P of it), or "
+    "to gather and return the activations of a layer that is split, in the cheaper of its two directions."
 )
 
 

@@ -1,1 +1,1 @@
-"""Virtual time: the event queue, and models of computing and of the network."""
+"""Virtual time: the event queue, compute models, network models and faults."""

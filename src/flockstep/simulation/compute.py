@@ -1,8 +1,8 @@
-"""How long gradients take in virtual time. All durations are seconds.
+"""Compute models: how long gradients take in virtual time. All durations are in seconds.
 
-Each worker draws from a stream of its own: the k-th duration of worker r depends on (seed, r, k) alone, never on the
-number of workers, on what the others do, or on the strategy. Strategies are thus compared on the same draws
-(common random numbers).
+Each worker draws from a random stream of its own: the k-th duration of worker r depends only on (seed, r, k), not on
+the number of workers, on other workers or on the strategy. Strategies are therefore compared on the same draws (common
+random numbers).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
 USUAL = "lognormal(mean=0.01)"
-"""The law of a simulation that names none: equal durations would make every asynchronous update n-1 steps late."""
-_TAG = int.from_bytes(b"time", "big")  # keeps these streams apart from others of the same seed
+"""Default compute model of a simulation. With equal durations every asynchronous update would be exactly n-1 steps
+stale.
+"""
+_TAG = int.from_bytes(b"time", "big")  # separates these random streams from others of the same seed
 _BLOCK = 256
 _BASE, _SPELLS = 0, 1
 
@@ -30,13 +32,13 @@ Draws = npt.NDArray[np.float64]
 
 
 class Clock(ABC):
-    """Says when gradients are done, for all workers of one run."""
+    """Computes when gradients end, for all workers of one run."""
 
     @abstractmethod
     def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        """The time at which the gradient that worker `rank` starts at `t` is done.
+        """Return the time at which a gradient that worker `rank` starts at time `t` ends.
 
-        It takes `stretch` times as long as the next draw says. Call it once a gradient, in order of time.
+        The gradient takes `stretch` times its next draw. Call this once for each gradient, in order of time.
         """
 
 
@@ -47,28 +49,28 @@ class ComputeModel(Component):
 
     @abstractmethod
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of one worker's gradients, without end."""
+        """Infinite iterator over the durations of one worker's gradients, in seconds."""
 
     @property
     def sharing(self) -> int | None:
-        """Number of cores that the workers share; None if each has its own."""
+        """Number of cores that the workers share; None if each worker has its own core."""
         return None
 
     @property
     def turns(self) -> bool:
-        """Whether workers that share cores take turns on all of them, instead of waiting for one."""
+        """Whether workers that share cores take turns on all of them, instead of waiting for one core."""
         return False
 
     @property
     def spells(self) -> int:
-        """Number of `SlowSpells` in this model, each of which draws from a stream of its own."""
+        """Number of `SlowSpells` in this model; each draws from a random stream of its own."""
         return 0
 
     def start(self, workers: int, seed: int) -> Clock:
-        """The clock of a run.
+        """Create the clock of a run.
 
         Raises:
-            ConfigurationError: no worker, or a negative seed.
+            ConfigurationError: `workers` is below 1, or `seed` is negative.
         """
         if workers < 1:
             raise ConfigurationError(f"workers must be >= 1, got {workers}; use 1 for a run without exchange")
@@ -100,7 +102,7 @@ class _SharedCores(Clock):
 
 
 class _Turns(Clock):
-    """A gradient is slowed by those that are under way when it begins; later ones do not slow it any more."""
+    """Workers take turns: a gradient is slowed by the gradients that are running when it begins, not by later ones."""
 
     def __init__(self, streams: list[Iterator[float]], cores: int) -> None:
         self._next = [stream.__next__ for stream in streams]
@@ -135,7 +137,7 @@ class Constant(ComputeModel):
             )
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """`mean`, again and again."""
+        """Infinite iterator over `mean`."""
         return itertools.repeat(float(self.mean))
 
 
@@ -149,22 +151,22 @@ class _Random(ComputeModel):
         _above(self.mean, 0, "mean duration", "use constant(0) for gradients that take no time")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The draws of one worker, in order."""
+        """The draws of one worker, in order, in seconds."""
         random = _generator(seed, _BASE, rank)
         while True:  # blocks hide the cost of calling numpy
             yield from self._draw(random).tolist()
 
     @abstractmethod
     def _draw(self, random: np.random.Generator) -> Draws:
-        """The next few durations; cutting the sequence elsewhere must not change it."""
+        """The next block of durations; the sequence must not depend on the sizes of the blocks."""
 
 
 @dataclass(frozen=True)
 class Normal(_Random):
     """Normal durations with a standard deviation of `std` seconds, or of `cv` times the mean.
 
-    A draw that is not above zero is drawn again (truncation from below). That lifts the true mean above `mean`: by less
-    than 1e-3 of it for cv <= 0.3, by 29 % for cv = 1.
+    A draw that is not positive is repeated (truncation from below). This raises the true mean above `mean`: by less
+    than 0.1 % for cv <= 0.3, by 29 % for cv = 1.
     """
 
     std: float | None = None
@@ -217,7 +219,7 @@ class Lognormal(_Random):
 class Pareto(_Random):
     """Pareto durations: P(duration > x) = (least / x)^shape with least = mean (shape - 1) / shape.
 
-    The smaller the shape, the heavier the tail; at 2 and below the variance is infinite.
+    A smaller shape gives a heavier tail; at 2 and below the variance is infinite.
     """
 
     shape: float = 2.5
@@ -234,9 +236,9 @@ class Pareto(_Random):
 
 @dataclass(frozen=True)
 class Empirical(ComputeModel):
-    """Durations as they were measured: `quantiles` from the least to the largest, as probable between any two.
+    """Measured durations: `quantiles` from the smallest to the largest, each interval with equal probability.
 
-    Between two neighbours durations are uniform, so that the mean is that of the middles.
+    Between two quantiles the durations are uniformly distributed, so the mean is that of the intervals' midpoints.
     """
 
     quantiles: tuple[float, ...]
@@ -252,12 +254,12 @@ class Empirical(ComputeModel):
 
     @property
     def mean(self) -> float:
-        """Mean duration."""
+        """Mean duration in seconds."""
         inner = sum(self.quantiles) - (self.quantiles[0] + self.quantiles[-1]) / 2
         return inner / (len(self.quantiles) - 1)
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The draws of one worker, in order."""
+        """The draws of one worker, in order, in seconds."""
         random = _generator(seed, _BASE, rank)
         while True:
             places = random.random(_BLOCK) * (len(self.quantiles) - 1)
@@ -266,23 +268,23 @@ class Empirical(ComputeModel):
 
 @dataclass(frozen=True)
 class _Wrapper(ComputeModel):
-    """Changes what another model says; the draws of that model stay the same."""
+    """Changes the durations of another model and keeps that model's random draws."""
 
     base: ComputeModel
 
     @property
     def sharing(self) -> int | None:
-        """As in the wrapped model."""
+        """The value of the wrapped model."""
         return self.base.sharing
 
     @property
     def turns(self) -> bool:
-        """As in the wrapped model."""
+        """The value of the wrapped model."""
         return self.base.turns
 
     @property
     def spells(self) -> int:
-        """As in the wrapped model."""
+        """The value of the wrapped model."""
         return self.base.spells
 
 
@@ -307,10 +309,10 @@ class Speeds(_Wrapper):
 
 @dataclass(frozen=True)
 class SlowSpells(_Wrapper):
-    """Now and then a worker is slow for a while.
+    """From time to time a worker is slow for several steps.
 
-    Outside a spell each step begins one with `probability`; its `length` steps take `factor` times as long. The share
-    of slow steps is p L / (p L + 1 - p).
+    Outside a slow spell each step begins one with `probability`; the `length` steps of a spell take `factor` times as
+    long. The share of slow steps is p L / (p L + 1 - p).
     """
 
     probability: float
@@ -328,11 +330,11 @@ class SlowSpells(_Wrapper):
 
     @property
     def spells(self) -> int:
-        """One more than in the wrapped model."""
+        """Number of spells in the wrapped model, plus one."""
         return self.base.spells + 1
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, slow spells among them."""
+        """The durations of `base`, with slow spells."""
         random = _generator(seed, _SPELLS + self.base.spells, rank)
         durations, left = self.base.stream(seed, rank), 0
         while True:
@@ -345,7 +347,7 @@ class SlowSpells(_Wrapper):
 
 @dataclass(frozen=True)
 class SharedCores(_Wrapper):
-    """Worker r computes on core r mod `cores`; a core serves one gradient at a time, first come first served.
+    """Worker r computes on core r mod `cores`; a core computes one gradient at a time, in order of arrival.
 
     With `turns` all workers take turns on all cores, as under an operating system.
     """
@@ -363,9 +365,9 @@ class SharedCores(_Wrapper):
 
     @property
     def sharing(self) -> int | None:
-        """`cores`."""
+        """The field `cores`."""
         return self.cores
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of `base`, without the time spent waiting for the core."""
+        """The durations of `base`, without the time spent waiting for a core."""
         return self.base.stream(seed, rank)

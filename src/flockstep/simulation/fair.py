@@ -1,4 +1,6 @@
-"""Links as TCP connections use them: what a node sends at once goes on together, and queues where it arrives."""
+"""Fair links: messages that a node sends at the same time share its card, as TCP connections do, and queue at the
+receiver.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from flockstep.simulation import units
 from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, Routing, Transit, cards
 
 CLOSE = 1e-3
-"""Share of a message by which its end may be taken to come too early or too late."""
+"""Tolerance of the end of a message, as a share of the message's bytes."""
 _TAG = int.from_bytes(b"fair", "big")
 
 
 @dataclass(frozen=True)
 class FairLink(Network):
-    """Like `Link`, but messages that leave a node at once share its card instead of waiting for each other.
+    """Like `Link`, but messages that leave a node at the same time share its card instead of waiting for each other.
 
-    Shares are those of a host whose connections take turns packet by packet, uneven by a factor that is drawn for each
-    message: lognormal with sigma `spread`, 0 for equal shares. What arrives queues in the order of its bytes, those of
-    several senders mixed. Between the same two nodes messages keep their order. Durations are exact to a thousandth.
+    Shares are those of a host whose connections take turns packet by packet. They are uneven by a factor drawn for each
+    message: lognormal with sigma `spread`; 0 gives equal shares. Arriving bytes queue in their order of arrival, mixed
+    from several senders. Between two nodes messages keep their order. Durations are exact to one thousandth.
     """
 
     bandwidth: str | float
@@ -43,7 +45,9 @@ class FairLink(Network):
             )
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Two hops between any two nodes: the sender's egress, shared, and the receiver's ingress, a queue."""
+        """Two hops between any two nodes: the sender's egress, which is shared, and the receiver's ingress, which is a
+        queue.
+        """
         bandwidth = units.bandwidth(self.bandwidth)
         if math.isinf(bandwidth):  # nothing to share
             return Link(bandwidth, self.latency).start(cluster)
@@ -56,7 +60,7 @@ class FairLink(Network):
 
 
 class _Stream:
-    """Messages from one node to another: the first leaves at `rate` bytes per second and has `left` to go."""
+    """Messages from one node to another; the first leaves at `rate` bytes per second and has `left` bytes to go."""
 
     __slots__ = ("egress", "ingress", "left", "rate", "waiting", "weight")
 
@@ -69,13 +73,13 @@ class _Stream:
         self.weight = 1.0
 
     def ahead(self, transit: Transit) -> float:
-        """Bytes that have to leave until the end of a message."""
+        """Bytes that have to leave before a message has left completely."""
         place = self.waiting.index(transit)
         return self.left + sum(one.nbytes for one in itertools.islice(self.waiting, 1, place + 1))
 
 
 class _Shared(Fabric):
-    """Bytes flow between events; a message is looked at again whenever it might have left, at the earliest."""
+    """Lets bytes flow between events; a message is checked again at the earliest time at which it can have left."""
 
     def __init__(self, route: Routing, latency: float, spread: float) -> None:
         super().__init__(route)
@@ -105,7 +109,7 @@ class _Shared(Fabric):
         return transit
 
     def advance(self, transit: Transit) -> bool:
-        """Look after a message at time `transit.head`; return whether it has left."""
+        """Update a message at time `transit.head`; return whether the whole message has left."""
         now = transit.head
         self._flow(now)
         pair = transit.source, transit.to
@@ -125,26 +129,26 @@ class _Shared(Fabric):
         return False
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
-        """From now on the node's own link has a `factor`-th of its full bandwidth."""
+        """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on."""
         super().narrow(node, others, factor)
         for stream in self._busy.values():
             self._divide(stream.egress)
 
     def _begin(self, stream: _Stream) -> None:
-        """The first message of a stream goes on its way."""
+        """Start sending the first message of a stream."""
         stream.left = float(stream.waiting[0].nbytes)
         stream.weight = math.exp(self._spread * self._random.standard_normal())
         self._divide(stream.egress)
 
     def _divide(self, egress: Hop) -> None:
-        """Shares of those that leave by one card."""
+        """Divide a card's bandwidth over the streams that leave through it."""
         mine = [stream for stream in self._busy.values() if stream.egress is egress]
         weights = sum(stream.weight for stream in mine)
         for stream in mine:
             stream.rate = egress.bandwidth * stream.weight / weights
 
     def _flow(self, t: float) -> None:
-        """Let bytes leave, and pass the cards where they arrive, until time `t`."""
+        """Let bytes leave and arrive until time `t`."""
         passed, self._now = t - self._now, max(t, self._now)
         if passed <= 0:
             return

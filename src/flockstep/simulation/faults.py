@@ -1,4 +1,4 @@
-"""What goes wrong in virtual time: nodes that die, messages that get lost, workers and links that slow down."""
+"""Faults in virtual time: nodes that die, messages that are lost, workers and links that slow down."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from flockstep.simulation import units
 
 
 class Fault(Component):
-    """Something that goes wrong. Nodes are numbered as in the record: workers from 0 up, servers from -1 down."""
+    """A fault of a simulation. Nodes are numbered as in the record: workers from 0 up, servers from -1 down."""
 
     noun: ClassVar[str] = "fault"
 
     @abstractmethod
     def check(self, cluster: Cluster) -> None:
-        """Raise `ConfigurationError` unless the nodes that it speaks of take part."""
+        """Raise `ConfigurationError` unless the nodes of this fault exist in the cluster."""
 
 
 @dataclass(frozen=True)
 class Dies(Fault):
-    """A node dies at second `at`; the others hear of it `noticed` seconds later.
+    """A node dies at second `at`; the other nodes are notified `noticed` seconds later.
 
-    What it has sent by then arrives; what is sent to it goes nowhere.
+    Messages that the node has sent before still arrive; messages sent to the node are dropped.
     """
 
     node: int
@@ -40,13 +40,13 @@ class Dies(Fault):
         units.duration(self.noticed, "noticed")
 
     def check(self, cluster: Cluster) -> None:
-        """The node takes part."""
+        """Check that the node exists."""
         _takes_part(self.node, cluster)
 
 
 @dataclass(frozen=True)
 class Drops(Fault):
-    """The `nth` message with a payload from one node to another never arrives; 1 is the first."""
+    """The `nth` message with a payload from one node to another is lost; 1 is the first."""
 
     source: int
     to: int
@@ -57,14 +57,14 @@ class Drops(Fault):
             raise ConfigurationError(f"nth must be >= 1, got {self.nth}; 1 is the first message")
 
     def check(self, cluster: Cluster) -> None:
-        """Both nodes take part."""
+        """Check that both nodes exist."""
         _takes_part(self.source, cluster)
         _takes_part(self.to, cluster)
 
 
 @dataclass(frozen=True)
 class Slows(Fault):
-    """A worker is slow: gradients begun in [at, until) seconds take `factor` times as long; 0: for ever."""
+    """A worker is slow: gradients begun in [at, until) seconds take `factor` times as long; `until` 0 means forever."""
 
     worker: int
     factor: float
@@ -78,22 +78,23 @@ class Slows(Fault):
         units.duration(self.until, "until")
 
     def check(self, cluster: Cluster) -> None:
-        """It is a worker that takes part."""
+        """Check that the node is a worker and exists."""
         if self.worker < 0:
             raise ConfigurationError(f"slows needs a worker's rank, got {self.worker}; servers compute no gradients")
         _takes_part(self.worker, cluster)
 
     def stretch(self, rank: int, t: float) -> float:
-        """By what a gradient of that worker, begun at second t, is longer."""
+        """Factor on the duration of a gradient that worker `rank` begins at second t."""
         until = units.duration(self.until) or math.inf
         return self.factor if rank == self.worker and units.duration(self.at) <= t < until else 1.0
 
 
 @dataclass(frozen=True)
 class Narrows(Fault):
-    """A node's own link has a `factor`-th of its bandwidth, both ways, in [at, until) seconds; 0: for ever.
+    """A node's own link has 1/`factor` of its bandwidth in both directions in [at, until) seconds; `until` 0 means
+    forever.
 
-    A message that is being sent when it begins, or ends, goes on at the pace at which it began.
+    A message in transit when the fault begins or ends keeps its pace.
     """
 
     node: int
@@ -109,7 +110,7 @@ class Narrows(Fault):
             raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means for ever")
 
     def check(self, cluster: Cluster) -> None:
-        """The node takes part."""
+        """Check that the node exists."""
         _takes_part(self.node, cluster)
 
     def strikes(self, t: float) -> bool:

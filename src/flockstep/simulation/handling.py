@@ -1,4 +1,6 @@
-"""What nodes themselves spend on messages and steps: handling, encoding, decoding, adding up, the optimizer."""
+"""Time that nodes spend on messages and steps besides gradients: handling, encoding, decoding, adding, the
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ from flockstep.simulation.network import Fabric, Network, Transit
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that a node spends, besides gradients."""
+    """Seconds that a node spends on messages and steps besides gradients."""
 
     message: float = 0.0
-    """On each message, where it is sent and where it is received."""
+    """Seconds per message, at the sender and at the receiver."""
     receive: float = 0.0
-    """On each byte of payload that a worker receives: decoding and adding up."""
+    """Seconds per byte of payload that a worker receives, for decoding and adding."""
     serve: float = 0.0
-    """On each byte of payload that a server receives."""
+    """Seconds per byte of payload that a server receives."""
     step: float = 0.0
-    """On a worker's step, besides its gradient: the optimizer, and encoding."""
+    """Seconds per step of a worker besides the gradient, for the optimizer and encoding."""
 
 
 @dataclass(frozen=True)
 class Longer(ComputeModel):
-    """Gradients that each take `extra` seconds more, such as those of the optimizer and of encoding."""
+    """Adds `extra` seconds to each gradient, for example for the optimizer and encoding."""
 
     base: ComputeModel
     extra: float
@@ -39,30 +41,30 @@ class Longer(ComputeModel):
 
     @property
     def sharing(self) -> int | None:
-        """As of the base."""
+        """The value of the base model."""
         return self.base.sharing
 
     @property
     def turns(self) -> bool:
-        """As of the base."""
+        """The value of the base model."""
         return self.base.turns
 
     @property
     def spells(self) -> int:
-        """As of the base."""
+        """The value of the base model."""
         return self.base.spells
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of one worker's gradients, without end."""
+        """Infinite iterator over the durations of one worker's gradients, in seconds."""
         return (seconds + self.extra for seconds in self.base.stream(seed, rank))
 
 
 @dataclass(frozen=True)
 class Handled(Network):
-    """A network whose nodes handle one message after the other, and whose payloads weigh `factor` times as much.
+    """A network whose nodes handle messages one after another, and whose payloads have `factor` times their bytes.
 
-    A node spends `message` seconds on each message that it sends and on each that it receives; besides, a worker
-    `receive` and a server `serve` seconds on each byte of payload that it receives.
+    A node spends `message` seconds on each message that it sends or receives. In addition, a worker spends `receive`
+    seconds, and a server `serve` seconds, on each byte of payload that it receives.
     """
 
     network: Network
@@ -127,11 +129,11 @@ class _Handled(Fabric):
         return self._received(transit).done
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
-        """From now on the node's own link has a `factor`-th of its full bandwidth."""
+        """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on."""
         self._inner.narrow(node, others, factor)
 
     def _received(self, transit: Transit) -> Transit:
-        """A message that has come to its receiver is there once that has handled it, and all before it."""
+        """Add the receiver's handling time, after all messages that arrived before."""
         work, to = self._work, transit.to
         if transit.done and transit.source != to and not self._free:
             seconds = work.message + (work.serve if to < 0 else work.receive) * (transit.nbytes - HEADER_BYTES)

@@ -1,4 +1,4 @@
-"""What to expect of a compute model, without running anything: the mean, and how late the slowest worker is."""
+"""Expected values of a compute model without a simulation: the mean, and the delay of the slowest worker."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flockstep.simulation.compute import (
 )
 
 DRAWS = 4096
-"""Of a model that is not known here, and about as many of all workers."""
+"""Number of draws for a model without a closed form, in total over all workers."""
 ROUNDS = 100
-"""Fewest draws of each worker."""
+"""Smallest number of draws of each worker."""
 
 
 def mean_of(law: ComputeModel) -> float:
-    """Mean seconds of a gradient, of all workers alike if their speeds differ; waiting for a core not counted."""
+    """Mean seconds of a gradient over all workers, without the time spent waiting for a core."""
     if isinstance(law, SharedCores):
         return mean_of(law.base)
     if isinstance(law, Speeds):
@@ -46,7 +46,7 @@ def mean_of(law: ComputeModel) -> float:
 
 
 def _truncated(mean: float, deviation: float) -> float:
-    """Mean of a normal variable that is above zero: m + σ φ(m/σ) / Φ(m/σ)."""
+    """Mean of a normal variable that is truncated at zero: m + σ φ(m/σ) / Φ(m/σ)."""
     if deviation == 0:
         return mean
     ratio = mean / deviation
@@ -55,15 +55,15 @@ def _truncated(mean: float, deviation: float) -> float:
 
 
 def late_of(law: ComputeModel, workers: int) -> float:
-    """Seconds by which the slowest of the workers' gradients of a step is later than the mean, on average."""
+    """Mean seconds by which the slowest worker's gradient of a step exceeds the mean over the workers."""
     return drawn(law, workers, max(ROUNDS, DRAWS // workers))[1]
 
 
 @lru_cache(maxsize=512)
 def drawn(law: ComputeModel, workers: int, rounds: int, first: int = 0) -> tuple[float, float]:
-    """Mean seconds of a gradient, and by how much the slowest of a step is later, in rounds of a run with seed 0.
+    """Mean seconds of a gradient, and mean delay of the slowest worker of a step, over rounds of a run with seed 0.
 
-    Waiting for a core is not counted.
+    Time spent waiting for a core is not included.
     """
     if isinstance(law, SharedCores):
         return drawn(law.base, workers, rounds, first)

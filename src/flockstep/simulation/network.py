@@ -1,22 +1,22 @@
-"""How long messages take in virtual time.
+"""Network models: how long messages take in virtual time.
 
-A message passes hops, one after the other. A hop serves messages in the order in which they reach it, each for its
-bytes over the hop's bandwidth. Forwarding is cut-through: a hop passes bytes on as they come, so an uncontended message
-takes the latency of its path plus its bytes over the smallest bandwidth on it. Buffers are unbounded, links are full
+A message passes hops, one after another. A hop serves messages in the order of their arrival; each takes its bytes over
+the hop's bandwidth. Forwarding is cut-through: a hop passes bytes on as they arrive, so an uncontended message takes
+the latency of its path plus its bytes over the smallest bandwidth on the path. Buffers are unbounded, links are full
 duplex, and a node's messages to itself take no time.
 
-A message that a slower hop let through only slowly does not keep a faster one from serving others meanwhile: the faster
-hop spends its share of time and no more. On the first, the last and the slowest hops of a path that share is one
-uninterrupted transmission at full bandwidth; on a faster one between them it is booked when the first byte arrives.
+A message that arrives slowly from a slower hop does not keep a faster hop from serving other messages: the faster hop
+spends only the message's share of its time. On the first, the last and the slowest hops of a path that share is one
+uninterrupted transmission at full bandwidth; on a faster hop between them it is reserved when the first byte arrives.
 
-A driver goes hop by hop, so that every hop is taken in order of arrival:
+A driver proceeds hop by hop, so that every hop is reserved in the order of arrival:
 
     transit = fabric.depart(source, to, nbytes, now)
     ...schedule it at transit.tail for delivery if transit.done, otherwise at transit.head...
     ...and at that time call fabric.advance(transit), and schedule again by the same rule.
 
-Messages from one node to another arrive in the order in which they departed, as long as events of equal time happen in
-the order in which they were scheduled.
+Messages between two nodes arrive in the order of their departure, if events of equal time happen in the order in which
+they were scheduled.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from flockstep.nodes import Cluster
 from flockstep.simulation import units
 
 USUAL = "1gbit"
-"""The network of a simulation that names none."""
+"""Default network of a simulation."""
 
 
 class Hop:
     """A shared resource of the network.
 
-    `bandwidth` in bytes per second, of `full` when nothing is wrong; `free`: when all that was accepted is
-    served; `passed`: when the last message that came through began to leave.
+    `bandwidth`: bytes per second, reduced from `full` by a fault; `free`: time at which everything accepted has been
+    served; `passed`: time at which the last message began to leave.
     """
 
     __slots__ = ("bandwidth", "free", "full", "name", "passed")
@@ -56,7 +56,7 @@ class Hop:
 
 
 Gaps = tuple[tuple[float, float], ...]
-"""For each hop but the last: latency to the next, and the pace (bytes per second) at which messages cross over."""
+"""For each hop but the last: latency to the next hop, and the pace in bytes per second between the two."""
 
 Route = tuple[tuple[Hop, ...], Gaps]
 Routing = Callable[[Address, Address], Route]
@@ -67,8 +67,9 @@ _HERE: Route = ((), ())
 def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
     """The gaps of a path of hops with these bandwidths.
 
-    Bytes leave at the smallest bandwidth so far. If all that follows is faster, the next hop may as well wait until it
-    can send the message in one go without delaying it: then they cross at the smallest bandwidth to come.
+    Bytes leave at the smallest bandwidth so far. If all later hops are faster, the next hop can wait until it can send
+    the message without interruption, which does not delay the message: then bytes cross at the smallest bandwidth to
+    come.
     """
     return tuple(
         (latency, max(min(bandwidths[: index + 1]), min(bandwidths[index + 1 :])))
@@ -77,10 +78,10 @@ def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
 
 
 class Transit:
-    """A message of `nbytes` on its way.
+    """A message of `nbytes` in transit.
 
-    `hop` counts the hops reserved so far. While not `done`, `head` is when to reserve the next one; once `done`, `tail`
-    is the time of delivery.
+    `hop` is the number of hops reserved so far. While not `done`, `head` is the time to reserve the next hop; when
+    `done`, `tail` is the time of delivery.
     """
 
     __slots__ = ("done", "gaps", "head", "hop", "hops", "nbytes", "source", "tail", "to")
@@ -96,23 +97,23 @@ class Transit:
 
 
 class Fabric:
-    """The network of one run: which hops each pair of nodes uses, and when those are free."""
+    """The network of one run: the hops between each pair of nodes, and the times at which the hops are free."""
 
     def __init__(self, route: Routing) -> None:
         self._route = route
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        """Send a message at time `t`: reserve its first hop. Call it in order of time."""
+        """Send a message at time `t` and reserve its first hop. Call this in order of time."""
         transit = Transit(source, to, nbytes, t, self._route(source, to))
         if not transit.done:
             self.advance(transit)
         return transit
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
-        """From now on the node's own link has a `factor`-th of its full bandwidth.
+        """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on.
 
         Raises:
-            ConfigurationError: the node has no link that could be narrow.
+            ConfigurationError: the node has no link of its own.
         """
         ways = [self._route(*pair)[0] for other in others if other != node for pair in ((node, other), (other, node))]
         if not any(ways):
@@ -124,7 +125,7 @@ class Fabric:
             own.bandwidth = own.full / factor
 
     def advance(self, transit: Transit) -> bool:
-        """Reserve the next hop, at time `transit.head`; return whether it was the last."""
+        """Reserve the next hop at time `transit.head`; return whether it was the last hop."""
         index, hops, head, nbytes = transit.hop, transit.hops, transit.head, transit.nbytes
         hop = hops[index]
         hop.free = finish = max(head, hop.free) + nbytes / hop.bandwidth
@@ -135,9 +136,9 @@ class Fabric:
             return True
         latency, pace = transit.gaps[index - 1]
         leaves = finish - nbytes / pace
-        if leaves < head:  # bytes come more slowly than this hop could send: they leave as they come
+        if leaves < head:  # bytes arrive more slowly than this hop could send: they leave as they arrive
             leaves = head
-        if leaves < hop.passed:  # no message may pass the one before
+        if leaves < hop.passed:  # no message may overtake the previous one
             leaves = hop.passed
         hop.passed = leaves
         transit.head = leaves + latency
@@ -145,18 +146,18 @@ class Fabric:
 
 
 class Network(Component):
-    """What joins the nodes."""
+    """The network that connects the nodes of a run."""
 
     noun: ClassVar[str] = "network"
 
     @abstractmethod
     def start(self, cluster: Cluster) -> Fabric:
-        """The network of a run, with every hop free."""
+        """Create the network of a run, with all hops free."""
 
 
 @dataclass(frozen=True)
 class Ideal(Network):
-    """Every message arrives in the moment in which it is sent."""
+    """Every message arrives at the time at which it is sent."""
 
     def start(self, cluster: Cluster) -> Fabric:
         """A network without hops."""
@@ -164,7 +165,7 @@ class Ideal(Network):
 
 
 def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[Address, Hop]]:
-    """Egress and ingress of every node."""
+    """Egress and ingress hops of every node, by address."""
     return (
         {address: Hop(f"egress of {node_name(address)}", bandwidth) for address in cluster.addresses},
         {address: Hop(f"ingress of {node_name(address)}", bandwidth) for address in cluster.addresses},
@@ -173,9 +174,9 @@ def cards(cluster: Cluster, bandwidth: float) -> tuple[dict[Address, Hop], dict[
 
 @dataclass(frozen=True)
 class Link(Network):
-    """Every node has a network card of `bandwidth` in each direction; the core between them never blocks.
+    """Every node has a network card of `bandwidth` in each direction; the core between the cards never blocks.
 
-    `bandwidth` is text such as "1gbit" or a number of bytes per second, `latency` text such as "50us" or seconds.
+    `bandwidth`: text such as "1gbit", or bytes per second; `latency`: text such as "50us", or seconds.
     """
 
     bandwidth: str | float
@@ -186,7 +187,7 @@ class Link(Network):
         units.duration(self.latency, "latency")
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Two hops between any two nodes: the sender's egress, the receiver's ingress."""
+        """Two hops between any two nodes: the sender's egress and the receiver's ingress."""
         bandwidth = units.bandwidth(self.bandwidth)
         egress, ingress = cards(cluster, bandwidth)
         between = gaps([bandwidth] * 2, [units.duration(self.latency)])
@@ -199,7 +200,7 @@ class Link(Network):
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """Like `Link`, but all messages also share one backbone, halfway: `latency` is still that of the whole path."""
+    """Like `Link`, but all messages share one backbone in the middle; `latency` is that of the whole path."""
 
     bandwidth: str | float
     latency: str | float
@@ -227,9 +228,9 @@ class Switch(Network):
 class TwoTier(Network):
     """Groups of `group` consecutive workers, the last of which may be smaller; server i is in group i mod groups.
 
-    Every node has a card of `inner_bandwidth`. A message inside its group takes `inner_latency`; one to another group
-    also passes the uplink of the sender's group and the downlink of the receiver's, of `outer_bandwidth` each, and
-    takes `outer_latency` on top.
+    Every node has a card of `inner_bandwidth`. A message inside a group takes `inner_latency`. A message to another
+    group also passes the uplink of the sender's group and the downlink of the receiver's group, of `outer_bandwidth`
+    each, and takes `outer_latency` in addition.
     """
 
     group: int
@@ -249,7 +250,7 @@ class TwoTier(Network):
         units.duration(self.outer_latency, "outer_latency")
 
     def groups(self, cluster: Cluster) -> dict[Address, int]:
-        """Node → number of its group."""
+        """Address of a node → number of its group."""
         number = max(1, -(-cluster.workers // self.group))
         members = {rank: rank // self.group for rank in range(cluster.workers)}
         return members | {server(index): index % number for index in range(cluster.servers)}

@@ -13,10 +13,10 @@ _NEVER = float("inf")
 
 
 class EventQueue(Generic[E]):
-    """Events in order of time; those of equal time in the order in which they were scheduled.
+    """Events in order of time; events of equal time in the order in which they were scheduled.
 
-    `now` is the time of the last event taken, in virtual seconds; only `pop` moves it. Events themselves are never
-    compared, so they may be anything.
+    `now` is the time of the last event taken, in virtual seconds; only `pop` and `run` advance it. Events are never
+    compared with each other, so they may be of any type.
     """
 
     __slots__ = ("_count", "_heap", "now")
@@ -33,10 +33,10 @@ class EventQueue(Generic[E]):
         return bool(self._heap)
 
     def schedule(self, time: float, event: E) -> None:
-        """Let `event` happen at `time`, which may be now.
+        """Schedule `event` at `time`, which may be the current time.
 
         Raises:
-            RunError: `time` lies in the past, is infinite or is no number.
+            RunError: `time` lies in the past, is infinite or is not a number.
         """
         if not self.now <= time < _NEVER:
             raise RunError(f"an event's time must be finite and >= now ({self.now}), got {time}; schedule it at now")
@@ -44,14 +44,14 @@ class EventQueue(Generic[E]):
         heapq.heappush(self._heap, (time, count, event))
 
     def run(self: EventQueue[Callable[[], None]]) -> None:
-        """Call every event in turn, those too that are scheduled meanwhile."""
+        """Call every event in order, including events scheduled meanwhile."""
         heap, take = self._heap, heapq.heappop
         while heap:
             self.now, _, event = take(heap)
             event()
 
     def pop(self) -> tuple[float, E]:
-        """Remove the next event and return its time and the event; `now` becomes that time.
+        """Remove the next event, advance `now` to its time, and return the time and the event.
 
         Raises:
             IndexError: the queue is empty.

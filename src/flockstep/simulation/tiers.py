@@ -1,4 +1,4 @@
-"""A network of machines in tiers, for clusters whose parts differ."""
+"""A network of machines in tiers, for clusters of different machines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flockstep.simulation.network import Fabric, Hop, Link, Network, Route, gaps
 
 @dataclass(frozen=True)
 class Tiers(Network):
-    """Machine m has `machines`[m] consecutive workers and stands in tier `tiers`[m].
+    """Machine m has `machines`[m] consecutive workers and belongs to tier `tiers`[m].
 
-    A message inside a machine takes the link `inside` of the machine: every worker has a card of its own there. One to
-    another machine of the tier also passes the cards of both machines, which are of the tier's link `among`; one to
-    another tier passes, beside those, the link `between` the two, whose latency comes on top. `between` holds the pairs
-    of tiers in order: (0, 1), (0, 2), (1, 2). A tuple of one link counts for all. Server i stands on machine i mod m if
-    that has several workers, else on a machine of its own in the same tier.
+    A message inside a machine takes the machine's link `inside`, on which every worker has a card of its own. A message
+    to another machine of the tier also passes the cards of both machines, which have the tier's link `among`. A message
+    to another tier also passes the link `between` the two tiers, whose latency is added. `between` holds the pairs of
+    tiers in order: (0, 1), (0, 2), (1, 2). A tuple of one link is used for all. Server i is on machine i mod m if that
+    machine has several workers, otherwise on a machine of its own in the same tier.
     """
 
     machines: tuple[int, ...]
@@ -50,10 +50,10 @@ class Tiers(Network):
         return max(self.tiers, default=0) + 1
 
     def start(self, cluster: Cluster) -> Fabric:
-        """Cards of workers where a machine has several, cards of machines, and both ends of the links between tiers.
+        """Cards of the workers on machines with several, cards of machines, and both ends of the links between tiers.
 
         Raises:
-            ConfigurationError: more workers than the machines hold.
+            ConfigurationError: there are more workers than the machines hold.
         """
         if cluster.workers > sum(self.machines):
             raise ConfigurationError(
@@ -72,7 +72,7 @@ class Tiers(Network):
 
 
 class _Floor:
-    """Where everything stands in one run, and its hops."""
+    """The machines, tiers and hops of one run."""
 
     def __init__(self, shape: Tiers, cluster: Cluster):
         machines = [m for m, size in enumerate(shape.machines) for _ in range(size)]
@@ -94,7 +94,7 @@ class _Floor:
         self._hops: dict[str, Hop] = {}
 
     def route(self, source: Address, to: Address) -> Route:
-        """The hops from one node to another, and the latencies on the way."""
+        """The hops from one node to another, and the latencies between them."""
         if source == to:
             return (), ()
         here, there = self._machine[source], self._machine[to]

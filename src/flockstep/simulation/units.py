@@ -1,4 +1,4 @@
-"""Bandwidths and durations as people write them: "100mbit", "12.5MB/s", "50us"."""
+"""Bandwidths and durations written as text: "100mbit", "12.5MB/s", "50us"."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6,
 
 
 def bandwidth(value: str | float, name: str = "bandwidth") -> float:
-    """Bytes per second that `value` says; a plain number already counts bytes per second.
+    """Convert a bandwidth to bytes per second; a plain number is in bytes per second already.
 
     Bits: "100mbit", "1gbit", "10Gbit/s", "10gbps" (any case). Bytes: "12.5MB/s", "1GiB/s" (capital B).
 
     Raises:
-        ConfigurationError: not a bandwidth, or not above zero; `name` says whose.
+        ConfigurationError: the value is not a bandwidth or not positive; the message calls it `name`.
     """
     number, unit = _split(value)
     scale = _bandwidth_scale(unit)
@@ -34,10 +34,10 @@ def bandwidth(value: str | float, name: str = "bandwidth") -> float:
 
 
 def duration(value: str | float, name: str = "duration") -> float:
-    """Seconds that `value` says; a plain number already counts seconds. Units: ns, us, ms, s, min.
+    """Convert a duration to seconds; a plain number is in seconds already. Units: ns, us, ms, s, min.
 
     Raises:
-        ConfigurationError: not a duration, infinite, or below zero; `name` says whose.
+        ConfigurationError: the value is not a duration, infinite, or negative; the message calls it `name`.
     """
     number, unit = _split(value)
     scale = _SECONDS.get(unit)
@@ -50,10 +50,10 @@ def duration(value: str | float, name: str = "duration") -> float:
 
 
 def with_unit(text: str, name: str, example: str) -> str:
-    """`text`, which somebody wrote where a number alone does not say of what.
+    """Return `text` if it is a quantity with a unit.
 
     Raises:
-        ConfigurationError: it has no unit; `name` says whose, `example` how to write it.
+        ConfigurationError: `text` has no unit; the message calls it `name` and shows `example`.
     """
     number, unit = _split(text)
     if number is not None and not unit:
@@ -62,7 +62,7 @@ def with_unit(text: str, name: str, example: str) -> str:
 
 
 def _split(value: object) -> tuple[float | None, str]:
-    """Number (None: there is none) and unit."""
+    """Split text into number and unit; the number is None if there is none."""
     if not isinstance(value, str):
         return (float(value), "") if isinstance(value, (int, float)) and not isinstance(value, bool) else (None, "")
     found = _NUMBER.fullmatch(value)
@@ -70,7 +70,7 @@ def _split(value: object) -> tuple[float | None, str]:
 
 
 def _bandwidth_scale(unit: str) -> float | None:
-    """Bytes per second in one `unit`, or None; "mb/s" has none, for it says neither bits nor bytes."""
+    """Bytes per second of one `unit`; None if the unit is ambiguous, as "mb/s", which names neither bits nor bytes."""
     if not unit:
         return 1.0
     if unit.endswith("B/s"):

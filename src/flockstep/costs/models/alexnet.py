@@ -9,7 +9,7 @@ NOTE = "two towers (groups) as published, inputs of 227 × 227; local response n
 
 
 def alexnet(classes: int = 1000) -> ModelShape:
-    """Five convolutions and three fully connected layers; 60,965,224 parameters, 724 M multiply-adds."""
+    """AlexNet: five convolutions and three fully connected layers; 60,965,224 parameters, 724 M multiply-adds."""
     net = Net()
     x = net.relu(net.conv(At(3, 227), "conv1", 96, 11, stride=4), "relu1")
     x = net.pool(x, "pool1", 3, 2)

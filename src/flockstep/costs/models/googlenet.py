@@ -16,7 +16,7 @@ INCEPTIONS = {
     "5a": (256, 160, 320, 32, 128, 128),
     "5b": (384, 192, 384, 48, 128, 128),
 }
-"""Channels of: 1 × 1; 3 × 3 reduced, 3 × 3; 5 × 5 reduced, 5 × 5; 1 × 1 after the pooling."""
+"""Block → channels of: 1 × 1; 3 × 3 reduced, 3 × 3; 5 × 5 reduced, 5 × 5; 1 × 1 after the pooling."""
 NOTE = (
     "the published network without its two auxiliary classifiers, without batch normalisation, with biases, inputs of "
     "224 × 224; local response normalisation and dropout left out; often quoted as 6.8 M parameters"
@@ -24,7 +24,9 @@ NOTE = (
 
 
 def googlenet(classes: int = 1000) -> ModelShape:
-    """Three convolutions, nine inceptions and a fully connected layer; 6,998,552 parameters, 1.6 G multiply-adds."""
+    """GoogLeNet: three convolutions, nine inception blocks, a fully connected layer; 6,998,552 parameters, 1.6 G
+    multiply-adds.
+    """
     net = Net()
     x = net.relu(net.conv(At(3, 224), "conv1", 64, 7, 2, 3), "relu1")
     x = net.pool(x, "pool1", 3, 2, ceil=True)

@@ -9,16 +9,17 @@ from flockstep.costs.layers import Layer, ModelShape
 
 
 def gpt_2_small() -> ModelShape:
-    """12 layers of width 768, 12 heads, 1,024 tokens a sample; 124,439,808 parameters."""
+    """GPT-2 small: 12 layers of width 768, 12 heads, 1,024 tokens per sample; 124,439,808 parameters."""
     return gpt("gpt-2-small")
 
 
 def gpt(
     name: str, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, symbols: int = 50257
 ) -> ModelShape:
-    """A sample is `context` tokens; the output layer reuses the weights of the embedding, and has no biases.
+    """A decoder-only transformer on samples of `context` tokens; the output layer shares the embedding's weights,
+    without biases.
 
-    Attention is counted over all pairs of tokens, those ahead included, as dense kernels compute it.
+    Attention is counted over all pairs of tokens, including masked ones, as dense kernels compute it.
     """
     stream = context * width
     made: list[Layer] = [
@@ -36,7 +37,7 @@ def gpt(
 
 
 def _block(name: str, before: str, width: int, heads: int, context: int) -> list[Layer]:
-    """Attention and a perceptron, each normalised before and added to what it read."""
+    """Attention and a perceptron, each with normalization before it and a residual connection."""
     stream = context * width
     return [
         formulas.group_norm(f"{name}.norm1", stream, width, width, width),

@@ -9,20 +9,20 @@ from flockstep.costs.layers import ModelShape
 
 
 def resnet_50(as_published: bool = False) -> ModelShape:
-    """Blocks (3, 4, 6, 3); 25,557,032 parameters, 4.1 G multiply-adds, `as_published` 3.8 G."""
+    """ResNet-50, blocks (3, 4, 6, 3): 25,557,032 parameters, 4.1 G multiply-adds, 3.8 G `as_published`."""
     return resnet("resnet-50", (3, 4, 6, 3), as_published)
 
 
 def resnet_152(as_published: bool = False) -> ModelShape:
-    """Blocks (3, 8, 36, 3); 60,192,808 parameters, 11.5 G multiply-adds, `as_published` 11.3 G."""
+    """ResNet-152, blocks (3, 8, 36, 3): 60,192,808 parameters, 11.5 G multiply-adds, 11.3 G `as_published`."""
     return resnet("resnet-152", (3, 8, 36, 3), as_published)
 
 
 def resnet(name: str, blocks: Sequence[int], as_published: bool = False, classes: int = 1000) -> ModelShape:
-    """A bottleneck network on inputs of 224 × 224.
+    """A residual network of bottleneck blocks on inputs of 224 × 224.
 
-    A block that halves the maps does so in its 3 × 3 convolution, as is usual now; the paper (`as_published`) does so
-    in the first 1 × 1, which needs fewer operations and has the same parameters.
+    A block that halves the maps does so in its 3 × 3 convolution, as is common now. The paper (`as_published`) does so
+    in the first 1 × 1 convolution, which needs fewer operations and has the same parameters.
     """
     net = Net()
     x = net.relu(net.batch_norm(net.conv(At(3, 224), "conv1", 64, 7, 2, 3, bias=False), "bn1"), "relu1")
@@ -37,7 +37,7 @@ def resnet(name: str, blocks: Sequence[int], as_published: bool = False, classes
 
 
 def _block(net: Net, x: At, name: str, width: int, stride: int, first: bool) -> At:
-    """1 × 1 down, 3 × 3, 1 × 1 up to 4 × width, added to the input or its projection."""
+    """A bottleneck block: 1 × 1 down, 3 × 3, 1 × 1 up to 4 × width, added to the input or its projection."""
     strides = (stride, 1) if first else (1, stride)
     y = net.conv(x, f"{name}.conv1", width, 1, strides[0], bias=False)
     y = net.relu(net.batch_norm(y, f"{name}.bn1"), f"{name}.relu1")

@@ -6,11 +6,11 @@ from flockstep.costs.builder import At, Net
 from flockstep.costs.layers import ModelShape
 
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-"""Channels of the 3 × 3 convolutions between the poolings."""
+"""Channels of the 3 × 3 convolutions between pooling layers."""
 
 
 def vgg_a(classes: int = 1000) -> ModelShape:
-    """Eight convolutions and three fully connected layers; 132,863,336 parameters, 7.6 G multiply-adds."""
+    """VGG-A: eight convolutions and three fully connected layers; 132,863,336 parameters, 7.6 G multiply-adds."""
     net, x = Net(), At(3, 224)
     for stage, widths in enumerate(STAGES, 1):
         for place, channels in enumerate(widths, 1):
