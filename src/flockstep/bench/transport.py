@@ -88,7 +88,6 @@ class ByTransport(Way):
         return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
 
     def party(self, place: Place) -> Party:
-        """Create a node on the transport."""
         return _ByTransport(Transport.parse(self.name), place)
 
 
@@ -120,7 +119,6 @@ class InWindow(Way):
         return "" if sys.platform == "linux" else "needs Linux"
 
     def party(self, place: Place) -> Party:
-        """Create the process's region of the shared segment."""
         return _InWindow(place)
 
 
@@ -168,7 +166,6 @@ class BySocket(Way):
         self.name, self._family = name, family
 
     def party(self, place: Place) -> Party:
-        """Create the process's socket."""
         return _BySocket(self._family, place)
 
 
@@ -190,7 +187,6 @@ class Copying(Way):
     name = COPY
 
     def party(self, place: Place) -> Party:
-        """Create the two arrays."""
         return _Copying(place)
 
 

@@ -27,7 +27,6 @@ class GeometricStaleness(Claim):
     tolerance = "chi-squared with 40 degrees of freedom: p > 0.01; mean 7 within 1 %"
 
     def check(self, say: Say) -> Verdict:
-        """Test one long run."""
         trace = timed("ps(asynchronous)", WORKERS, self.steps, "exponential(1)")[0].until_first_end(self.steps)
         settled = slice(5 * WORKERS, None)
         staleness, rank = trace.staleness[settled], trace.rank[settled]

@@ -28,7 +28,6 @@ class InTurn(Constant):
     """Constant compute times; worker r starts r / 16 of a gradient late, so that workers exchange one after another."""
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Seconds of each gradient."""
         yield self.mean * (1 + rank / 16)
         yield from repeat(self.mean)
 

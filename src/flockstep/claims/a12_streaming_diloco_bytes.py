@@ -79,7 +79,6 @@ class StreamingDilocoBytes(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count the bytes of both methods."""
         every = _sent(AllReduce(codec=Half()))
         bare, scaled = (
             every / _sent(StreamingDiloco(PERIOD, FRAGMENTS, overlap=5, codec=FourBits(header)))

@@ -22,7 +22,6 @@ class DilocoBytes(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count bytes and messages of both methods."""
         every = _sent("all_reduce", say)
         rows = []
         for strategy, period in (("diloco", 500), ("local_sgd(100, outer=nesterov)", 100)):

@@ -116,7 +116,6 @@ class PipelineSchedules(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Execute both schedules."""
         rows = []
         for batches in BATCHES:
             formula = (STAGES - 1) / (batches + STAGES - 1)

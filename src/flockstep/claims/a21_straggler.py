@@ -35,7 +35,6 @@ class Straggler(Claim):
     quick = True
 
     def check(self, say: Say) -> Verdict:
-        """Count the gradients of both methods."""
         rows, figures = [], {}
         for workers, slow, published in CASES:
             say(f"{workers} workers, one {slow} times as slow")

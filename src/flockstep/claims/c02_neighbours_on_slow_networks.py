@@ -41,7 +41,6 @@ class InTurns(Strategy):
 
     @property
     def servers(self) -> int:
-        """One server."""
         return 1
 
     async def worker(self, me: Worker) -> None:

@@ -36,7 +36,6 @@ class PostLocalGeneralises(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with both methods."""
         errors, sent = {}, {}
         for strategy in (LARGE, POST):
             runs = [_trained(strategy, seed) for seed in range(self.seeds)]

@@ -41,7 +41,6 @@ class Diloco(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each method."""
         loss, sent = self._median(DDP, say)
         found = {
             (outer, period): self._median(f"local_sgd({period}, recursive_doubling, {outer})", say)

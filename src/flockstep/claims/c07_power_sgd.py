@@ -48,7 +48,6 @@ class PowerSgdAccuracy(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each compressor."""
         accuracy: dict[str, float] = {}
 
         def train(name: str, strategy: Strategy, rate: float = RATE) -> float:

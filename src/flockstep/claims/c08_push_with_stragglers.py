@@ -43,7 +43,6 @@ class Stragglers(ComputeModel):
             )
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Seconds of each gradient of one worker."""
         random = np.random.default_rng(np.random.SeedSequence((seed, 0xC8, rank)))
         while True:
             usual = self.mean * max(0.1, random.normal(1, 0.02))

@@ -39,7 +39,6 @@ class FewBits(Claim):
     )
 
     def check(self, say: Say) -> Verdict:
-        """Train with each codec, and count the bits."""
         dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
         rows = [
             Row("dense, error in %", "", round(dense.median, 2), True),

@@ -37,7 +37,6 @@ class BlockMomentum(Claim):
     seeds: int = 5
 
     def check(self, say: Say) -> Verdict:
-        """Train with each method."""
         steps, best = {}, {}
         for outer in ("average", "bmuf", "bmuf(nesterov=True)"):
             runs = [_trained(outer, seed) for seed in range(self.seeds)]

@@ -22,11 +22,9 @@ class Unjudged(Model):
     dtype = "float64"
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The parameters."""
         return params["w"]
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Zero, because the loss is not used."""
         return 0.0
 
 
@@ -46,15 +44,12 @@ class Still(Unjudged):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """A single number."""
         return {"w": (1,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Zero."""
         return {"w": np.zeros(1)}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Zero."""
         out["w"][...] = 0
         return np.zeros(len(x))
 
@@ -68,7 +63,6 @@ class Updates(Watched):
     """A simulation that stores updates only, for runs with hundreds of thousands of messages."""
 
     def note(self, event: Event) -> None:
-        """Store an update."""
         if isinstance(event, Update):
             self.log.append(event)
 

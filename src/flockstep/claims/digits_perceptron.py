@@ -60,7 +60,6 @@ class Perceptron(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Mean cross-entropy."""
         return cross_entropy(outputs, y)
 
 

@@ -61,7 +61,6 @@ class NextCharacter(Model):
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """Mean cross-entropy, in nats per character."""
         return cross_entropy(outputs, np.asarray(y, np.int64))
 
 

@@ -25,7 +25,6 @@ class Once(Strategy):
         return Traits(completeness=1, survives=False, results=("rank0",))
 
     async def worker(self, me: Worker) -> None:
-        """Run the program."""
         await self.program(me)
 
 

@@ -76,7 +76,6 @@ class RandomProjection(Codec):
         return self.variance(array.size) * float(np.sum(np.square(array.astype(np.float64))))
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
-        """Bind the codec to the shapes of the tensors."""
         return replace(self, shapes=tuple(shapes))
 
     def at(self, step: int) -> Codec:

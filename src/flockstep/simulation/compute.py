@@ -137,7 +137,6 @@ class Constant(ComputeModel):
             )
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Infinite iterator over `mean`."""
         return itertools.repeat(float(self.mean))
 
 
@@ -151,7 +150,6 @@ class _Random(ComputeModel):
         _above(self.mean, 0, "mean duration", "use constant(0) for gradients that take no time")
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The draws of one worker, in order, in seconds."""
         random = _generator(seed, _BASE, rank)
         while True:  # blocks hide the cost of calling numpy
             yield from self._draw(random).tolist()
@@ -259,7 +257,6 @@ class Empirical(ComputeModel):
         return inner / (len(self.quantiles) - 1)
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The draws of one worker, in order, in seconds."""
         random = _generator(seed, _BASE, rank)
         while True:
             places = random.random(_BLOCK) * (len(self.quantiles) - 1)
@@ -274,17 +271,14 @@ class _Wrapper(ComputeModel):
 
     @property
     def sharing(self) -> int | None:
-        """The value of the wrapped model."""
         return self.base.sharing
 
     @property
     def turns(self) -> bool:
-        """The value of the wrapped model."""
         return self.base.turns
 
     @property
     def spells(self) -> int:
-        """The value of the wrapped model."""
         return self.base.spells
 
 
@@ -365,7 +359,6 @@ class SharedCores(_Wrapper):
 
     @property
     def sharing(self) -> int | None:
-        """The field `cores`."""
         return self.cores
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:

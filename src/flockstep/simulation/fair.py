@@ -92,7 +92,6 @@ class _Shared(Fabric):
         self._now = 0.0
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        """Send a message at time `t`."""
         transit = Transit(source, to, nbytes, t, self._route(source, to))
         if transit.done:
             return transit
@@ -109,7 +108,6 @@ class _Shared(Fabric):
         return transit
 
     def advance(self, transit: Transit) -> bool:
-        """Update a message at time `transit.head`; return whether the whole message has left."""
         now = transit.head
         self._flow(now)
         pair = transit.source, transit.to
@@ -129,7 +127,6 @@ class _Shared(Fabric):
         return False
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
-        """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on."""
         super().narrow(node, others, factor)
         for stream in self._busy.values():
             self._divide(stream.egress)

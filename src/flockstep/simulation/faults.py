@@ -40,7 +40,6 @@ class Dies(Fault):
         units.duration(self.noticed, "noticed")
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the node exists."""
         _takes_part(self.node, cluster)
 
 
@@ -57,7 +56,6 @@ class Drops(Fault):
             raise ConfigurationError(f"nth must be >= 1, got {self.nth}; 1 is the first message")
 
     def check(self, cluster: Cluster) -> None:
-        """Check that both nodes exist."""
         _takes_part(self.source, cluster)
         _takes_part(self.to, cluster)
 
@@ -110,7 +108,6 @@ class Narrows(Fault):
             raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means for ever")
 
     def check(self, cluster: Cluster) -> None:
-        """Check that the node exists."""
         _takes_part(self.node, cluster)
 
     def strikes(self, t: float) -> bool:

@@ -41,21 +41,17 @@ class Longer(ComputeModel):
 
     @property
     def sharing(self) -> int | None:
-        """The value of the base model."""
         return self.base.sharing
 
     @property
     def turns(self) -> bool:
-        """The value of the base model."""
         return self.base.turns
 
     @property
     def spells(self) -> int:
-        """The value of the base model."""
         return self.base.spells
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """Infinite iterator over the durations of one worker's gradients, in seconds."""
         return (seconds + self.extra for seconds in self.base.stream(seed, rank))
 
 
@@ -129,7 +125,6 @@ class _Handled(Fabric):
         return self._received(transit).done
 
     def narrow(self, node: Address, others: Iterable[Address], factor: float) -> None:
-        """Set the bandwidth of the node's own link to 1/`factor` of its full bandwidth from now on."""
         self._inner.narrow(node, others, factor)
 
     def _received(self, transit: Transit) -> Transit:

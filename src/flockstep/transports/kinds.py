@@ -19,7 +19,6 @@ class Ipc(Transport):
     """Unix sockets in a directory of the run that only its owner can enter."""
 
     def listen(self, directory: Path, name: str) -> str:
-        """Address of a socket file in the run's directory."""
         return f"ipc://{directory / name}"
 
 
@@ -36,7 +35,6 @@ class InSharedMemory(Ipc):
         return True
 
     def share(self, workers: int, model_bytes: int) -> SharedMemory:
-        """Create a segment for the sums of `workers` workers; memory that is not used is not allocated."""
         return SharedMemory.create(needed(workers, room_for(model_bytes)))
 
 
@@ -67,7 +65,6 @@ class Tcp(Transport):
         return self.memory
 
     def listen(self, directory: Path, name: str) -> str:
-        """Address of any free port of `host`."""
         return f"tcp://{self.host}:*"
 
 

@@ -177,16 +177,13 @@ class StreamBus(Bus):
                 self._drop(self._peers[peer])
 
     def reachable(self, peer: Address) -> bool:
-        """Whether the connection to the peer is established."""
         return peer in self._peers and self._peers[peer].usable()
 
     def waiting(self, peer: Address) -> int:
-        """Bytes of messages to the peer that are queued."""
         connection = self._peers.get(peer)
         return connection.waiting if connection is not None and connection.usable() else 0
 
     def broken(self, seconds: float) -> set[Address]:
-        """The peers whose connection ended at least `seconds` ago, for any reason."""
         latest = time.monotonic() - seconds
         return {peer for peer, at in self._ended.items() if at <= latest}
 
@@ -195,7 +192,6 @@ class StreamBus(Bus):
         return self._copies.frozen(array)
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer; the caller may change the array afterwards, unless `lend` returned the array."""
         connection = self._peers.get(to)
         if connection is None or not connection.usable():
             raise self._unreachable(to)
@@ -216,7 +212,6 @@ class StreamBus(Bus):
         self.traffic.sent(message, len(header))
 
     def poll(self, seconds: float | None, also: Collection[int] = (), wanted: Wanted | None = None) -> Message | None:
-        """Return the next message from a peer."""
         self._asked = True
         with self._lock:
             self._asked = False
