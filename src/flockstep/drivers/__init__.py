@@ -1,1 +1,1 @@
-"""What runs a strategy's programs: the user's loop, a process of its own, virtual time."""
+"""Drivers run a strategy's programs: in the user's loop, in separate processes, or in virtual time."""

@@ -1,4 +1,4 @@
-"""A node's books: what it sent, received and spent its time on, written to the record as it happens."""
+"""Metrics of a node: what it sent, received and spent its time on, written to the record as events."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from flockstep.transports.bus import Traffic
 
 Emit = Callable[[Event], None]
 SPAN_STEPS = 8
-"""The timeline shows the first steps only,"""
+"""Number of first steps for which spans are recorded, for the timeline."""
 SPAN_NODES = 16
-"""of the first workers only, and all servers,"""
+"""Number of first workers for which spans are recorded; servers always record spans."""
 SPANS = 100
-"""and so many spans of each at the most: a server has no steps."""
+"""Largest number of spans of one node; a server has no steps that would limit them."""
 
 
 class Account:
-    """The books of one node: running totals, and what they were at the last step. Times in seconds."""
+    """Metrics of one node: running totals, and the totals at the last step. Times are in seconds."""
 
     def __init__(self, address: Address, emit: Emit | None, traffic: Traffic | None = None):
-        """`traffic` is the bus's own; without `emit`, nobody keeps a record."""
+        """`traffic`: the bus's own counters; without `emit`, no events are recorded."""
         self.address = address
         self.emit = emit
         self.traffic = traffic or Traffic()
         self.steps = 0
         self.waited = 0.0
-        """Seconds of the time since the last entry that this node slept for others, in memory that they share."""
+        """Seconds since the last entry in which this node waited for others in shared memory."""
         self.seconds = {"compute": 0.0, "wait": 0.0, "comm": 0.0}
         self.estimated_bytes = 0
-        """Those of `traffic.sent_bytes` that are known by a formula only, since others moved them."""
+        """Part of `traffic.sent_bytes` that is computed by a formula, because another library moved the bytes."""
         self._spans = 0 if emit is not None and address < SPAN_NODES else SPANS
         self._at_last_step = self._totals()
 
     def spent(self, kind: str, start: float, end: float) -> None:
-        """Count time spent on compute, wait or comm."""
+        """Count time spent on `kind`: compute, wait or comm."""
         if end <= start:
             return
         self.seconds[kind] += end - start
@@ -50,7 +50,7 @@ class Account:
             self.emit(Span(self.address, kind, start, end))
 
     def waited_for(self, start: float, sent: float, end: float) -> None:
-        """Count time in which a message was waited for: to be sent, then to come."""
+        """Count the time spent waiting for a message: until it was sent (wait), then until it arrived (comm)."""
         if sent < start:
             sent = start
         if self._spans < SPANS and self.steps < SPAN_STEPS:
@@ -61,7 +61,7 @@ class Account:
             self.seconds["comm"] += end - sent
 
     def step(self, t: float, loss: float | None) -> None:
-        """Close the books of a worker's step."""
+        """Write the event of a worker's step."""
         self.steps += 1
         if self.emit is None:
             return
@@ -72,12 +72,12 @@ class Account:
     def updates(
         self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None
     ) -> None:
-        """Note updates that took effect here."""
+        """Record updates that took effect on this node."""
         if self.emit is not None:
             self.emit(Update(t, self.address, source, count, staleness, weight))
 
     def figure(self, t: float, name: str, value: float) -> None:
-        """Note a figure of the strategy's own."""
+        """Record a scalar of the strategy."""
         if self.emit is not None:
             self.emit(Figure(t, self.address, name, value))
 
@@ -104,5 +104,5 @@ class Account:
 
 
 def fingerprint(params: FlatArray) -> str:
-    """16 hexadecimal digits that two arrays share only if all their bits are equal."""
+    """16 hexadecimal digits of the array's SHA-256, equal for two arrays only if all their bits are equal."""
     return hashlib.sha256(np.ascontiguousarray(on_host(params)).view(np.uint8).data).hexdigest()[:16]

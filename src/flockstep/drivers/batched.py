@@ -1,4 +1,4 @@
-"""Gradients of many workers of one process, computed together when the first of them is due."""
+"""Gradients of several workers of one process, computed together when the first of them is needed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flockstep.programs import NeedGradient
 from flockstep.workloads.sampler import SamplerState
 
 ROWS = 64
-"""Gradients of one batched call: enough to amortise the call, few enough to stay in the cache."""
+"""Gradients in one batched call: enough to amortize the call, few enough to stay in the cache."""
 
 
 class BatchedGradients:
-    """What the workers' gradients are of, and the gradients themselves; row r of `params` (n, K) is worker r's."""
+    """The gradients of all workers, with their inputs; row r of `params` (n, K) belongs to worker r."""
 
     def __init__(self, engine: Engine, plan: Plan):
         n = plan.cluster.workers
@@ -28,7 +28,7 @@ class BatchedGradients:
         self.batches = [Batches(plan, rank) for rank in range(n)]
         self.losses = np.zeros(n)
         self.nodes: dict[int, Node] = {}
-        """The workers, by rank."""
+        """Rank → worker."""
         self._plan = plan
         self._engine = engine
         self._batch = plan.batch
@@ -36,34 +36,36 @@ class BatchedGradients:
         self._needs: dict[int, tuple[NeedGradient, Indices]] = {}
 
     def ask(self, rank: int, need: NeedGradient) -> int:
-        """A worker's gradient is needed, at its parameters as they are now; over how many samples it is."""
+        """Request a worker's gradient at its current parameters; return the number of samples."""
         self._pool.give_back(rank)
         indices = self.batches[rank].next(need)
         self._needs[rank] = need, indices
         return len(indices)
 
     def restart(self, rank: int, state: dict[int, tuple[SamplerState, int]]) -> None:
-        """Go on drawing that worker's batches where `Batches.state` was taken."""
+        """Continue drawing that worker's batches at a saved `state`."""
         self.batches[rank] = Batches(self._plan, rank)
         self.batches[rank].restore(state)
 
     def forget(self, rank: int) -> None:
-        """That worker's gradient is not needed after all."""
+        """Cancel that worker's request."""
         self._needs.pop(rank, None)
 
     def keep(self, rank: int) -> None:
-        """That worker's parameters may change now: compute before they do."""
+        """Compute the requested gradients now if worker `rank` is among them, because its parameters may change
+        afterwards.
+        """
         if rank in self._needs:
             self._compute()
 
     def take(self, rank: int) -> FlatArray:
-        """The gradient (K,) that a worker has asked for; valid until it asks again."""
+        """The gradient (K,) that a worker has requested; valid until its next request."""
         if rank in self._needs:
             self._compute()
         return self._pool.row(rank)
 
     def _compute(self) -> None:
-        """All gradients that have been asked for: those over equally many samples together."""
+        """Compute all requested gradients; requests with equal numbers of samples are computed together."""
         needs, self._needs = self._needs, {}
         alike: dict[int, list[int]] = {}
         for rank in sorted(needs):
@@ -89,13 +91,13 @@ class BatchedGradients:
 
 
 class _Pool:
-    """Slabs of `ROWS` rows. A slab is written again once all its rows have been given back.
+    """Slabs of `ROWS` rows. A slab is reused when all its rows have been given back.
 
-    Fresh memory for every batch would cost more than the gradients themselves: each page of it is zeroed first.
+    New memory for every batch would cost more than the gradients themselves, because each page of it is zeroed first.
     """
 
     def __init__(self, like: FlatArray):
-        """`like` is one row."""
+        """`like`: an array of one row's size and dtype."""
         self._like = like
         self._free: list[_Slab] = []
         self._open = _Slab(empty(like, ROWS, len(like)))
@@ -103,11 +105,13 @@ class _Pool:
         self._gathered = empty(like, ROWS, len(like))
 
     def gather(self, params: FlatArray, ranks: Sequence[int]) -> FlatArray:
-        """Those rows of `params` (n, K) together."""
+        """Copy those rows of `params` (n, K) into one array."""
         return rows(params, ranks, self._gathered[: len(ranks)])
 
     def take(self, ranks: Sequence[int]) -> FlatArray:
-        """Rows for the gradients of at most `ROWS` ranks, in that order; each is held until that rank gives it back."""
+        """Rows for the gradients of at most `ROWS` ranks, in that order; each row is held until its rank
+        gives it back.
+        """
         slab = self._room_for(len(ranks))
         rows = slab.rows[slab.used : slab.used + len(ranks)]
         slab.used += len(ranks)
@@ -117,11 +121,11 @@ class _Pool:
         return rows
 
     def row(self, rank: int) -> FlatArray:
-        """The gradient of that rank."""
+        """The gradient of rank `rank`."""
         return self._held[rank][1]
 
     def give_back(self, rank: int) -> None:
-        """That rank uses its gradient no more."""
+        """Release the row of rank `rank`, which no longer uses its gradient."""
         held = self._held.pop(rank, None)
         if held is not None:
             slab = held[0]
@@ -130,7 +134,7 @@ class _Pool:
                 self._free.append(slab)
 
     def _room_for(self, count: int) -> _Slab:
-        """The slab that is being filled, or the next one."""
+        """The slab that is being filled, or the next slab if there is no room."""
         slab = self._open
         if slab.held == 0:
             slab.used = 0

@@ -1,4 +1,4 @@
-"""Every n-th batch of anything that yields batches."""
+"""Every n-th batch of any iterable of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B = TypeVar("B")
 
 
 class Shard(Generic[B]):
-    """Every n-th batch of an iterable, which has all its attributes; equally many batches on every worker."""
+    """Every n-th batch of an iterable, with the iterable's attributes; equally many batches on every worker."""
 
     def __init__(self, batches: Iterable[B], rank: int, workers: int):
         self._batches = batches
@@ -40,13 +40,15 @@ class Shard(Generic[B]):
         return len(self._batches) // self._workers  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # of a copy that is being made
+        if name == "_batches":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self._batches, name)
 
 
 def _drawn_alike(batches: Iterable[B], seed: int) -> Iterator[B]:
-    """Iterate with a torch generator that is the same on every worker, whose script may have seeded its own by rank."""
+    """Iterate with a torch generator that is equal on every worker, even if scripts seed their own
+    generators by rank.
+    """
     if find_spec("torch") is None:
         yield from batches
         return

@@ -1,4 +1,4 @@
-"""The model of a run whose nodes hand in files: chosen and evaluated with one model in memory, however many nodes."""
+"""The model of a run whose nodes store snapshots in files: selected and evaluated with one model in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flockstep.messages import Address
 from flockstep.records.handed_in import LAST, HandedIn
 
 PART = 1 << 20
-"""Parameters that are read at a time where those of several nodes are added up."""
+"""Number of parameters read at a time when several snapshots are summed."""
 
 
 class Files(MutableMapping[Address, FlatArray]):
-    """Node → its parameters, read from its file whenever they are asked for."""
+    """Node → its parameters, read from the snapshot's file at every access."""
 
     def __init__(self) -> None:
         self.items_of: dict[Address, HandedIn] = {}
@@ -42,7 +42,7 @@ class Files(MutableMapping[Address, FlatArray]):
 
 
 class FiledTick(Tick):
-    """A tick whose parameters lie in files."""
+    """A tick whose parameters are in files."""
 
     def __init__(self, missing: set[Address]):
         super().__init__(missing)
@@ -51,7 +51,7 @@ class FiledTick(Tick):
         self._variance: float | None = None
 
     def hand_in(self, item: HandedIn, samples: int) -> None:
-        """Take note of a node's file."""
+        """Add a node's snapshot to the tick."""
         self.files.items_of[item.address] = item
         self.t = max(self.t, item.t)
         self.missing.discard(item.address)
@@ -62,16 +62,16 @@ class FiledTick(Tick):
             self.sent += item.sent
 
     def replicas(self) -> list[HandedIn]:
-        """The workers' files, by rank."""
+        """The workers' snapshots, in order of rank."""
         return [item for address, item in sorted(self.files.items_of.items()) if address >= 0]
 
     def first(self) -> FlatArray | None:
-        """The replica of the first worker that is there."""
+        """The replica of the first worker that is present; None if there is none."""
         replicas = self.replicas()
         return replicas[0].read() if replicas else None
 
     def mean(self) -> FlatArray:
-        """The mean replica; its distances are kept for `divergence`."""
+        """The mean replica; the sum of distances is kept for `divergence`."""
         replicas = self.replicas()
         mean: FlatArray = np.empty(replicas[0].size, replicas[0].read(slice(0, 0)).dtype)
         self._variance = self._add_up(replicas, mean)
@@ -96,22 +96,22 @@ class FiledTick(Tick):
 
 
 class Newest:
-    """What each node handed in last: the model that a run has when it ends before its time."""
+    """The newest snapshot of each node: the model of a run that ends early."""
 
     def __init__(self) -> None:
         self._items: dict[Address, HandedIn] = {}
 
     def take(self, item: HandedIn) -> None:
-        """A node handed in its parameters outside of the evaluations, or its final ones."""
+        """Store a snapshot that was sent outside of the evaluations, or the final one."""
         self._items[item.address] = item
 
     def buffers(self) -> dict[Address, FlatArray | None]:
-        """The bytes of every worker's buffers at its end, among those whose program has ended."""
+        """Rank → bytes of the worker's final buffers, for workers whose program has ended."""
         final = [item for address, item in self._items.items() if address >= 0 and item.tick is None]
         return {item.address: item.read_buffers() if item.buffers else None for item in final}
 
     def tick(self, lost: Collection[Address], samples: Callable[[int], int] = lambda step: 0) -> FiledTick:
-        """All of it as one tick, without the replicas of lost workers as long as there are others."""
+        """All newest snapshots as one tick, without the replicas of lost workers if there are others."""
         ranks = {address for address in self._items if address >= 0}
         left_out = ranks & set(lost) if ranks - set(lost) else set()
         tick = FiledTick(set())
@@ -122,7 +122,7 @@ class Newest:
 
 
 class FiledTracker(Tracker):
-    """Evaluates each tick once all nodes' files of it are there, and gives the model at the end to `keep`."""
+    """Evaluates each tick when the snapshots of all nodes have arrived, and stores the final model with `keep`."""
 
     def __init__(self, engine: Engine, plan: Plan, emit: Emit, keep: Callable[[FiledTick, FlatArray], None]):
         super().__init__(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
@@ -132,7 +132,7 @@ class FiledTracker(Tracker):
         self._lost: set[Address] = set()
 
     def hand_in(self, item: HandedIn) -> None:
-        """Take note of a node's file; evaluate the ticks that wait for nobody else."""
+        """Add a node's snapshot; evaluate the ticks that are complete."""
         if item.tick is None or item.tick == LAST:
             self._newest.take(item)
         if item.tick is None and item.address >= 0:
@@ -144,16 +144,16 @@ class FiledTracker(Tracker):
         assert isinstance(entry, FiledTick)
         entry.hand_in(item, self._samples(item.step))
         for earlier in [one for one in self._ticks if one < tick]:
-            self._ticks[earlier].missing.discard(item.address)  # no node goes back
+            self._ticks[earlier].missing.discard(item.address)  # a node's ticks only increase
         self._evaluate_complete()
 
     def lose(self, address: Address) -> None:
-        """Wait for this node no more."""
+        """Stop waiting for a lost node."""
         self._lost.add(address)
         super().lose(address)
 
     def end(self) -> None:
-        """Settle what the result of the run is, and evaluate it, whether or not the run came to its end."""
+        """Determine and evaluate the result of the run, whether or not the run finished."""
         if self._latest < FINAL:
             self._ticks[FINAL] = self._newest.tick(self._lost, self._samples)
             self._evaluate(FINAL)

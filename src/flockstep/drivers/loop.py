@@ -1,4 +1,4 @@
-"""The user's own loop: every `optimizer.step()` resumes the strategy until it next asks for a gradient."""
+"""The user's own loop: every `optimizer.step()` resumes the strategy until its next request for a gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from flockstep.strategies.base import Strategy
 T = TypeVar("T")
 
 FIRST = 3
-"""How many of its first gradients, and of those after `sync`, a worker shows, to be compared with the others'."""
+"""Number of gradients at the start, and after each `sync`, that a worker reports for comparison with other workers."""
 
 
 def _check(strategy: Strategy, workers: int) -> None:
@@ -50,19 +50,19 @@ def _check(strategy: Strategy, workers: int) -> None:
 
 
 class Loop:
-    """One worker's part in a run, driven by somebody else's loop.
+    """One worker's part in a run that is driven by a user's loop.
 
-    `params` and `gradients` are the flat arrays of the user's model, whose gradients are to be moved to
-    `loop.gradients` afterwards; `stepper` is the user's optimiser, and
-    `server_optimizer` its rebuilt form for strategies whose servers apply the gradients. `buffers` gives what this
-    worker holds besides parameters (uint8); after `finish`, `handed` has that of every worker.
+    `params` and `gradients` are the flat arrays of the user's model, whose gradients must be moved to `loop.gradients`
+    afterwards. `stepper` is the user's optimizer, and `server_optimizer` the equivalent for strategies whose servers
+    apply the gradients. `buffers` returns the worker's state besides parameters (uint8); after `finish`, `handed` holds
+    the buffers of every worker.
     """
 
     _shown = 0
-    """Up to which step the supervisor has been shown the gradients."""
+    """Step up to which gradients have been reported to the supervisor."""
 
     watch: Watch | None = None
-    """Who looks after the model between two steps."""
+    """Checks the model between two steps."""
     _diverged = False
 
     def __init__(
@@ -87,7 +87,7 @@ class Loop:
         self._failure: Exception | None = None
         self._seat: Seat | None = None
         self._servers: dict[Address, Server] = {}
-        """Those in this process."""
+        """Servers that run in this process."""
         ticket = claim_ticket()
         self.rank, self.workers = (0, 1) if ticket is None else (ticket.address, ticket.workers)
         _check(strategy, self.workers)
@@ -104,7 +104,7 @@ class Loop:
         self._runner.advance()
 
     def step(self) -> None:
-        """The gradients of one mini-batch are in the flat array: let the strategy use them."""
+        """Let the strategy use the gradients of one mini-batch, which are in the flat array."""
         if self.finished:
             self._require_running("call finish() after the last step()")
         if self.watch is not None:
@@ -126,47 +126,49 @@ class Loop:
 
     @property
     def awaited(self) -> int:
-        """The first element of the part of the gradients that the strategy waits for; 0: it waits for all."""
+        """First element of the part of the gradients that the strategy waits for; 0 if it waits for all of them."""
         return 0 if self._finished or self._failure is not None else self._runner.awaited
 
     def hand_over(self) -> None:
-        """That part is in the flat array: let the strategy use it while backward goes on."""
+        """Let the strategy use the part from `awaited` on, which is in the flat array, while the backward pass
+        continues.
+        """
         with self._telling():
             self._show_gradient()
             self._runner.advance(self.gradients, whole=False)
 
     def _show_gradient(self) -> None:
-        """Let the supervisor compare the first gradients of all workers: the same batch gives the same gradient.
+        """Report the first gradients to the supervisor, which compares them between workers: equal batches give equal
+        gradients.
 
-        It compares learning rates too, where replicas are to stay equal.
-
-        What is shown is what a strategy is about to use first at its step, since it may change what it has used.
+        The supervisor also compares learning rates, where replicas must stay equal. The reported part is the one that
+        the strategy uses first in its step, because the strategy may change parts after their use.
         """
         worker = self._worker
         if self._member is None or self.workers == 1 or self._shown > worker.run_step or worker.step >= FIRST:
             return
         self._shown = worker.run_step + 1
         part = self.gradients[self._runner.awaited :]
-        telling = part.any() and namespace(part).isfinite(part).all()  # no gradient at all says nothing of the batch
+        telling = part.any() and namespace(part).isfinite(part).all()  # a zero gradient tells nothing about the batch
         lr = worker.lr if telling and self.strategy.traits.alike else 0.0  # others may step as they like
         shown: Fields = {"step": self._shown, "gradient": fingerprint(part) if telling else "", "lr": lr}
         self._member.tell("gradient", None, shown)
 
     def listen(self) -> None:
-        """Let messages that have arrived, and what waits for them, go on."""
+        """Deliver messages that have arrived, and continue what waits for them."""
         if not self._finished and self._failure is None:
             with self._telling():
                 self._runner.collect()
 
     def exchange(self, name: str, program: Callable[[Worker], Coroutine[Effect, Any, T]]) -> T:
-        """Run `program(worker)` on every worker between two steps; return what it returns here.
+        """Run `program(worker)` on every worker between two steps; return the program's result on this worker.
 
-        Every worker has to call it at the same point, under the same name. Its messages travel in a channel of their
-        own, so that a strategy which waits for messages meanwhile never sees them.
+        Every worker must call this at the same point and with the same name. The messages travel in a separate channel,
+        so that a strategy that waits for messages meanwhile never receives them.
 
         Raises:
             ConfigurationError: the run has been finished.
-            CompositionError: a worker that waits here would hold up steps of others.
+            CompositionError: a worker that waits here would delay steps of others.
             PeerLost: a worker that `program` waits for died or left.
         """
         self._require_running(f"call it before finish(), got {name} after it")
@@ -174,7 +176,7 @@ class Loop:
         return self._exchange(name, program)
 
     def _require_rest(self, name: str) -> None:
-        """Ranks that wait in an exchange make no steps: nobody else's step may need theirs."""
+        """Refuse an exchange whose waiting ranks would delay steps of other ranks."""
         if self.strategy.traits.held_up(self.workers) and self._worker.step:
             raise CompositionError(
                 f"{self.strategy} has steps wait for some others, whoever comes first, got an exchange of all "
@@ -195,13 +197,13 @@ class Loop:
         return returned[0]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """From the next step on, the servers and the slices that workers hold are stepped with other settings."""
+        """From the next step on, use other settings on the servers and for the slices that workers step themselves."""
         with self._telling():
             tell_servers(self._worker, optimizer)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Around what may write to the parameters: look before whether somebody else has."""
+        """Context manager around writes to the parameters: check before that the script has not changed them."""
         if self.watch is not None:
             self.watch.check()
         with self._telling():
@@ -209,7 +211,7 @@ class Loop:
         self._note()
 
     def _note(self) -> None:
-        """Take the model as it is for right; warn once, and mark the record, if it is not finite any more."""
+        """Accept the current model; if it is no longer finite, warn once and record it."""
         if self.watch is None:
             return
         self.watch.note()
@@ -225,18 +227,16 @@ class Loop:
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def renew(self, optimizer: OptimizerState | None) -> None:
-        """Begin anew on every worker and server, from the parameters of rank 0; every worker has to call it.
+        """Restart on every worker and server from the parameters of rank 0; every worker must call this.
 
-        Servers' optimizers go on with what they remember, or with `optimizer` if rank 0 gives it.
+        The servers' optimizers keep their state, or take `optimizer` if rank 0 passes it.
         """
         self._require_running("call sync() before finish()")
         self._require_rest("sync")
         worker = self._worker
         with self._telling():
             new = copied(self._params)
-            most = self._run(
-                "servers", lambda me: meet(me, "here")
-            )  # background tasks serve those that step until then
+            most = self._run("servers", lambda me: meet(me, "here"))  # background tasks serve other workers until then
             self._runner.close()
             end_tasks(worker)
             self._params[:] = new
@@ -248,17 +248,17 @@ class Loop:
                 self.watch.note()
 
     def remembered(self) -> OptimizerState:
-        """What the servers' optimizers remember of past steps; any worker may ask alone, between two steps."""
+        """State of the servers' optimizers; a worker may call this alone, between two steps."""
         self._require_running("ask before finish()")
         return self._exchange("servers", lambda me: remembered(me, self.held))
 
     def common(self) -> FlatArray:
-        """The model (K,) that the run would result in now, the same on every worker; every worker has to call it.
+        """The model (K,) that the run would return now, equal on every worker; every worker must call this.
 
-        It is chosen by the strategy's default policy, as at the end; what is still on its way is not in it.
+        The model is selected by the strategy's default policy, as at the end; updates in flight are not included.
 
         Raises:
-            CompositionError: the strategy keeps an ensemble, of which no one model is the result.
+            CompositionError: the strategy keeps an ensemble and has no common model.
         """
         policy = self.strategy.traits.results[0]
         if policy not in ("server", "mean", "rank0"):
@@ -270,7 +270,7 @@ class Loop:
 
     @property
     def held(self) -> list[slice]:
-        """For each server, which of the parameters it holds."""
+        """Slice of the parameters that each server holds."""
         return self.strategy.held(self.workers, len(self._params))
 
     def _require_running(self, way_out: str) -> None:
@@ -280,9 +280,9 @@ class Loop:
             raise ConfigurationError(f"the run has been finished; {way_out}")
 
     def finish(self, remember: bool = False) -> OptimizerState | None:
-        """End the run: hand over what is held back, and put the resulting model into the parameters.
+        """End the run: send updates that are held back, and write the resulting model to the parameters.
 
-        Returns what the servers' optimizers remember at their end, if this worker is to `remember` it.
+        Returns the final state of the servers' optimizers if `remember` is set on this worker, otherwise None.
         """
         if self._failure is not None:
             raise self._failure
@@ -304,7 +304,7 @@ class Loop:
             task = worker.background("script.servers", remembered(worker, self.held, last=True)) if remember else None
             await self.strategy.finish(worker)
             if task is not None:
-                if self._member is not None:  # nobody's clock may wait for this worker meanwhile
+                if self._member is not None:  # other workers must not wait for this one meanwhile
                     self._member.tell("left", None, {"step": worker.run_step})
                 last.append(await worker.finished(task))
 
@@ -314,7 +314,7 @@ class Loop:
     def _take_result(self) -> None:
         if self._seat is None:
             if self._servers and self.strategy.traits.results[0] == "server":
-                for index, part in reversed(list(enumerate(self.held))):  # where two hold the same, the first counts
+                for index, part in reversed(list(enumerate(self.held))):  # of equal parts the first one counts
                     self._params[part] = self._servers[server(index)].params
             return
         assert self._member is not None
@@ -326,7 +326,7 @@ class Loop:
         self._member.close(0.0)
 
     def _alone(self, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
-        """The worker and the servers in this process."""
+        """Run the worker and the servers in this process."""
         strategy, here, cluster = self.strategy, OneProcess(), Cluster(1, self.strategy.servers_for(1))
         worker = self._worker = make_worker(strategy, cluster, 0, self._params, schema, 0, stepper, optimizer)
         self._runner = here.runners[0] = Runner(worker, here, Account(0, None), time.monotonic)
@@ -339,7 +339,7 @@ class Loop:
             here.runners[node.address].serve(strategy, node)
 
     def _together(self, ticket: Ticket, schema: Schema, stepper: Stepper, optimizer: Optimizer) -> None:
-        """A worker among others, each in a process of its own."""
+        """Run a worker whose peers are in other processes."""
         die_with(ticket.supervisor, ticket.directory)
         strategy, rank = self.strategy, self.rank
         self._member = Member(ticket, schema, self._buffers().nbytes, strategy.notes)
@@ -356,15 +356,17 @@ class Loop:
         take_place(Place(self._member, self._runner.figure))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """In a launched script the run's own errors are one sentence, which the supervisor prints; others are shown."""
+        """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,
+        others here.
+        """
         if isinstance(error, Exception) and self._member is not None and not self._member.closed:
             self._fail(error)
-        if error is not self._failure or not isinstance(error, FlockstepError):  # nobody else would show it
+        if error is not self._failure or not isinstance(error, FlockstepError):  # the supervisor does not print it
             self._hook(kind, error, trace)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell the supervisor why this worker cannot go on, before the script hears of it."""
+        """Context manager that reports an error of the run to the supervisor before the script sees it."""
         try:
             yield
         except FlockstepError as error:
@@ -385,8 +387,8 @@ class Loop:
             self._member.close(0.3)
 
     def _at_exit(self) -> None:
-        """A script that does not call `finish` still leaves properly, unless it is failing."""
-        if os.getpid() != self._process:  # a forked child leaves nothing
+        """Finish the run of a script that did not call `finish`, unless the script is failing."""
+        if os.getpid() != self._process:  # a forked child has no part in the run
             return
         if self._failure is None and getattr(sys, "last_value", None) is None:
             with contextlib.suppress(FlockstepError):  # the supervisor has been told

@@ -1,4 +1,4 @@
-"""Where the nodes of a run are made, and their random streams: the same for every driver."""
+"""Creation of the nodes of a run and of their random streams, equal for every driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.strategies.base import Strategy
 
 
 def node_random(seed: int, address: Address) -> np.random.Generator:
-    """The stream of a node's own, whichever process it lives in."""
+    """Random generator of a node, independent of the process in which the node runs."""
     return np.random.default_rng(np.random.SeedSequence((seed, 0x5747, address + (1 << 31))))
 
 
@@ -35,10 +35,11 @@ def make_worker(
     samples: int = 0,
     layers: Callable[[], tuple[Layer, ...]] = tuple,
 ) -> Worker:
-    """A worker whose live replica is `params` (K,); without `steps` it trains as long as somebody else's loop does.
+    """Create a worker whose live replica is `params` (K,).
 
-    `optimizer` is its optimiser in the form in which servers have it, `train_size` and `samples` the numbers of
-    training samples in all and in its part; `layers` finds those that can be factored.
+    Without `steps` the worker trains as long as the user's loop does. `optimizer`: the worker's optimizer in the form
+    that servers use; `train_size` and `samples`: numbers of training samples in total and in the worker's part;
+    `layers` returns the layers whose gradients can be factored.
     """
     worker = Worker(
         rank, cluster, params, node_random(seed, rank), stepper, steps, optimizer, train_size, schema.slices
@@ -57,7 +58,7 @@ def make_server(
     seed: int,
     optimizer: Optimizer,
 ) -> Server:
-    """The index-th server, with a copy of its part of `params` (K,)."""
+    """Create server number `index` with a copy of its part of `params` (K,)."""
     held = strategy.held(cluster.workers, len(params))[index]
     node = Server(index, cluster, copied(params[held]), node_random(seed, server(index)), optimizer)
     node.schema, node.held = schema, held

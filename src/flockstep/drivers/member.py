@@ -1,19 +1,19 @@
-"""One process's place in a run: how it is let in, and what it and the supervisor say to each other.
+"""A process's membership of a run: how it joins, and the messages between it and the supervisor.
 
 node → supervisor   Hello on the control socket: who it is, where it listens, what it holds
-supervisor → node   "linked", from then on both talk over the node's link
-supervisor → node   "welcome": who takes part, and where the peers listen
-node ⇄ node         greetings of their buses, until every two are connected; then rank 0's parameters, handed on along
+supervisor → node   "linked"; from then on both use the node's link
+supervisor → node   "welcome": the nodes of the run, and the addresses of the peers
+node ⇄ node         greetings of their buses, until all pairs are connected; then rank 0's parameters, passed on along
                     a tree
 node → supervisor   "ready"; supervisor → node "go": the clock starts
-node → supervisor   "alive" after a time without a message, which fails once the link is broken
+node → supervisor   "alive" after a time without a message, which fails if the link is broken
 node → supervisor   "events" of the record, "waiting" for what, "done" or "failed";
-                    "snapshot", and its parameters in as many messages "part" as they need
+                    "snapshot", and its parameters in as many messages "part" as needed
 supervisor → node   "taken" for each part
 supervisor → node   "lost": a node died; "left": a worker is done; "stop": end now;
-                    "end": leave, with the resulting model where it is wanted
+                    "end": leave, with the resulting model if requested
 
-A process that fails before it is linked says so with a Failure on the control socket.
+A process that fails before it is linked sends a Failure to the control socket.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from flockstep.transports.shared_memory import SharedMemory
 from flockstep.transports.wire import HANDED_ON, PROTOCOL, Identity
 
 LONGEST = 4000
-"""Characters of a reason or a traceback that travel in a message's header."""
+"""Longest reason or traceback in a message's header, in characters."""
 PAUSE = 0.05
-"""Seconds before something is sent again to a process that takes nothing at the moment."""
+"""Seconds before a message is sent again to a process whose queue is full."""
 PART = 1 << 18
-"""Bytes of parameters that travel to the supervisor in one message."""
+"""Bytes of parameters sent to the supervisor in one message."""
 WINDOW = 8
-"""Parts that may be under way: what the supervisor holds of each node at most."""
+"""Largest number of unacknowledged parts: the supervisor holds at most this many of each node."""
 PATIENCE = 1.0
-"""Seconds that one wait for a message lasts before the next begins: signals are handled in between."""
+"""Longest wait for a message in seconds; signals are handled between two waits."""
 
 
 class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
-    """What a process says of itself before it is let in; `optimizer` is data of an `Optimizer`."""
+    """The first message of a process that joins; `optimizer` is the data of an `Optimizer`."""
 
     protocol: int
     run: str
     address: int
     line: str
-    """Where the node's end of its link to the supervisor listens."""
+    """Address at which the node's end of its link to the supervisor listens."""
     bus: str
-    """Address of its bus."""
+    """Address of the node's bus."""
     strategy: str
     optimizer: dict[str, str | int | float | bool]
     schema: Schema
@@ -75,7 +75,7 @@ class Hello(msgspec.Struct, forbid_unknown_fields=True, tag="hello"):
 
 
 class Welcome(Note, frozen=True):
-    """The run is about to begin: who takes part, where every node's bus listens, and memory that all share, if any."""
+    """The run is about to begin: its nodes, the addresses of their buses, and the shared memory if there is any."""
 
     view: View
     servers: int
@@ -84,7 +84,7 @@ class Welcome(Note, frozen=True):
 
 
 class Loss(Note, frozen=True):
-    """A node is lost, and why; `view` is who takes part without it."""
+    """A node is lost, with the reason; `view` lists the remaining nodes."""
 
     address: int
     reason: str
@@ -92,11 +92,11 @@ class Loss(Note, frozen=True):
 
 
 SAID: Notes = {"welcome": Welcome, "lost": Loss}
-"""What a supervisor's messages carry that say more than names with numbers and texts."""
+"""Notes of the supervisor's messages that hold more than names with numbers and texts."""
 
 
 class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
-    """Why a process cannot take part, or go on; `kind` is the name of an error of ours, `trace` a traceback."""
+    """Why a process cannot join or continue; `kind`: name of an error class of flockstep, `trace`: a traceback."""
 
     run: str
     address: int
@@ -107,7 +107,7 @@ class Failure(msgspec.Struct, forbid_unknown_fields=True, tag="failure"):
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a supervisor hands to a process that it starts."""
+    """What a process needs to join a run, passed to it by the supervisor that starts it."""
 
     run: str
     address: Address
@@ -115,31 +115,32 @@ class Ticket:
     directory: str
     transport: str
     heartbeat: float
-    """Seconds of silence after which a node counts as lost."""
+    """Seconds without a heartbeat after which a node counts as lost."""
     record: str
-    """The run's folder."""
+    """Path of the run's folder."""
     workers: int
     supervisor: int
-    """Process id of the supervisor where it is on this host: this process ends as soon as that one has, however it did.
-    0: it is elsewhere, and only the link to it tells."""
+    """Process id of the supervisor if it is on this host: this process ends as soon as the supervisor does. 0: the
+    supervisor is on another host, and only the link tells.
+    """
     process: int = 0
-    """Process id of the only process that may use this; 0: whoever was handed it."""
+    """Process id of the only process that may use this; 0: any process that has it."""
     claimed: bool = False
     """Whether that process has used it."""
     seed: int = 0
-    """What the nodes' random streams derive from."""
+    """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
-    """Files that register components of the user's own, for a script to import."""
+    """Files that register custom components, for a script to import."""
 
 
 class Member:
-    """This process's membership of a run."""
+    """Membership of this process in a run."""
 
     def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES):
-        """Begin with the ticket.
+        """Prepare to join with a ticket.
 
         Args:
-            largest: size in bytes of the largest array that this process sends, if that is not the model.
+            largest: size in bytes of the largest array that this process sends, if larger than the model.
             notes: the kinds of notes that the strategy declares.
         """
         self.ticket = ticket
@@ -156,9 +157,9 @@ class Member:
         self.bus = transport.bus(me, folder, name)
         self.closed = False
         self.memory: SharedMemory | None = None
-        """The segment that all nodes of this run share, if they do."""
+        """Segment that all nodes of this run share; None if they share none."""
         self.view: View
-        """Who takes part at the start."""
+        """Nodes of the run at its start."""
         self._linked = False
         self._untaken = 0
         self._early: deque[Message] = deque()
@@ -166,7 +167,7 @@ class Member:
     def join(
         self, strategy: str, optimizer: dict[str, str | int | float | bool], initial: FlatArray | None
     ) -> tuple[Cluster, FlatArray]:
-        """Be let in; return who takes part, and the parameters that everyone starts from, read-only.
+        """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
@@ -187,11 +188,11 @@ class Member:
         return cluster, params
 
     def meet_all(self, tag: str) -> None:
-        """Wait for the supervisor to say, under that tag, where all peers listen; then for everyone to be connected."""
+        """Wait for the supervisor's message `tag` with the addresses of all peers, then for all connections."""
         self._meet(msgspec.json.decode(str(self.wait_for(tag).note["peers"]), type=dict[int, str]))
 
     def _handed_on(self, model: FlatArray | None, nodes: Sequence[Address]) -> FlatArray:
-        """The model of the first of the nodes; each hands it on to two others, so that nobody sends it to all."""
+        """Receive the first node's model and send it to two further nodes, so that no node sends it to all."""
         me = self.ticket.address
         place = nodes.index(me)
         if place:
@@ -205,12 +206,14 @@ class Member:
         return model
 
     def _require_connected(self, peer: Address) -> None:
-        """Raise `PeerLost` where the connection to a peer broke though both live, which no supervisor hears of."""
+        """Raise `PeerLost` if the connection to a peer broke although both live, which the supervisor does
+        not notice.
+        """
         if peer in self.bus.broken(2 * self.ticket.heartbeat):
             raise PeerLost(f"the connection to {node_name(peer)} broke before the run began, though both live")
 
     def _sent(self, to: Address, message: Message) -> bool:
-        """Whether there was room for the message; none is there for a node that is dead, as the supervisor will say."""
+        """Try to send a message; false if the queue is full or the node is dead, which the supervisor will report."""
         try:
             self.bus.send(to, message)
         except PeerLost:
@@ -218,16 +221,16 @@ class Member:
         return True
 
     def _share(self, segment: str, cluster: Cluster) -> None:
-        """Sums over all workers can be had in a segment from now on."""
+        """Attach to the segment for sums over all workers."""
         self.memory = SharedMemory.attach(segment, needed(cluster.workers, room_for(self.schema.nbytes)))
         if cluster.workers > 1 and self.ticket.address >= 0:
             warm_up()
 
     def tell(self, tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:
-        """Say something to the supervisor.
+        """Send a message to the supervisor.
 
         Raises:
-            Interrupted: it is not there any more.
+            Interrupted: the supervisor is gone.
         """
         while True:
             try:
@@ -241,10 +244,10 @@ class Member:
                 raise Interrupted("the process that supervises this run does not answer") from None
 
     def hand_over(self, note: Fields, arrays: Sequence[FlatArray]) -> None:
-        """Send the supervisor a snapshot: what `note` says of it, then the bytes of the arrays, in parts.
+        """Send a snapshot to the supervisor: `note` with its description, then the bytes of the arrays in parts.
 
         Raises:
-            Interrupted: the supervisor is not there any more.
+            Interrupted: the supervisor is gone.
         """
         self.tell("snapshot", None, note)
         for array in arrays:
@@ -260,7 +263,7 @@ class Member:
                 self.tell("part", data[start : start + PART])
 
     def fail(self, failure: Failure) -> None:
-        """Tell the supervisor that this process failed; if it is not there any more, nobody needs to know."""
+        """Report a failure of this process to the supervisor, if the supervisor still runs."""
         if not self._linked:
             knock(self.ticket, failure)
             return
@@ -268,9 +271,9 @@ class Member:
             self.tell("failed", None, {"kind": failure.kind, "reason": failure.reason, "trace": failure.trace})
 
     def receive(self, seconds: float | None, also: int | None = None, wanted: Wanted | None = None) -> Message | None:
-        """The next message, from anyone; None if there is none within that time, or `also` can be read.
+        """Return the next message from any node; None if none arrives in that time, or `also` becomes readable.
 
-        The array of a message from a peer that is `wanted` may be received in its place.
+        The array of a peer's message that is `wanted` may be received in its place.
         """
         if self._early:
             return self._early.popleft()
@@ -286,20 +289,21 @@ class Member:
                 return message
 
     def _heard(self) -> Message | None:
-        """What the supervisor said next, besides having taken parts of a snapshot."""
+        """The supervisor's next message, except acknowledgements of snapshot parts."""
         while (message := self.line.receive()) is not None and message.tag == "taken":
             self._untaken -= 1
         return message
 
     def next(self) -> Message:
-        """The next message, from anyone; waits. Without a supervisor this process does not live on (`die_with`)."""
+        """Wait for the next message from any node. If the supervisor dies, this process ends (`die_with`)."""
         while True:
             message = self.receive(PATIENCE)
             if message is not None:
                 return message
 
     def wait_for_end(self, buffers: dict[int, FlatArray] | None = None) -> FlatArray | None:
-        """Wait to be dismissed; return the resulting model if it was sent along; `buffers` gets those of all workers.
+        """Wait for the end of the run; return the resulting model if it was sent; `buffers` receives those of all
+        workers.
 
         Raises:
             Interrupted: the run failed or was interrupted meanwhile.
@@ -314,7 +318,7 @@ class Member:
                 return message.array
 
     def close(self, linger: float) -> None:
-        """Leave; what was sent is still delivered within `linger` seconds. 0 once the supervisor has said the end."""
+        """Leave the run; queued messages are delivered for up to `linger` seconds."""
         self.closed = True
         self.bus.close(linger)
         self.line.close(linger)
@@ -344,7 +348,7 @@ class Member:
         self._early.extend(early)
 
     def wait_for(self, tag: str, source: Address = LAUNCHER) -> Message:
-        """Wait for the supervisor, or a peer, to say that."""
+        """Wait for a message with that tag from the supervisor, or from a peer."""
         early: list[Message] = []
         while True:
             message = self.receive(PATIENCE)
@@ -356,7 +360,7 @@ class Member:
                 self._early.extend(early)
                 return message
             if message.source != LAUNCHER:
-                early.append(message)  # a peer that was told to go before this node was
+                early.append(message)  # from a peer that was told to begin before this node
 
     def _checked(self, message: Message) -> Message:
         if message.source == LAUNCHER and message.tag == "stop":
@@ -369,12 +373,12 @@ class Member:
 
 
 def knock(ticket: Ticket, words: Hello | Failure) -> None:
-    """Say something on the supervisor's control socket; it never answers there."""
+    """Send one message to the supervisor's control socket, which never answers."""
     links.knock(ticket.control, msgspec.msgpack.encode(words), ticket.heartbeat)
 
 
 def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:
-    """What to tell the supervisor of an error, ours or that of a user's code at that step."""
+    """The report of an error to the supervisor: an error of flockstep, or of user code at that step."""
     kind, reason = type(error).__name__, str(error)
     if not isinstance(error, FlockstepError):
         where = "" if step is None else f" at step {step}"
@@ -386,13 +390,13 @@ def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:
 
 
 def in_short(error: Exception) -> str:
-    """An error's type and the first line of its message."""
+    """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def place_of(error: Exception) -> str:
-    """Where in a user's own files an error came from, as " (script.py, line 7)"; empty if it was in none of them."""
+    """The place of an error in the user's own files, as " (script.py, line 7)"; empty if there is none."""
     ours = str(Path(__file__).parents[1])
     others = tuple(f"{path}{os.sep}" for path in (ours, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -402,17 +406,17 @@ def place_of(error: Exception) -> str:
 
 
 def stopped(message: Message) -> Exception:
-    """The error that a supervisor's "stop" stands for."""
+    """The error that a supervisor's "stop" message stands for."""
     reason = str(message.note["reason"])
     return ConfigurationError(reason) if message.note.get("refused") else Interrupted(reason)
 
 
 def die_with(pid: int, *directories: str) -> None:
-    """End this process as soon as the process `pid` of this host is gone, however that one ended; 0: there is none.
+    """End this process as soon as process `pid` of this host has ended, for any reason; 0: do nothing.
 
-    The folders of the supervisor's sockets go with it: a supervisor that was killed has left them behind.
-    A signal on the parent's death would not do: forked workers are children of a fork server that outlives a supervisor
-    which was killed.
+    The folders of the supervisor's sockets are removed then, because a supervisor that was killed leaves them behind. A
+    signal on the parent's death would not work: forked workers are children of a fork server, which outlives a killed
+    supervisor.
     """
     if pid:
         watch = Thread(target=_watch, args=(pid, directories), name="flockstep-supervisor-watch", daemon=True)

@@ -1,4 +1,4 @@
-"""What moves a node's messages between processes, for a strategy's programs and for a script's own calls."""
+"""Moves a node's messages between processes, for a strategy's programs and for calls of a script."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from flockstep.nodes import Node
 from flockstep.transports.bus import LAUNCHER, Bus
 
 RETRY = 0.005
-"""Seconds after which what the bus had no room for is tried again."""
+"""Seconds after which a message that the bus had no room for is tried again."""
 Receive = Callable[..., Message | None]
-"""The next message of a peer or the supervisor; None if there is none within so many seconds (None: no limit)."""
+"""Function that returns the next message of a peer or the supervisor; None after that many seconds (None: no limit)."""
 
 
 class Messenger(ABC):
-    """Sends a node's messages, and delivers those of others; what the bus has no room for waits, peer by peer."""
+    """Sends a node's messages and delivers those of others; messages that the bus has no room for are queued for each
+    peer.
+    """
 
     def __init__(self, bus: Bus, receive: Receive, node: Node, emit: Emit | None):
         self.node = node
@@ -42,8 +44,10 @@ class Messenger(ABC):
         return time.monotonic() - self._start
 
     def send(self, to: Address, message: Message) -> None:
-        """Send to a peer, and wait until there is room for it; what has arrived meanwhile is taken in."""
-        nested = to in self._held  # what has arrived while an earlier message waits for room sends more
+        """Send a message to a peer, and wait until there is room for it; messages that arrive meanwhile are
+        delivered.
+        """
+        nested = to in self._held  # a message that arrived while an earlier one waits for room sends more
         self.hand_over(to, message)
         while to in self._held and not nested:
             if not self._bus.reachable(to):
@@ -53,18 +57,18 @@ class Messenger(ABC):
             self.retry()
 
     def hand_over(self, to: Address, message: Message) -> None:
-        """Send to a peer, after what waits for it; what goes to a lost one goes nowhere."""
+        """Send a message to a peer after the queued ones, without waiting; messages to a lost peer are dropped."""
         if message.array is not None:
             message.array = on_host(message.array)
         held = self._held.get(to)
         if held is None and self._sent(to, message):
             return
-        if message.array is not None:  # it may change while the message waits
+        if message.array is not None:  # it may change while the message is queued
             message.array = self.node.freeze(message.array)
         self._held.setdefault(to, deque()).append(message)
 
     def retry(self) -> None:
-        """Send what waits, as far as there is room for it."""
+        """Send queued messages as far as there is room."""
         for to, held in list(self._held.items()):
             while held and self._sent(to, held[0]):
                 held.popleft()
@@ -72,22 +76,22 @@ class Messenger(ABC):
                 self._held.pop(to, None)
 
     def _sent(self, to: Address, message: Message) -> bool:
-        """Whether a message went where it can go."""
+        """Try to send a message; true if it was sent, or its receiver is lost."""
         if to not in self.node.lost:
             try:
                 self._bus.send(to, message)
-            except PeerLost:  # it is slow, or its connection has broken: whether it is lost is for the supervisor
+            except PeerLost:  # slow, or disconnected: the supervisor decides whether the peer is lost
                 return False
         return True
 
     def collect(self) -> None:
-        """Deliver what has arrived by now."""
+        """Deliver the messages that have arrived."""
         while (message := self._receive(0)) is not None:
             self.take(message)
         self.node.poll()
 
     def take(self, message: Message) -> None:
-        """Deliver a message, or do what the supervisor says.
+        """Deliver a message, or follow an instruction of the supervisor.
 
         Raises:
             Interrupted: the supervisor ended the run.
@@ -105,9 +109,9 @@ class Messenger(ABC):
             self.runner.lose(address)
 
     def note_loss(self, address: Address, reason: str) -> None:
-        """A node is dead, for that reason; raises `PeerLost` where this one cannot go on without it."""
+        """Handle the death of a node; raises `PeerLost` if this node cannot continue without it."""
         raise PeerLost(reason)
 
     def unreachable(self, to: Address) -> None:
-        """A connection has broken; returns once it is known that the peer is lost and this node can go on."""
+        """Handle a broken connection; returns when the peer is known to be lost and this node can continue."""
         raise PeerLost(f"{node_name(to)} is not reachable from {node_name(self.node.address)}")

@@ -1,4 +1,4 @@
-"""Lets faults happen to a simulation."""
+"""Injects faults into a simulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.simulation.faults import Dies, Drops, Fault, Narrows, Slows
 
 
 class Mishaps:
-    """The faults of one run: which messages get lost, when who dies, how long gradients and messages take then."""
+    """The faults of one run: lost messages, deaths, and durations of gradients and messages."""
 
     def __init__(self, faults: Sequence[Fault], cluster: Cluster):
         for fault in faults:
@@ -26,7 +26,7 @@ class Mishaps:
         self._sent: Counter[tuple[Address, Address]] = Counter()
 
     def deaths(self) -> list[tuple[float, Address, bool]]:
-        """When a node dies, and (True) when the others hear of it."""
+        """Virtual seconds at which nodes die (False), and at which the other nodes are notified (True)."""
         events = []
         for fault in self._deaths:
             at = units.duration(fault.at)
@@ -34,7 +34,9 @@ class Mishaps:
         return sorted(events, key=lambda event: event[0])
 
     def narrowings(self) -> list[tuple[float, Address, float]]:
-        """When a node's link gets a which-th of its bandwidth; several faults of one node multiply."""
+        """Virtual seconds, node, and factor by which the bandwidth of the node's link is divided; several faults
+        multiply.
+        """
         times = {(units.duration(end), fault.node) for fault in self._narrows for end in (fault.at, fault.until)}
         events = []
         for t, node in sorted(times):
@@ -43,7 +45,7 @@ class Mishaps:
         return events
 
     def lost(self, to: Address, message: Message) -> bool:
-        """Whether this message gets lost; to be asked once for each that is sent."""
+        """Whether this message is lost; must be called once for each message sent."""
         if not self.drops or message.array is None:
             return False
         link = message.source, to
@@ -51,7 +53,7 @@ class Mishaps:
         return (*link, self._sent[link]) in self.drops
 
     def clock(self, clock: Clock) -> Clock:
-        """The clock with the slow workers' gradients stretched."""
+        """The clock, with the gradients of slow workers stretched."""
         return _Stretched(clock, self._slows) if self._slows else clock
 
 
@@ -61,5 +63,5 @@ class _Stretched(Clock):
         self._slows = slows
 
     def finish(self, rank: int, t: float, stretch: float = 1.0) -> float:
-        """The undisturbed clock's, of a gradient that takes longer."""
+        """The end of a gradient on the undisturbed clock, with its duration stretched."""
         return self._clock.finish(rank, t, stretch * math.prod(fault.stretch(rank, t) for fault in self._slows))

@@ -1,4 +1,4 @@
-"""This process's part in a run, and the communicator that is beside it."""
+"""This process's part in a run, and the communicator that it may open in addition."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from flockstep.drivers.member import Member
 
 
 class Place:
-    """This process's part in a run, which a communicator may be beside."""
+    """This process's part in a run, which may have a communicator."""
 
     def __init__(self, member: Member, figure: Callable[[str, float], None]):
-        """`figure` puts a figure on the record."""
+        """`figure`: function that records a scalar."""
         self.member, self.figure = member, figure
         self.close_communicator: Callable[[], None] | None = None
 
     def leave(self) -> None:
-        """The part ends: so does the communicator."""
+        """End the part, and close its communicator."""
         if self.close_communicator is not None:
             self.close_communicator()
 
     def finish(self, account: Account) -> None:
-        """The communicator has ended, with that account of what it moved."""
+        """Record the traffic of a communicator that has ended."""
         self.figure("mover_sent", account.traffic.sent_bytes)
         self.figure("mover_messages", account.traffic.messages_sent)
 
     def fail(self, error: Exception) -> None:
-        """No communicator has come about; the strategy may go on without."""
+        """Handle a communicator that could not be created; the strategy may continue without it."""
 
 
 _places: list[Place] = []
-"""At most one: a process takes part in one run, as it has one ticket in its environment."""
+"""At most one entry: a process takes part in one run, because its environment holds one ticket."""
 
 
 def take_place(place: Place) -> None:
-    """This process takes part in a run from now on."""
+    """Set this process's part in a run."""
     _places[:] = [place]
 
 
 def place_here() -> Place | None:
-    """The part of this process; None where it has none."""
+    """This process's part in a run; None if it has none."""
     return _places[0] if _places else None

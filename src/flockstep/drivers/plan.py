@@ -1,4 +1,4 @@
-"""What a driver is told: the resolved choices of one run."""
+"""The plan of a run: the resolved choices that a driver needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flockstep.workloads.sampler import Sampler, SamplerState
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One run: strategy, cluster, budget and seed. `parts[rank]` are the training samples of a worker."""
+    """One run: strategy, cluster, budget and seed. `parts[rank]` holds the indices of a worker's training samples."""
 
     strategy: Strategy
     cluster: Cluster
@@ -34,9 +34,9 @@ class Plan:
     seed: int
     result: ResultPolicy
     evaluate_every: int
-    """Steps per worker between two evaluations of the model, which happen off the clock."""
+    """Steps per worker between two evaluations of the model, which take no time on the run's clock."""
     timetable: Timetable | None = None
-    """How learning rate and batch change; None where they stay."""
+    """Changes of learning rate and batch size; None if both are constant."""
 
     def __post_init__(self) -> None:
         if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
@@ -46,22 +46,22 @@ class Plan:
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a worker's gradient that `step` others were used before."""
+        """Learning rate for a worker's gradient after `step` earlier gradients."""
         return self.optimizer.lr if self.timetable is None else self.timetable.lr_at(step)
 
     def batch_at(self, step: int) -> int:
-        """How many samples that gradient is over."""
+        """Number of samples in a worker's gradient after `step` earlier gradients."""
         return self.batch if self.timetable is None else self.timetable.batch_at(step)
 
     def samples_at(self, step: int) -> int:
-        """How many samples a worker has used before that gradient."""
+        """Number of samples that a worker has used in its first `step` gradients."""
         return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
 
     def layers(self, engine: Engine) -> tuple[Layer, ...]:
-        """The layers whose gradients can be had as factors.
+        """The layers whose gradients can be computed as factors.
 
         Raises:
-            CompositionError: batches grow, and the factors with them.
+            CompositionError: the schedule changes the batch size, and so the size of the factors.
         """
         if self.timetable is not None and self.timetable.grows:
             raise CompositionError(
@@ -71,11 +71,11 @@ class Plan:
         return engine.layers(self.batch)
 
     def held(self, size: int) -> list[slice]:
-        """For each server, which of the parameters it holds."""
+        """Slice of the parameters that each server holds."""
         return self.strategy.held(self.cluster.workers, size)
 
     def worker(self, engine: Engine, rank: int, params: FlatArray, stepper: Stepper) -> Worker:
-        """A worker of this run, whose live replica is `params`."""
+        """Create a worker of this run, whose live replica is `params`."""
         return make_worker(
             self.strategy,
             self.cluster,
@@ -93,7 +93,7 @@ class Plan:
 
 
 class Batches:
-    """Which samples a worker's gradients are over: batches of its own part of the data, or what it asks for."""
+    """The samples of a worker's gradients: batches of its own part of the data, or the samples that it asks for."""
 
     def __init__(self, plan: Plan, rank: int):
         self._plan = plan
@@ -102,7 +102,9 @@ class Batches:
         self._turns: dict[int, int] = {}
 
     def next(self, need: NeedGradient) -> Indices:
-        """The samples of the gradient that is needed; a block's batch of a given turn is the same whoever asks."""
+        """Indices of the samples of the requested gradient; a block's batch of a given turn is equal for
+        all workers.
+        """
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)
         block = self._rank if need.block is None else need.block
@@ -115,11 +117,11 @@ class Batches:
         return self._samplers[block].next(self._plan.batch_at(turn))
 
     def state(self) -> dict[int, tuple[SamplerState, int]]:
-        """How far each block has been read."""
+        """Position in each block of data that has been read."""
         return {block: (sampler.state(), self._turns[block]) for block, sampler in self._samplers.items()}
 
     def restore(self, state: dict[int, tuple[SamplerState, int]]) -> None:
-        """Go on from there."""
+        """Continue at a saved position."""
         for block, (saved, turn) in state.items():
             self._begin(block)
             self._samplers[block].restore(saved)
@@ -134,7 +136,7 @@ class Batches:
 def computed(
     engine: Engine, need: NeedGradient, params: FlatArray, indices: Indices, out: FlatArray, rank: int, step: int
 ) -> float:
-    """Write the gradient that a worker needs into `out`; return the mean loss."""
+    """Write the gradient that a worker requests into `out`; return the mean loss."""
     if need.layers:
         return engine.factored(params, indices, need.layers, out, rank, step)
     if need.teachers:
@@ -145,21 +147,21 @@ def computed(
 
 
 class LocalOptimizer:
-    """A worker's optimiser: an `Optimizer` with the state of one replica."""
+    """A worker's optimizer: an `Optimizer` with the state of one replica."""
 
     def __init__(self, optimizer: Optimizer, params: FlatArray, tensors: Sequence[slice] = ()):
-        """`tensors`: where each of the model's lies in `params`."""
+        """`tensors`: the slice of each of the model's tensors in `params`."""
         self.lr = optimizer.lr
-        """Of the next step; drivers set it by the schedule before every gradient that a program gets."""
+        """Learning rate of the next step; drivers set it by the schedule before every gradient."""
         self._optimizer = optimizer
         self._tensors = tuple(tensors)
         self.reset(params)
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
-        """Update `params` in place."""
+        """Update `params` (K,) in place with `gradient` (K,)."""
         self._optimizer.step(params, gradient, self.state, self.lr)
 
     def reset(self, params: FlatArray) -> None:
-        """Begin anew, without momentum."""
+        """Reset the state, for example the momentum."""
         self.state = self._optimizer.init(params)
         self.state.tensors = self._tensors

@@ -1,4 +1,4 @@
-"""A worker or a server of a declared job, in a process of its own."""
+"""A worker or a server of a declared job in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flockstep.strategies.base import Strategy
 
 
 def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
-    """Take part in a run as a worker; return the process's exit code."""
+    """Take part in a run as a worker; return the exit code of the process."""
     with _guarded(ticket) as guard:
         engine, plan = make()
         release()
@@ -49,7 +49,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
 
 
 def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema: Schema, every: int) -> int:
-    """Take part in a run as a server; return the process's exit code."""
+    """Take part in a run as a server; return the exit code of the process."""
     with _guarded(ticket) as guard:
         rule = Strategy.parse(strategy)
         member = guard.member = Member(ticket, schema, notes=rule.notes)
@@ -81,7 +81,7 @@ def _train(
 
 
 def _warm_up(engine: Engine, params: FlatArray, plan: Plan, rank: int) -> None:
-    """Compute one gradient before the clock starts: the first one pays for lazy initialisation."""
+    """Compute one gradient before the clock starts, because the first gradient includes lazy initialization."""
     indices = np.zeros(plan.batch, np.int64)
     buffers = engine.buffers(rank)
     engine.gradient(params, indices, np.zeros_like(params), rank, 0)
@@ -97,11 +97,13 @@ class _Guard:
 
 @contextmanager
 def _guarded(ticket: Ticket) -> Iterator[_Guard]:
-    """Turn errors into a sentence for the supervisor; leave Ctrl-C to it, so that the record is kept."""
+    """Context manager that reports errors to the supervisor as a sentence and leaves Ctrl-C to it, so that the record
+    is kept.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     guard = _Guard()
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite
             yield guard
     except Exception as error:  # noqa: BLE001 - the job's code may raise anything
         guard.code = error.exit_code if isinstance(error, FlockstepError) else 1

@@ -1,4 +1,4 @@
-"""A node in this process, on real messages and in real time."""
+"""A node of this process in a real run, with real messages and real time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
 
 WAIT_PERIOD = 1.0
-"""Seconds that a worker waits before it tells the supervisor what for, and between two such reports."""
+"""Seconds that a worker waits before it reports to the supervisor what it waits for, and between two reports."""
 GLANCE = 0.001
-"""Seconds that one wait for a message lasts while background tasks wait for something else."""
+"""Longest wait for a message in seconds while background tasks wait for something else."""
 
 
 class Seat(Messenger):
-    """A node's part in the run that this process was started for: its messages, its part in the evaluation."""
+    """A node's connection to the run for which this process was started: its messages and its snapshots."""
 
     def __init__(self, member: Member, node: Node, strategy: Strategy, every: int = 0):
-        """`every`: steps of a worker between two evaluations; 0: there are none."""
+        """`every`: steps of a worker between two evaluations; 0 for none."""
         self.reports = Reports(member)
         super().__init__(member.bus, member.receive, node, self.reports.write)
         node.view = member.view
@@ -54,7 +54,9 @@ class Seat(Messenger):
             self.runner.reception = Reception(node, strategy)
 
     def home(self, gradients: FlatArray) -> FlatArray:
-        """Where a worker's gradients are to lie: where the sum over all workers can be had in place, or `gradients`."""
+        """Array for a worker's gradients: in shared memory if sums over all workers can be computed there, else
+        `gradients`.
+        """
         if self._group is None or is_tensor(gradients) or gradients.dtype.name not in SUMMED:
             return gradients
         return self._group.allocate(len(gradients), gradients.dtype.name)
@@ -63,7 +65,7 @@ class Seat(Messenger):
         """Wait for what the program waits for, until that is a gradient or nothing.
 
         Raises:
-            PeerLost: the strategy cannot go on without a node that died.
+            PeerLost: the strategy cannot continue without a node that died.
             Interrupted: the supervisor ended the run.
         """
         node = self.node
@@ -85,9 +87,9 @@ class Seat(Messenger):
         self._wanted = None
 
     def all_reduce(self, array: FlatArray, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided, in memory that they share; bits and books as of a ring.
+        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory.
 
-        False: it cannot be had this way.
+        Result and traffic are those of a ring all-reduce, bit for bit. Returns False if shared memory cannot be used.
 
         Raises:
             PeerLost: a worker has left or died.
@@ -101,17 +103,17 @@ class Seat(Messenger):
         return True
 
     def hand_in(self, tick: float) -> None:
-        """Hand in the node's parameters, as they are now, to be evaluated off the clock."""
+        """Send a snapshot of the node's current parameters, to be evaluated off the clock."""
         self.snapshots.hand_in(self.node, tick, self.now(), self.runner.account.traffic.sent_bytes)
 
     def salvage(self) -> None:
-        """The run fails: hand in what there is."""
+        """Send what there is, because the run fails."""
         with contextlib.suppress(FlockstepError):
             self.reports.flush()
         self.snapshots.salvage(self.node, self.now(), self.runner.account.traffic.sent_bytes)
 
     def close(self) -> None:
-        """The program has ended: close the books and hand in the final parameters."""
+        """Record the totals of a program that has ended, and send the final parameters."""
         self.runner.account.close(self.now(), self.node.params)
         self.hand_in(FINAL)
 
@@ -121,7 +123,7 @@ class Seat(Messenger):
             self.node.rendezvous.close(failed)
 
     def _meet(self, worker: Worker) -> None:
-        """Give a worker its ways to the others besides messages."""
+        """Give a worker its ways of communication other than messages."""
         ticket = self._member.ticket
         worker.rendezvous = Rendezvous(
             ticket.run, Path(ticket.record), ticket.address, ticket.workers, self._attend, self._count
@@ -132,15 +134,15 @@ class Seat(Messenger):
             worker.together = self
 
     def _count(self, sent: int, received: int, messages: int) -> None:
-        """Book what others moved for this node, as far as a formula tells."""
+        """Count traffic that another library moved for this node, as computed by a formula."""
         self.runner.account.traffic.moved(sent, received, messages)
         self.runner.account.estimated_bytes += sent
 
     def _listen(self) -> None:
-        """Hear what came while this node waits for others in memory that they share.
+        """Handle messages while this node waits for others in shared memory.
 
         Raises:
-            PeerLost: one of them will never come.
+            PeerLost: one of the others will never arrive.
         """
         self._wanted = Wanted("sum")
         self._tell_waiting()
@@ -148,22 +150,22 @@ class Seat(Messenger):
         self._require_others()
         self._wanted = None
         gone = {peer for peer in self.node.departed if peer >= 0}
-        for peer in sorted(gone & self._gone):  # who left since the last time may have taken part in this sum
+        for peer in sorted(gone & self._gone):  # a worker that left since the last call may have taken part in this sum
             raise self.node.missed(Wanted("sum", peer))
         self._gone = gone
 
     def _attend(self, work: Work) -> None:
-        """Wait for work inside a program."""
+        """Wait for an operation inside a program."""
         if (failure := self._join(work)) is not None:
             raise failure
 
     def _join(self, work: Work) -> PeerLost | None:
-        """Wait until something that goes on outside of messages is done.
+        """Wait until an operation outside of messages is done.
 
-        Returns why it failed, if that is the death of a node that the strategy can do without.
+        Returns the failure if it is the death of a node that the strategy can continue without; otherwise None.
 
         Raises:
-            PeerLost: it failed; the supervisor's word of who died, if there is one.
+            PeerLost: the operation failed; the error names the lost node if the supervisor knows it.
         """
         self._wanted = work
         while True:
@@ -179,7 +181,7 @@ class Seat(Messenger):
             self._require_others()
 
     def _hear_of_loss(self, failure: PeerLost, to: Address | None = None) -> None:
-        """Something failed for want of a peer: wait for the supervisor to say which one is lost, and why."""
+        """After a failure caused by a peer, wait for the supervisor's report of the lost node."""
         deadline = time.monotonic() + 2 * self._member.ticket.heartbeat
         while not (self.node.lost if to is None else to in self.node.lost):
             self._require_others()
@@ -189,25 +191,25 @@ class Seat(Messenger):
             self.take(message)
 
     def unreachable(self, to: Address) -> None:
-        """Wait for the supervisor to say that a peer is lost, and go on if the strategy can."""
+        """Wait for the supervisor's report that a peer is lost, and continue if the strategy can."""
         here = node_name(self.node.address)
         self._hear_of_loss(PeerLost(f"{node_name(to)} is not reachable from {here}; {self._doing()}"), to)
 
     def _stepped(self, loss: float | None) -> None:
-        """Hear what came meanwhile."""
+        """Handle messages that arrived during a step."""
         self.collect()
         self._moved = self.now()
         self.snapshots.newest(self.node, self.now, self.runner.account.traffic.sent_bytes)
 
     def _tell_waiting(self) -> None:
-        """Tell the supervisor, now and then, what this worker has waited for since its last step."""
+        """Report to the supervisor, once per `WAIT_PERIOD`, what this worker has waited for since its last step."""
         if self.node.address >= 0 and (now := self.now()) - self._moved >= WAIT_PERIOD:
             self._moved = now
             self.reports.flush()
             self._member.tell("waiting", None, {"step": self.node.run_step, "for": str(self._wanted)})
 
     def take(self, message: Message) -> None:
-        """Deliver a message, or do what the supervisor says."""
+        """Deliver a message, or follow an instruction of the supervisor."""
         super().take(message)
         if message.source != LAUNCHER:
             if message.tag == BYE:
@@ -217,22 +219,24 @@ class Seat(Messenger):
             self._release(address)
 
     def note_loss(self, address: Address, reason: str) -> None:
-        """Put the loss on the record, and end the run where the strategy needs that node."""
+        """Record a loss, and end the run if the strategy needs that node."""
         self.reports.write(Lost(self.now(), address, reason))
         if not self._survives or address < 0:
             raise PeerLost(f"{reason}; {self._doing()}")
 
     def _release(self, address: Address) -> None:
-        """Once a worker has left and its last message is here, a server that could do without it has to."""
+        """Tell a server that continues without lost workers that a worker has left, once its last message
+        has arrived.
+        """
         if self._survives and self.node.address < 0 and address in self._left and address in self.node.departed:
             self.node.deliver(Message(address, BYE, note={"lost": 1}))
             self.runner.wake()
 
     def _require_others(self) -> None:
-        """Raise `PeerLost` where somebody whom this node cannot do without has left, or cannot be reached any more.
+        """Raise `PeerLost` if a node that this one needs has left or can no longer be reached.
 
-        Where all workers go in step, none can go on once one has left after fewer steps; servers leave last. Who has
-        died is known to the supervisor in time; if it knows of nobody, only the connection has broken.
+        If all workers proceed in step, none can continue after one has left with fewer steps; servers leave last. The
+        supervisor reports dead nodes in time; if it reports none, only the connection has broken.
         """
         for peer in self._bus.broken(2 * self._member.ticket.heartbeat) - self.node.lost:
             raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")

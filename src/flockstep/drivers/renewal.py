@@ -1,9 +1,9 @@
-"""What workers and servers do between two steps of a script: begin anew on a replaced model, and hand state out.
+"""Operations of workers and servers between two steps of a script: restart on a replaced model, and read out state.
 
-A strategy's programs begin anew as at the start of a run: every worker ends its program at the request for a gradient
-and says so to all others; once all workers have, each server ends its program and says so to the other servers. What
-was on its way then has arrived, for messages between two nodes keep their order, and is dropped. Servers take the new
-parameters from rank 0, workers too, and no program begins before all nodes have dropped what is old.
+A strategy's programs restart as at the start of a run. Every worker ends its program at its request for a gradient and
+tells all others. When all workers have done so, each server ends its program and tells the other servers. Messages in
+flight have then arrived, because messages between two nodes keep their order, and are dropped. Servers and workers take
+the new parameters from rank 0, and no program begins before all nodes have dropped the old messages.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
 
 CHANNEL = "/script.servers"
-"""The channel of `Loop.exchange("servers", …)`: what it brings to a server is not for the server's program."""
+"""Channel of `Loop.exchange("servers", …)`; a server's program does not receive its messages."""
 STOPPED, READ = "stopped" + CHANNEL, "read" + CHANNEL
 
 
 class Renewed(Exception):
-    """A server's program is to begin anew."""
+    """Raised to restart a server's program."""
 
 
 class Reception:
-    """A server's answers to what the driver of a script asks, besides its program."""
+    """A server's replies to requests of a script's driver, besides its program."""
 
     def __init__(self, node: Server, strategy: Strategy):
         self.stopped = False
-        """The program is not to go on: all workers have stopped theirs."""
+        """Whether the program may not continue, because all workers have stopped theirs."""
         self.asked = False
-        """Whether anything has been asked of it since the programs last began."""
+        """Whether a request has arrived since the programs last began."""
         self._node = node
         self._strategy = strategy
         self._stopped: dict[Address, Message] = {}
@@ -49,7 +49,7 @@ class Reception:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Whether a message is not for the program."""
+        """Take a message of the driver's channel; whether the message was taken from the program."""
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)
@@ -63,10 +63,10 @@ class Reception:
         return True
 
     def attend(self, idle: bool) -> None:
-        """Answer what is asked while the program waits for anything at all.
+        """Answer requests while the program waits.
 
         Raises:
-            Renewed: every node has stopped.
+            Renewed: all nodes have stopped.
         """
         node = self._node
         while idle and self._reads:
@@ -82,12 +82,12 @@ class Reception:
             raise Renewed
 
     def end(self) -> None:
-        """The program has ended: answer what was asked for this moment."""
+        """Answer the requests that were made for the end of the program."""
         for message in self._asked_for_the_end:
             self._answer(message)
 
     def renew(self) -> None:
-        """Take the new parameters, and what the optimizer is to remember if that came along; forget all else."""
+        """Take the new parameters, and the optimizer's state if it was sent; forget everything else."""
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
@@ -102,7 +102,7 @@ class Reception:
         node.send_all([rank for rank in sorted(stopped) if rank >= 0], "begun" + CHANNEL)
 
     def _answer(self, message: Message) -> None:
-        """Send the parameters, or the arrays that the optimizer remembers, one message each."""
+        """Send the parameters, or the arrays of the optimizer's state, one message for each."""
         node = self._node
         if message.note["what"] == "params":
             node.reply(message, node.params)
@@ -114,7 +114,7 @@ class Reception:
 
 
 def end_tasks(node: Node) -> None:
-    """End every background task where it is."""
+    """End every background task at its current point."""
     while node.tasks:
         node.tasks.pop().close()
 
@@ -128,7 +128,7 @@ def _read(message: Message, slots: dict[str, FlatArray]) -> OptimizerState:
 
 
 def forget(node: Node, before: int) -> None:
-    """Drop what waits for the node's program, but for the leaving of others; the run has made `before` steps."""
+    """Drop the messages for the node's program, except farewells; the run has taken `before` steps."""
     node.mailbox.clear(but=CHANNEL)
     node.step, node.before = 0, before
     node.farewells.clear()
@@ -137,7 +137,7 @@ def forget(node: Node, before: int) -> None:
 
 
 async def told(me: Worker, steps: float) -> float:
-    """How many steps the optimizer of rank 0 remembers."""
+    """Number of steps in the state of rank 0's optimizer."""
     if me.rank == 0:
         me.send_all(me.peers, "steps", None, {"steps": steps})
         return steps
@@ -145,7 +145,7 @@ async def told(me: Worker, steps: float) -> float:
 
 
 async def meet(me: Worker, word: str) -> int:
-    """Wait until every other worker that lives has said `word` too; the most steps that one of them has made."""
+    """Wait until every other living worker has sent `word` too; return the largest number of steps of a worker."""
     me.send_all(me.peers, word)
     most = me.step
     for peer in me.peers:
@@ -155,9 +155,9 @@ async def meet(me: Worker, word: str) -> int:
 
 
 async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState | None, before: int) -> None:
-    """Stop all nodes and give all of them rank 0's parameters, its servers `optimizer` too; forget what is old.
+    """Stop all nodes and give all of them rank 0's parameters, and its servers `optimizer`; old messages are dropped.
 
-    The steps that the run has made are rank 0's `before`.
+    `before`: number of steps that the run has taken on rank 0.
     """
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
@@ -179,11 +179,11 @@ async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState |
     for index in range(len(held)):
         await me.receive("begun", server(index))
     forget(me, before)
-    await meet(me, "cleared")  # whoever is there before this one sends what belongs to the new beginning
+    await meet(me, "cleared")  # messages that arrive before this belong to the restarted programs
 
 
 async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray:
-    """The model that `policy` (server, mean or rank0) chooses now; the lowest rank finds it and sends it to all."""
+    """The model that `policy` (server, mean or rank0) selects now; the lowest rank computes and distributes it."""
     root = min([me.rank, *me.peers])
     if me.rank != root:
         me.send(root, "replica", me.params if policy == "mean" else None)
@@ -202,7 +202,7 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 
 
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
-    """The parameters that the servers hold; where two hold the same, those of the first."""
+    """The parameters that the servers hold; if several hold the same part, those of the first."""
     whole = copied(me.params)
     asked = [(server(index), None, {"what": "params"}) for index in range(len(held))]
     for index, reply in reversed(list(enumerate(await me.ask_all("read", asked)))):
@@ -211,7 +211,7 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 
 
 async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
-    """What the servers' optimizers remember, in one piece; `last`: at their end, when all workers have left."""
+    """Joint state of the servers' optimizers; `last`: their final state, when all workers have left."""
     whole, indices = OptimizerState(), deciding(held)
     note: Fields = {"what": "optimizer", "last": int(last)}
     asked = [(server(index), None, note) for index in indices]

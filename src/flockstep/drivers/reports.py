@@ -1,4 +1,4 @@
-"""A node's events of the record on their way to the supervisor, which writes them where the run's folder is."""
+"""Sends a node's events to the supervisor, which writes them to the run's folder."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from flockstep.errors import ProtocolError
 from flockstep.records.events import HELD_BACK, Event
 
 PERIOD = 0.02
-"""Seconds: a step that ends later than this after the last message sends all that is held back. So a process that is
-killed loses at most what it did in its last 0.02 s of steps, and nothing where a step takes longer than that."""
+"""Seconds after the last message from which the end of a step sends all buffered events. A process that is killed loses
+at most its last 0.02 s of steps, and nothing if its steps take longer.
+"""
 MOST = 128
-"""Events that one message holds: far below the smallest limit of a message."""
+"""Events in one message, far below the smallest limit of a message's size."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Event])
 
 
 class Teller(Protocol):
-    """Says something to the supervisor."""
+    """Sends messages to the supervisor."""
 
     def tell(self, tag: str, array: FlatArray | None = None) -> None:
         """Queue a message."""
 
 
 class Reports:
-    """Sends events in batches; steps, updates and spans wait for up to `PERIOD`, everything else goes at once."""
+    """Sends events in batches: steps, updates and spans wait for up to `PERIOD`, all others are sent at once."""
 
     def __init__(self, member: Teller, now: Callable[[], float] = time.monotonic):
         self._member = member
@@ -45,7 +46,7 @@ class Reports:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is held back."""
+        """Send the buffered events."""
         self._sent = self._now()
         if self._held:
             held, self._held = self._held, []
@@ -53,7 +54,7 @@ class Reports:
 
 
 def events_in(payload: FlatArray) -> list[Event]:
-    """The events that a node has sent.
+    """Decode the events that a node has sent.
 
     Raises:
         ProtocolError: the bytes are not events.

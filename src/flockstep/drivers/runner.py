@@ -1,7 +1,7 @@
-"""Runs the programs of one node, wherever it is and whatever moves its messages.
+"""Runs the programs of one node, for every driver.
 
-A program is resumed with what it waits for, and runs until it next waits. Who computes a gradient and what brings
-messages is for others to say: they call `give`, `deliver` and `wake`.
+A program is resumed with the value that it waits for, and runs until it next waits. Drivers compute the gradients and
+move the messages; they call `give`, `deliver` and `wake`.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class Driver(Protocol):
     """Moves a node's messages: in this process, in virtual time, or between processes."""
 
     def send(self, to: Address, message: Message) -> None:
-        """Take `message`, whose array will not change any more, and count it; does not wait."""
+        """Count and send `message`, whose array does not change afterwards, without waiting."""
 
     def collect(self) -> None:
-        """Deliver what has arrived by now; does not wait."""
+        """Deliver the messages that have arrived, without waiting."""
 
     def drive(self, runner: Runner) -> None:
         """Deliver messages, waiting for them, until the program waits for none."""
 
 
 class OneProcess:
-    """Moves messages between the nodes of one process: each is delivered before `send` returns."""
+    """Moves messages between the nodes of one process: each message is delivered before `send` returns."""
 
     def __init__(self) -> None:
         self.runners: dict[Address, Runner] = {}
 
     def send(self, to: Address, message: Message) -> None:
-        """Deliver it."""
+        """Deliver the message."""
         runner = self.runners[to]
         if message.array is not None:
             message.array = beside(message.array, runner.node.params)
         runner.deliver(message)
 
     def collect(self) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing, because no message is ever in flight."""
 
     def drive(self, runner: Runner) -> None:
-        """The message must be here already, or it will never come."""
+        """Refuse to wait: a message that has not arrived will never arrive."""
         if type(runner.waiting) is Wanted:
             node = runner.node
             raise RunError(
@@ -64,41 +64,42 @@ class OneProcess:
 
 
 Input = tuple[Any, ...]
-"""What a program has been given: ("message", message, when it was sent), ("gradient", array, loss, first element),
-("loss", address of a dead node) or ("needless",) for a gradient that was given up."""
+"""An input of a program: ("message", message, time of sending), ("gradient", array, loss, first element), ("loss",
+address of a dead node) or ("needless",) for a canceled gradient.
+"""
 
 
 @dataclass(eq=False)
 class History:
-    """What it takes to begin a program anew."""
+    """What is needed to restart a program."""
 
     point: bytes = b""
-    """The node's state where its program could last have begun anew."""
+    """State of the node at the last point from which its program can restart."""
     inputs: list[Input] = field(default_factory=list)
-    """What it has been given since."""
+    """Inputs of the program since then."""
 
 
 class Runner:
-    """Runs a node's programs, and keeps its books. `waiting` is what its program waits for; None while it runs."""
+    """Runs a node's programs and keeps its metrics. `waiting` is what the program waits for; None while it runs."""
 
     hand_in: Callable[[float], None] | None = None
-    """Takes the node's parameters to be evaluated at that tick of progress."""
+    """Sends a snapshot of the node's parameters for a tick of progress."""
     every = 0
-    """Steps of a worker between two ticks; 0: there are none."""
+    """Steps of a worker between two ticks; 0 for no ticks."""
     progress: Progress | None = None
-    """When a server's ticks are due."""
+    """Computes when a server's ticks are due."""
     source: Callable[[NeedGradient], None] | None = None
-    """Told that the program waits for a gradient, or for more of one."""
+    """Called when the program waits for a gradient, or for a further part of one."""
     stepped: Callable[[float | None], None] | None = None
-    """Told of every step of a worker, with its loss."""
+    """Called at every step of a worker, with its loss."""
     ended: Callable[[], None] | None = None
-    """Told that the program has ended."""
+    """Called when the program has ended."""
     reception: Reception | None = None
-    """What a server of a script answers besides its program."""
+    """Answers requests to a script's server besides its program."""
     history: History | None = None
-    """What it takes to begin the program anew; None: nobody keeps it."""
+    """What is needed to restart the program; None if nothing is kept."""
     replaying: bool = False
-    """It goes through what happened already: nothing that the program asks for now is to be done again."""
+    """Whether the program repeats its past: requests of the program must not take effect again."""
 
     def __init__(self, node: Node, driver: Driver, account: Account, clock: Callable[[], float]):
         self.node = node
@@ -108,30 +109,30 @@ class Runner:
         self.waiting: Effect | None = None
         self.done = False
         self.partly = 0.0
-        """Which share the program has had of the gradient that it goes on to wait for; 0: it waits for another one."""
+        """Share of the current gradient that the program has received; 0 if it waits for another gradient."""
         self.send = driver.send
         self._driver = driver
         self._program: Program | None = None
         self._then: Callable[[], Program] | None = None
         self._again: Callable[[], Program]
         self._since = clock()
-        """When the node began to compute, to wait or to run, whichever it does."""
+        """Time at which the node began its current activity: computing, waiting or running."""
         self._checked = 0
         self._settle: Callable[[], None] | None = None
         node.port = self
 
     def begin(self, program: Program, then: Callable[[], Program] | None = None) -> None:
-        """Run a program until it first waits; at its end, the one that `then` makes."""
+        """Run a program until it first waits; when it ends, run the program that `then` creates."""
         self._program, self._then, self.done, self.partly = program, then, False, 0.0
         self.resume(None)
 
     def serve(self, strategy: Strategy, node: Server) -> None:
-        """Run a server's program, again from its beginning whenever a script has replaced the model."""
+        """Run a server's program; it restarts whenever a script has replaced the model."""
         self._again = lambda: strategy.master(node)
         self.begin(self._again())
 
     def remember(self, history: History, save: Callable[[], bytes]) -> None:
-        """Keep from now on what it takes to begin the program anew; `save` gives the node's state as it is."""
+        """Store what is needed to restart the program from now on; `save` returns the node's current state."""
 
         def at_boundary() -> None:
             if not self.replaying:
@@ -145,9 +146,9 @@ class Runner:
         history.point = history.point or save()
 
     def replay(self, inputs: Sequence[Input], begin: Callable[[], None], settle: Callable[[], None]) -> None:
-        """Go on where a runner was that had these inputs since the node's state was saved, which it has again.
+        """Bring the runner to the point that a runner with these inputs since the saved state had reached.
 
-        `settle` puts right what the program has changed until it comes to where it was: by beginning tasks again.
+        `settle` corrects what the program changes on the way there by restarting tasks.
         """
         send, recorded, since = self.send, self.recorded, self._since
         self.send, self.recorded, self.replaying, self._settle = _nowhere, False, True, settle
@@ -167,13 +168,13 @@ class Runner:
         self.send, self.recorded, self._since, self.replaying = send, recorded, since, False
 
     def close(self) -> None:
-        """End the program where it is."""
+        """End the program at its current point."""
         if self._program is not None:
             self._program.close()
         self.waiting, self.done = None, True
 
     def aside(self, program: Program) -> None:
-        """Run another program to its end while the node's own waits for a gradient, or has ended."""
+        """Run another program to its end while the node's own program waits for a gradient or has ended."""
         kept = self._program, self._then, self.waiting, self.done, self.partly
         spent = self.clock() - self._since
         self._since += spent
@@ -185,9 +186,10 @@ class Runner:
             self._since = self.clock() - spent
 
     def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
-        """Hand over the gradient that is waited for, if there is one, and go on; whether another one is waited for.
+        """Pass on the awaited gradient, if there is one, and continue; return whether the program waits for another
+        gradient.
 
-        Of one that is not `whole`, only the part that is waited for is there.
+        If the gradient is not `whole`, only the awaited part is valid.
         """
         need = self.waiting
         if gradient is not None:
@@ -207,12 +209,12 @@ class Runner:
 
     @property
     def awaited(self) -> int:
-        """The first element of the part of the gradient that is waited for; 0: it is the whole."""
+        """First element of the awaited part of the gradient; 0 if the whole gradient is awaited."""
         need = self.waiting
         return round((1 - need.share) * len(self.node.params)) if isinstance(need, NeedGradient) else 0
 
     def resume(self, value: Any) -> None:
-        """Let the program go on with what it has waited for, until it waits again or ends."""
+        """Resume the program with the awaited value, until it waits again or ends."""
         program, self.waiting = self._program, None
         assert program is not None
         try:
@@ -230,7 +232,7 @@ class Runner:
             self._idle()
 
     def give(self, gradient: FlatArray, loss: float | None = None, begin: int = 0) -> None:
-        """Resume the program with the gradient that it waits for, which is there from element `begin` on.
+        """Resume the program with the awaited gradient, which is valid from element `begin` on.
 
         Raises:
             Diverged: the loss, or an element of the gradient, is not finite.
@@ -249,7 +251,7 @@ class Runner:
                     f"rate, now {node.lr:g}"
                 )
             node.loss = loss
-        # What lies behind the size was never written, and a program may have changed the parts that it has had.
+        # Elements before `begin` were not written, and a program may have changed parts that it has received.
         end = self._checked if self.partly else need.size(len(node.params)) if need.layers else len(node.params)
         if begin < end:
             require_finite_gradient(node, gradient, begin, end)
@@ -259,7 +261,7 @@ class Runner:
         self.resume(gradient)
 
     def needless(self) -> Message | None:
-        """The message that makes the gradient needless that is waited for, if it is here."""
+        """The message that makes the awaited gradient needless, if it has arrived."""
         need = self.waiting
         if not isinstance(need, NeedGradient) or need.unless is None:
             return None
@@ -276,7 +278,7 @@ class Runner:
         self.resume(found)
 
     def deliver(self, message: Message, sent_at: float | None = None) -> None:
-        """A message has arrived; `sent_at` is when it was sent, where that is known."""
+        """Handle a message that has arrived; `sent_at`: time of sending, if known."""
         node = self.node
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("message", message, sent_at))
@@ -308,14 +310,14 @@ class Runner:
                 self.wake(sent_at)
 
     def lose(self, address: Address) -> None:
-        """That node is dead."""
+        """Handle the death of a node."""
         if self.history is not None and not self.replaying:
             self.history.inputs.append(("loss", address))
         self.node.lose(address)
         self.wake()
 
     def wake(self, sent_at: float | None = None) -> None:
-        """Let the program go on if the message that it waits for is here, or cannot come any more."""
+        """Resume the program if the awaited message has arrived, or can no longer arrive."""
         waiting = self.waiting
         if type(waiting) is Wanted and (self.reception is None or not self.reception.stopped):
             found: Message | PeerLost | None = self.node.mailbox.take(waiting)
@@ -327,7 +329,7 @@ class Runner:
         self._attend()
 
     def go_on(self, value: Message | PeerLost | None, sent_at: float | None = None) -> None:
-        """Resume the program after it has waited: for its message to be sent, then for it to come."""
+        """Resume the program after a wait: first until the message was sent, then until it arrived."""
         if not self.recorded:
             pass
         elif sent_at is None:
@@ -340,21 +342,21 @@ class Runner:
         self.resume(value)
 
     def collect(self) -> None:
-        """Deliver what has arrived by now."""
+        """Deliver the messages that have arrived."""
         self._driver.collect()
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
-        """Write to the record."""
+        """Record updates that took effect on this node."""
         if self.recorded:
             self.account.updates(self.clock(), source, count, staleness, weight)
 
     def figure(self, name: str, value: float) -> None:
-        """Write to the record."""
+        """Record a scalar of the strategy."""
         if self.recorded:
             self.account.figure(self.clock(), name, value)
 
     def _end(self) -> None:
-        """A program has ended."""
+        """Handle the end of a program."""
         if self.recorded:
             self._lap("comm")
         if self._then is not None:
@@ -368,7 +370,7 @@ class Runner:
             self.ended()
 
     def _need(self, need: NeedGradient) -> None:
-        """The program waits for a gradient."""
+        """Handle a program's request for a gradient."""
         if not self.partly < need.share:
             self.partly = 0.0
         if self.every and not self.partly and self.hand_in and self.recorded and self.node.step % self.every == 0:
@@ -377,7 +379,7 @@ class Runner:
             self.source(need)
 
     def _needless(self) -> bool:
-        """Whether the gradient that is waited for is not needed any more; then the program has gone on."""
+        """Cancel the awaited gradient if it has become needless; whether it was canceled and the program resumed."""
         self._driver.collect()
         found = self.needless()
         if found is not None:
@@ -390,7 +392,7 @@ class Runner:
             self.stepped(loss)
 
     def _idle(self) -> None:
-        """A server waits: it hands in its parameters if an evaluation is due, and answers what is asked besides."""
+        """While a server waits, send due snapshots and answer requests."""
         if self.progress is not None and self.hand_in is not None and self.recorded:
             for tick in self.progress.due():
                 self.hand_in(tick)
@@ -408,7 +410,7 @@ class Runner:
             self.begin(self._again())
 
     def _lap(self, kind: str) -> None:
-        """What began last was of that kind, but for what the node slept for others in memory that they share."""
+        """Count the time since the last entry as `kind`, except the part spent waiting in shared memory."""
         now, since, account = self.clock(), self._since, self.account
         if now > since:
             slept, account.waited = min(account.waited, now - since), 0.0
@@ -419,4 +421,4 @@ class Runner:
 
 
 def _nowhere(to: Address, message: Message) -> None:
-    """What is sent again has arrived long ago."""
+    """Drop a message that is sent again in a replay; it arrived before."""

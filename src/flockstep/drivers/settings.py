@@ -1,4 +1,4 @@
-"""A script's optimizer whose settings change while it trains: the workers tell the servers."""
+"""Changes of the optimizer's settings during a script's training: workers send them to the servers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import Optimizer
 
 OPTIMIZER = "optimizer"
-"""Tag of the message with the new settings, which a server takes over before its program sees the next message."""
+"""Tag of the message with new settings, which a server applies before its program receives the next message."""
 
 
 def tell_servers(me: Worker, optimizer: Optimizer) -> None:
-    """From the next step on, servers and the slices that this worker holds are stepped with other settings."""
+    """From the next step on, use other settings on the servers and for the slices that this worker steps itself."""
     me.optimizer = optimizer
     me.send_all(map(server, range(me.cluster.servers)), OPTIMIZER, None, {"optimizer": to_text(optimizer)})
 
 
 def taken_over(node: Node, message: Message) -> bool:
-    """Whether `message` told of new settings, which the server now has.
+    """Apply new settings if `message` has some; return whether it had.
 
     Raises:
-        ConfigurationError: the optimizer would have to remember something else from now on.
+        ConfigurationError: the new settings need another kind of optimizer state.
     """
     if message.tag != OPTIMIZER or not isinstance(node, Server):
         return False

@@ -1,4 +1,4 @@
-"""From a run's configuration to what its drivers need."""
+"""Builds from a run's configuration what its drivers need."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from flockstep.workloads.sampler import steps_for
 from flockstep.workloads.split import Split
 
 JOB_FILE = "job_file"
-"""Under this name the versions of a record hold the digest of the job's Python file."""
+"""Key of a record's versions under which the digest of the job's Python file is stored."""
 EVALUATIONS = 40
-"""Evaluations of the model in a run, unless told otherwise."""
+"""Default number of evaluations of the model in a run."""
 
 
 def load_job(text: str, seed: int) -> Job:
@@ -44,10 +44,10 @@ def load_job(text: str, seed: int) -> Job:
 
 
 def check(config: RunConfig) -> Strategy:
-    """The strategy of `config`, once everything that can be checked without data has been.
+    """The strategy of `config`, after all checks that need no data.
 
     Raises:
-        ConfigurationError: a value that no run could work with.
+        ConfigurationError: a value is invalid.
     """
     import_components(config.imports)
     strategy = Strategy.parse(config.strategy)
@@ -64,7 +64,7 @@ def check(config: RunConfig) -> Strategy:
 
 
 def canonical(config: RunConfig) -> RunConfig:
-    """The configuration with every component written in its shortest form, and a simulation's models of time named."""
+    """The configuration with every component in its shortest form, and with a simulation's default models filled in."""
     if config.kind == "simulate":
         config = dataclasses.replace(
             config, compute=config.compute or compute.USUAL, network=config.network or network.USUAL
@@ -88,7 +88,7 @@ def canonical(config: RunConfig) -> RunConfig:
 
 
 def _system(strategy: str) -> str | None:
-    """The name of the system, and its mode, if the strategy was given by that."""
+    """The name of the system and its mode, if the strategy was given by a system's name."""
     name, _, mode = strategy.partition(":")
     if strategy in (*registry.names("strategy"), *registry.aliases("strategy")) or catalogue.expression(name) is None:
         return None
@@ -96,7 +96,7 @@ def _system(strategy: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Package → version of what a run depends on, as far as it is installed."""
+    """Package → version of the installed packages that a run depends on."""
     found = {"python": platform.python_version()}
     for package in ("flockstep", "numpy", "torch", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -105,12 +105,12 @@ def versions() -> dict[str, str]:
 
 
 def digest(file: Path) -> str:
-    """16 hexadecimal digits that two files share only if they have the same content."""
+    """16 hexadecimal digits of the file's SHA-256, equal for two files only if their contents are equal."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def overridden(job: Job, config: RunConfig) -> Job:
-    """The job with what the configuration says otherwise."""
+    """The job with the values that the configuration overrides."""
     changes = {
         name: getattr(config, name) for name in ("batch", "epochs", "target") if getattr(config, name) is not None
     }
@@ -118,10 +118,10 @@ def overridden(job: Job, config: RunConfig) -> Job:
 
 
 def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
-    """Build the engine and the plan of one process; also the configuration with nothing left open.
+    """Build the engine and the plan of one process; also return the configuration with all defaults filled in.
 
     Raises:
-        ConfigurationError: the configuration, or the facts that the job recorded, cannot be met.
+        ConfigurationError: the configuration is invalid, or facts of the job differ from the recorded ones.
     """
     strategy = check(config)
     config = canonical(config)
@@ -163,9 +163,9 @@ def prepare(config: RunConfig) -> tuple[Engine, Plan, RunConfig]:
 
 
 def _timetable(config: RunConfig, job: Job, lr: float, train_size: int, steps: int) -> Timetable | None:
-    """The schedule over as many samples as `steps` of the job's own batch; over config.epochs if steps were given too.
+    """The schedule over as many samples as `steps` steps of the job's batch use, or over config.epochs.
 
-    Steps and epochs of a resolved configuration say again where it stops, and how long the schedule is.
+    Steps and epochs of a resolved configuration determine where the run stops, and how long the schedule is.
     """
     if config.schedule is None:
         return None

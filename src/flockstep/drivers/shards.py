@@ -1,4 +1,4 @@
-"""`flockstep.shard`: each worker's part of anything that yields batches, with PyTorch or without it."""
+"""`flockstep.shard`: each worker's part of an iterable of batches, with PyTorch or without it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ B = TypeVar("B")
 
 
 def shard(loader: Iterable[B]) -> Iterable[B]:
-    """This worker's part of what `loader` yields; all of it where nobody launched several workers.
+    """Return this worker's part of `loader`; without several workers, `loader` itself.
 
-    A `DataLoader` over a data set that can be indexed is split by samples, reshuffled each epoch if it shuffles, and
-    stays as it is otherwise. Where it has a `batch_sampler`, worker i of n takes every n-th of its batches, as it does
-    from an `IterableDataset` and from anything else, whose order has to be the same on every worker; what is left over
-    at the end is dropped, with a warning, so that every worker takes as many steps; of a data set that can be indexed
-    a few samples come twice instead, unless its loader has `drop_last`. What torch's own generator draws for that order
-    is the same on every worker and in every run, however a script has seeded it: it follows the number of the epoch.
+    A `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
+    loader with a `batch_sampler`, worker i of n takes every n-th of the sampler's batches. From an `IterableDataset` or
+    any other iterable it takes every n-th batch, so the order must be equal on every worker. Remaining batches at the
+    end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
+    samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
+    order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
+    epoch.
 
     Raises:
-        ConfigurationError: the loader has a sampler of its own, which says already who gets what, or the script of a
+        ConfigurationError: the loader has a custom sampler, which already assigns the samples, or the script of a
             launched run has started this process.
     """
     place_of_script()

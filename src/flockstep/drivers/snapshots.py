@@ -1,4 +1,4 @@
-"""Hands in a node's parameters: at ticks of progress, now and then, and at the end."""
+"""Sends snapshots of a node's parameters: at ticks of progress, from time to time, and at the end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flockstep.nodes import Node
 from flockstep.records.handed_in import LAST
 
 NEWEST_FIRST = 1.0
-"""Seconds after which a node hands in its parameters for the first time whether or not an evaluation is due."""
+"""Seconds after which a node sends its first snapshot, whether or not an evaluation is due."""
 NEWEST_PERIOD = 5.0
-"""Seconds until the node does so again, unless sending is slow: see `NEWEST_SHARE`."""
+"""Seconds between two further snapshots, unless sending is slow: see `NEWEST_SHARE`."""
 NEWEST_SHARE = 50
-"""A node waits at least this many times as long as sending its parameters took: they cost 2 % of its time at most."""
+"""Smallest ratio of the waiting time to the time of sending a snapshot: snapshots take at most 2 % of a node's time."""
 
 
 class Snapshots:
-    """Hands in a node's parameters."""
+    """Sends a node's snapshots."""
 
     def __init__(self, member: Member):
         self.buffers: Callable[[], FlatArray] = lambda: np.empty(0)
@@ -35,7 +35,7 @@ class Snapshots:
         self._closed = False
 
     def hand_in(self, node: Node, tick: float, t: float, sent: int) -> None:
-        """Send the supervisor the node's parameters as they are now."""
+        """Send a snapshot of the node's current parameters to the supervisor."""
         buffers = self.buffers()
         self._closed = tick == FINAL
         note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent}
@@ -45,13 +45,13 @@ class Snapshots:
             self._member.tell("done", None, {"step": node.run_step})
 
     def newest(self, node: Node, now: Callable[[], float], sent: int) -> None:
-        """Hand in the parameters once in a while, for a run that may not come to its end."""
+        """Send a snapshot from time to time, for a run that may end early."""
         if (began := now()) >= self._due:
             self.hand_in(node, LAST, began, sent)
             self._due = now() + max(NEWEST_PERIOD, NEWEST_SHARE * (now() - began))
 
     def salvage(self, node: Node, t: float, sent: int) -> None:
-        """The run fails: hand in the parameters as they are, if they are numbers."""
-        with contextlib.suppress(FlockstepError, RuntimeError):  # a GPU that has failed gives nothing back
+        """Send the current parameters of a failing run, if they are finite."""
+        with contextlib.suppress(FlockstepError, RuntimeError):  # a GPU that has failed returns nothing
             if not self._closed and np.isfinite(on_host(node.params)).all():
                 self.hand_in(node, LAST, t, sent)

@@ -1,7 +1,7 @@
-"""What a program remembers, as bytes: arrays, numbers, text and data classes of them; never code.
+"""The state of a program as bytes: arrays, numbers, text and data classes of them, but never code.
 
-What is read back can only be arrays, numbers, text, and data classes that modules define which are loaded already. What
-would not come back as it was is refused.
+Only arrays, numbers, text, and data classes of modules that are already imported can be read back. Values that would
+not be restored exactly are refused.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _LARGEST = 1 << 63
 
 
 def to_bytes(value: Any) -> bytes:
-    """All of `value`; what occurs in it twice is one thing again when it is read.
+    """Encode `value`; an object that occurs twice is one object again when it is decoded.
 
     Raises:
-        ConfigurationError: something in it is no data, such as a coroutine or an open file.
+        ConfigurationError: `value` contains something that is not data, such as a coroutine or an open file.
     """
     return msgspec.msgpack.encode(_Writer().plain(value, "state"))
 
 
 def from_bytes(data: bytes) -> Any:
-    """What `to_bytes` was given: equal in every bit, sharing nothing with it.
+    """Decode what `to_bytes` encoded; the result is equal bit for bit, and shares no memory with the original.
 
     Raises:
-        ProtocolError: it is none of that.
+        ProtocolError: the bytes are not such an encoding.
     """
     try:
         return _Reader().value(msgspec.msgpack.decode(data))
@@ -47,7 +47,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 class _Writer:
-    """Everything but plain values becomes [kind, number, …]; a thing that was written before ["again", number]."""
+    """Encodes values other than plain ones as [kind, number, …], and a repeated object as ["again", number]."""
 
     def __init__(self) -> None:
         self._written: dict[int, tuple[int, Any]] = {}
@@ -60,7 +60,7 @@ class _Writer:
         if id(value) in self._written:
             return ["again", self._written[id(value)][0]]
         number = len(self._written)
-        self._written[id(value)] = number, value  # kept, so that no other object gets its id
+        self._written[id(value)] = number, value  # kept alive, so that no other object gets its id
         return self._tagged(value, number, where)
 
     def _tagged(self, value: Any, number: int, where: str) -> list[Any]:
@@ -131,7 +131,7 @@ class _Reader:
         if kind == "deque":
             return deque(map(self.value, rest[0]), rest[1])
         if kind in _SEQUENCES:
-            if kind == "list":  # it may hold itself
+            if kind == "list":  # the list may contain itself
                 made: list[Any] = []
                 self._read[number] = made
                 made.extend(map(self.value, rest[0]))
@@ -161,7 +161,7 @@ class _Reader:
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    """Names of the fields of a data class, a struct or a named tuple; none of anything else."""
+    """Names of the fields of a data class, a struct or a named tuple; empty for any other class."""
     if issubclass(kind, tuple):
         return tuple(getattr(kind, "_fields", ()))
     if dataclasses.is_dataclass(kind):
@@ -172,6 +172,6 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def _more(value: Any, names: tuple[str, ...]) -> set[str]:
-    """Attributes that are no fields, nor kept results of properties."""
+    """Names of attributes that are neither fields nor cached properties."""
     more = set(getattr(value, "__dict__", ())) - set(names)
     return {name for name in more if not isinstance(getattr(type(value), name, None), cached_property)}

@@ -1,4 +1,4 @@
-"""The ticket by which a script's process finds its run, and what it says: this process's rank among the workers."""
+"""The ticket with which a script's process joins its run; it also holds the process's rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flockstep.drivers.member import Ticket, failure_of, knock
 from flockstep.errors import ConfigurationError, FlockstepError
 
 TICKET = "FLOCKSTEP_TICKET"
-"""The environment variable by which a launcher lets a script's process into a run."""
+"""Environment variable in which a launcher passes the ticket to a script's process."""
 SIZES = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "MV2_COMM_WORLD_SIZE": "mpirun",
@@ -23,25 +23,28 @@ SIZES = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "WORLD_SIZE": "another launcher",
 }
-"""Environment variables in which other launchers say how many processes they started."""
+"""Environment variables in which other launchers store the number of processes that they started."""
 
 
 def ticket_from_environment() -> Ticket | None:
-    """The ticket that `flockstep launch` gave this process; None where nobody launched it."""
+    """The ticket that `flockstep launch` gave to this process; None if the process was not launched."""
     ticket = _ticket_of_script()
     return ticket if ticket is not None and ticket.process == os.getpid() else None
 
 
 def _ticket_of_script() -> Ticket | None:
-    """The ticket of the script that this process is, or that started this process, such as a loader's worker."""
+    """The ticket of this process's script, also in a process that the script started, such as a data
+    loader's worker.
+    """
     text = os.environ.get(TICKET)
     return None if text is None else msgspec.convert(msgspec.json.decode(text), Ticket)
 
 
 def require_own_process(name: str) -> None:
-    """Raise `ConfigurationError` in a process that a script of a run started, which would do everything alone.
+    """Raise `ConfigurationError` in a process that the script of a run started, where `name` would act on its own.
 
-    It may call `name` while it imports the script anew, as loaders' workers do: what follows does not depend on it.
+    The process may call `name` while it imports the script again, as data loaders' workers do, because the result is
+    unused.
     """
     ticket = _ticket_of_script()
     anew = getattr(multiprocessing.current_process(), "_inheriting", False)
@@ -54,7 +57,7 @@ def require_own_process(name: str) -> None:
 
 
 def claim_ticket() -> Ticket | None:
-    """The same, for the only part that this process can take in the run."""
+    """The ticket of this process, which can be claimed once."""
     ticket = ticket_from_environment()
     if ticket is not None and ticket.claimed:
         raise ConfigurationError(
@@ -67,15 +70,15 @@ def claim_ticket() -> Ticket | None:
 
 
 def ticket_to_text(ticket: Ticket) -> str:
-    """What to put into the environment."""
+    """The ticket as text for the environment variable."""
     return msgspec.json.encode(asdict(ticket)).decode()
 
 
 def place_of_script() -> tuple[int, int]:
-    """The rank of this process's script and the number of workers; (0, 1) for a script that nobody launched.
+    """Rank of this process's script and number of workers; (0, 1) for a script that was not launched.
 
     Raises:
-        ConfigurationError: another launcher has started several processes, which know nothing of one another.
+        ConfigurationError: another launcher has started several processes, which would train independently.
     """
     ticket = _ticket_of_script()
     if ticket is not None:
@@ -85,7 +88,7 @@ def place_of_script() -> tuple[int, int]:
 
 
 def refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Raise `ConfigurationError` in one of several processes that no run of ours has started."""
+    """Raise `ConfigurationError` in a process that another launcher has started together with others."""
     for name, launcher in SIZES.items():
         size = environment.get(name, "")
         if TICKET not in environment and size.isdecimal() and int(size) > 1:
@@ -98,7 +101,9 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 
 def refuse(error: FlockstepError) -> None:
-    """Tell the supervisor of an error before this process takes part; it prints the sentence, so Python need not."""
+    """Report an error to the supervisor before this process joins; the supervisor prints the error instead
+    of Python.
+    """
     ticket, hook = ticket_from_environment(), sys.excepthook
     if ticket is None or ticket.claimed:
         return

@@ -1,4 +1,6 @@
-"""Overlap of communication with backward: a strategy gets parts of the gradient as torch completes them."""
+"""Overlap of communication with the backward pass: a strategy receives parts of the gradient as torch
+completes them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from flockstep.frameworks.torch_flat import FlatModule
 class Backward:
     """Watches the backward pass for a strategy that asks for the gradient in parts, from the end of the flat array.
 
-    As soon as every parameter of the part that it waits for has its gradient, the part is handed over, from within
-    backward and without waiting for anybody; whatever has arrived meanwhile goes on. The last part, and what a
-    parameter without a gradient holds up, is left to `optimizer.step()`. For other strategies no hook is registered.
+    As soon as every parameter of the awaited part has its gradient, the part is passed to the strategy, from within the
+    backward pass and without waiting; messages that have arrived are handled. The last part, and parts delayed by a
+    parameter without a gradient, are left to `optimizer.step()`. For other strategies no hook is registered.
     """
 
     def __init__(self, flat: FlatModule, loop: Loop):
@@ -30,11 +32,11 @@ class Backward:
         self._handed = flat.schema.size
         self._version = 0
         self.paused = False
-        """Backward passes only add up: `no_sync`."""
+        """Whether backward passes only accumulate gradients, inside `no_sync`."""
         self.begin()
 
     def begin(self) -> None:
-        """Another gradient is to be computed."""
+        """Prepare for the next gradient."""
         if self._loop.awaited and not self._hooks:
             for index, parameter in enumerate(self._flat.parameters):
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
@@ -46,14 +48,14 @@ class Backward:
 
     @property
     def handed(self) -> bool:
-        """Whether a part of this gradient has been handed over."""
+        """Whether a part of this gradient has been passed to the strategy."""
         return self._handed < self._flat.schema.size
 
     def check(self) -> None:
-        """The gradient is complete: what has been handed over must still be what it was.
+        """Check that the parts already passed to the strategy have not changed; the gradient is complete.
 
         Raises:
-            ConfigurationError: the script has changed it after backward.
+            ConfigurationError: the script has changed a part after the backward pass.
         """
         if self._handed == self._flat.schema.size:
             return
@@ -65,7 +67,7 @@ class Backward:
             )
 
     def require_whole(self) -> None:
-        """Raise `ConfigurationError` if a part of a gradient has been sent whose rest is still to come."""
+        """Raise `ConfigurationError` if only a part of the current gradient has been sent."""
         if self._handed != self._flat.schema.size:
             raise ConfigurationError(
                 "sync() came between backward() and step(), when a part of the gradients had been "
@@ -73,7 +75,7 @@ class Backward:
             )
 
     def end(self) -> None:
-        """No strategy listens any more."""
+        """Remove the hooks at the end of the run."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -84,7 +86,7 @@ class Backward:
         return completed
 
     def _completed(self, index: int) -> None:
-        """A parameter has its gradient."""
+        """Handle a parameter that has received its gradient."""
         loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
         if stop > self._handed:
             raise ConfigurationError(

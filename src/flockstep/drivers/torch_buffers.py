@@ -1,4 +1,4 @@
-"""What the ranks of a launched script do with a module's buffers, such as the running statistics of BatchNorm."""
+"""Synchronization of a module's buffers, such as the running statistics of BatchNorm, between the ranks of a script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ POLICIES: tuple[Policy, ...] = ("mean", "rank0", "local")
 
 
 class Buffers:
-    """The buffers that a module's `state_dict` holds, and the policy by which ranks make them equal.
+    """The buffers in a module's `state_dict`, and the policy by which ranks make them equal.
 
-    `mean`: floating-point buffers become the mean over all ranks, in float64, all others (counts) those of the lowest
-    rank. `rank0`: all become those of the lowest rank. `local`: each rank keeps its own.
+    `mean`: floating-point buffers become the mean over all ranks, in float64; other buffers (counts) those of the
+    lowest rank. `rank0`: all become those of the lowest rank. `local`: each rank keeps its own.
     """
 
     def __init__(self, module: torch.nn.Module, policy: Policy = "mean"):
@@ -38,7 +38,7 @@ class Buffers:
         return self.policy != "local" and bool(self._named())
 
     def packed(self) -> FlatArray:
-        """The bytes of all buffers (uint8), one after the other in order of `named_buffers`; none under `local`."""
+        """The bytes (uint8) of all buffers in the order of `named_buffers`; empty with policy `local`."""
         parts = [bytes_of(tensor) for _, tensor in self._named()] if self.policy != "local" else []
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
@@ -66,7 +66,7 @@ class Buffers:
             start = stop
 
     def restore(self, packed: FlatArray) -> None:
-        """Set the buffers to what this rank's were at `packed()`."""
+        """Restore the buffers that `packed` returned on this rank."""
         self.take({0: packed})
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -75,16 +75,16 @@ class Buffers:
 
 
 async def all_packed(me: Worker, packed: FlatArray) -> dict[int, FlatArray]:
-    """Rank → buffers of every rank that lives."""
+    """Rank → buffers, for every living rank."""
     me.send_all(me.peers, "buffers", packed)
     return {me.rank: packed} | {rank: array for rank in me.peers if (array := await _from(me, rank)) is not None}
 
 
 async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[int, FlatArray]:
-    """The buffers of rank 0, whose policy has to be that of all.
+    """The buffers of rank 0, after a check that all ranks use the same policy.
 
     Raises:
-        ConfigurationError: it is not; ranks would wait for each other in vain.
+        ConfigurationError: the policies differ, so ranks would wait for each other forever.
     """
     if me.rank == 0:
         me.send_all(me.peers, "buffers", packed, {"policy": policy})
@@ -99,7 +99,7 @@ async def first_packed(me: Worker, packed: FlatArray, policy: Policy) -> dict[in
 
 
 async def _from(me: Worker, rank: int) -> FlatArray | None:
-    """What a rank sent; None where it died."""
+    """The buffers that a rank sent; None if the rank died."""
     with contextlib.suppress(PeerLost):
         return on_host((await me.receive("buffers", rank)).payload)
     if rank not in me.lost:
@@ -108,7 +108,7 @@ async def _from(me: Worker, rank: int) -> FlatArray | None:
 
 
 def _set(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy into a buffer; one whose elements share memory (`expand`) cannot be written, and may hold the value."""
+    """Copy `value` into a buffer; a buffer whose elements share memory (`expand`) must already have that value."""
     shared = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if not shared:
         tensor.copy_(value)

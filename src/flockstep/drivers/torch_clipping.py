@@ -1,4 +1,4 @@
-"""Clipping in a script's own loop: of the gradient that the optimizer steps along, as under PyTorch's DDP."""
+"""Clipping in a script's own loop: of the gradient that the optimizer uses, as with PyTorch's DDP."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.strategies.base import Strategy
 
 WATCHED = 10
-"""Steps of a run in which changes of gradients between backward and step are looked for."""
+"""Number of first steps in which changes of gradients between backward and step are detected."""
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
 class Norm(torch.Tensor):
-    """A norm that is NaN until it is known; a look at it before then is told to `read_early`."""
+    """A norm that is NaN until it is known; reading it before calls `read_early`."""
 
     read_early: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, which looks at the value unless it is `shape` or the like, on plain tensors."""
+        """Call `func` on plain tensors; `func` reads the value unless it is `shape` or similar."""
         of = getattr(func, "__self__", None)  # the descriptor, of an attribute that is read
         looks = func is not torch.Tensor.copy_ and (func.__name__ != "__get__" or of is torch.Tensor.data)
         with torch._C.DisableTorchFunctionSubclass():
@@ -40,13 +40,13 @@ class Norm(torch.Tensor):
             return func(*(_plain(each, looks) for each in args), **named)
 
     def know(self, value: torch.Tensor) -> None:
-        """It is known now."""
+        """Set the value of the norm."""
         self.copy_(value)
         self.read_early = None
 
 
 def _plain(value: Any, looks: bool) -> Any:
-    """A norm, or those in a list, as plain tensors; whether they are looked at."""
+    """A norm, or a list of norms, as plain tensors; `looks`: whether the values are read."""
     if isinstance(value, list | tuple) and any(isinstance(each, Norm) for each in value):
         return [_plain(each, looks) for each in value]
     if not isinstance(value, Norm):
@@ -57,7 +57,7 @@ def _plain(value: Any, looks: bool) -> Any:
 
 
 def _script_level() -> int:
-    """The `stacklevel` with which the caller warns of a line of the script."""
+    """The `stacklevel` with which the caller warns about a line of the script."""
     inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(copy.__file__))
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
@@ -71,32 +71,32 @@ def _unknown() -> Norm:
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """One call of `clip_grad_norm_`: it holds for one step."""
+    """One call of `clip_grad_norm_`, which is valid for one step."""
 
     parameters: list[torch.Tensor]
     max_norm: float
     norm_type: float
     strict: bool
     norm: Norm = field(default_factory=_unknown)
-    """The combined gradient's norm, which is known once the optimizer steps along it."""
+    """Norm of the combined gradient, known when the optimizer steps."""
 
     def apply(self) -> None:
-        """Clip the parameters' gradients as they are now."""
+        """Clip the current gradients of the parameters."""
         self.norm.know(clip_now(self.parameters, self.max_norm, self.norm_type))
 
     def measure(self) -> None:
-        """Take the norm of the parameters' gradients as they are now, and write to none of them."""
+        """Measure the norm of the current gradients without changing them."""
         slopes = [p.grad for p in self.parameters if p.grad is not None]
         norms = [torch.linalg.vector_norm(slope.detach(), self.norm_type) for slope in slopes]
         self.norm.know(torch.linalg.vector_norm(torch.stack(norms), self.norm_type) if norms else torch.tensor(0.0))
 
     @property
     def refused(self) -> bool:
-        """Whether the script wants no step along gradients of this norm."""
+        """Whether the script refuses a step with this norm, which is not finite."""
         return self.strict and not bool(torch.isfinite(self.norm))
 
     def check(self) -> None:
-        """Raise what torch does if it is refused."""
+        """Raise the error of torch if the step is refused."""
         if self.refused:
             raise RuntimeError(
                 f"the total norm of order {self.norm_type} of the gradients is non-finite ({float(self.norm)}), so it "
@@ -104,20 +104,20 @@ class Clip:
             )
 
     def same(self, other: Clip) -> bool:
-        """Whether the other one clips the same gradients in the same way."""
+        """Whether both calls clip the same gradients in the same way."""
         return (self.max_norm, self.norm_type, self.strict) == (other.max_norm, other.norm_type, other.strict) and (
             list(map(id, self.parameters)) == list(map(id, other.parameters))
         )
 
 
 class Clipping:
-    """What a script asked to be clipped: kept from `clip_grad_norm_` until the optimizer steps."""
+    """The clipping that a script has requested, from `clip_grad_norm_` until the optimizer steps."""
 
     live: ClassVar[weakref.WeakSet[Clipping]] = weakref.WeakSet()
-    """Those of every distributed optimizer of this process."""
+    """The clippings of all distributed optimizers of this process."""
 
     def __init__(self, flat: FlatModule, strategy: Strategy, alone: bool):
-        """`alone`: there is no other worker, whose gradients would be combined with those of this one."""
+        """`alone`: there is no other worker whose gradients would be combined with this worker's."""
         self.flat = flat
         self.strategy = strategy
         self._alone = alone
@@ -127,8 +127,8 @@ class Clipping:
         self.live.add(self)
 
     def ask(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float, strict: bool) -> torch.Tensor:
-        """Clip now where each worker's own gradient counts, otherwise once the gradients have been combined."""
-        if self not in self.live:  # the run is over: nobody combines them
+        """Clip at once if each worker's own gradient counts, otherwise when the gradients have been combined."""
+        if self not in self.live:  # the run is over: gradients are not combined
             return clip_now(parameters, max_norm, norm_type, error_if_nonfinite=strict)
         traits = self.strategy.traits
         if traits.clips == "none":
@@ -142,7 +142,7 @@ class Clipping:
         if traits.server_optimizer:
             self._require_servable(parameters, norm_type, strict)
         clip = Clip(parameters, float(max_norm), float(norm_type), strict)
-        if any(map(clip.same, self._asked)):  # by a script that skips steps by the module's zero_grad
+        if any(map(clip.same, self._asked)):  # by a script that skips steps with the module's zero_grad
             self.skip()
         if self._alone:
             clip.measure()
@@ -153,11 +153,11 @@ class Clipping:
         return clip.norm
 
     def skip(self) -> None:
-        """The script takes no step along the gradients that it wanted to be clipped."""
+        """Forget the requested clipping, because the script skips the step."""
         self._asked = []
 
     def _tell(self) -> None:
-        """Warn once that the script has looked at a norm that is not known."""
+        """Warn once that the script has read a norm that is not known yet."""
         if self._told:
             return
         self._told = True
@@ -173,15 +173,15 @@ class Clipping:
         )
 
     def end(self) -> None:
-        """The run is over."""
+        """End the clipping with the run."""
         self.live.discard(self)
 
     def begin(self) -> None:
-        """A step begins: what has been asked for since the last one holds for it."""
+        """Begin a step: the clipping requested since the last step is valid for it."""
         self._due, self._asked = self._asked, []
 
     def apply(self) -> bool:
-        """The parameters' gradients are those that the optimizer is about to step along; whether it may."""
+        """Clip the gradients that the optimizer is about to use; return whether the step may be taken."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.apply()
@@ -189,14 +189,14 @@ class Clipping:
         return True
 
     def check(self) -> None:
-        """The strategy has done its part in a step: raise if the optimizer could not, as on every other worker."""
+        """After the strategy's part of a step, raise an error if the step was refused, as on every other worker."""
         if self.strategy.traits.clips == "combined":
             for clip in self._due:
                 clip.check()
 
     @property
     def max_norm(self) -> float:
-        """What a server has to clip the combined gradient of this step to; 0: nothing."""
+        """Norm to which a server clips the combined gradient of this step; 0 for no clipping."""
         return self._due[-1].max_norm if self._due else 0.0
 
     def _require_servable(self, parameters: list[torch.Tensor], norm_type: float, strict: bool) -> None:
@@ -212,7 +212,7 @@ class Clipping:
 def clip_grad_norm_(
     of: object, max_norm: float, norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> torch.Tensor:
-    """Clip the gradients of parameters, or of all that the optimizer `of` holds."""
+    """Clip the gradients of parameters, or of all parameters that the optimizer `of` holds."""
     if not max_norm > 0:
         raise ConfigurationError(f"max_norm must be > 0, got {max_norm}; use inf to measure the norm alone")
     clipping = getattr(of, "clipping", None)
@@ -223,7 +223,7 @@ def clip_grad_norm_(
     for candidate in Clipping.live:
         if held & {id(p) for p in candidate.flat.parameters}:
             return candidate.ask(wanted, max_norm, norm_type, error_if_nonfinite)
-    return clip_now(wanted, max_norm, norm_type, error_if_nonfinite, foreach)  # nobody combines them with others
+    return clip_now(wanted, max_norm, norm_type, error_if_nonfinite, foreach)  # of one worker alone
 
 
 def _tensors(of: object) -> list[torch.Tensor]:
@@ -242,7 +242,9 @@ def _tensors(of: object) -> list[torch.Tensor]:
 
 
 class Watch:
-    """Warns once where a script changes gradients after backward, though a strategy combines them in `step`."""
+    """Warns once if a script changes gradients between backward and `step`, although the strategy combines them in
+    `step`.
+    """
 
     def __init__(self, flat: FlatModule, strategy: Strategy):
         self._flat = flat
@@ -255,7 +257,9 @@ class Watch:
             self._hooks.append(hook)
 
     def check(self, allowed: int = 0) -> None:
-        """A step begins; `allowed` times each gradient may have been changed since backward."""
+        """At the start of a step, look for changes; each gradient may have been changed `allowed` times
+        since backward.
+        """
         if not self._hooks:
             return
         changed = self._replaced() or self._changes() > allowed * len(self._seen)
@@ -273,7 +277,7 @@ class Watch:
             self.end()
 
     def end(self) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -285,7 +289,7 @@ class Watch:
         return accumulated
 
     def _replaced(self) -> bool:
-        """Whether the script put another gradient where backward had left one."""
+        """Whether the script has replaced the gradient of a parameter since backward."""
         return any(
             now is not None and now is not gradient and not self._flat.in_place(index)
             for index, (gradient, _) in self._seen.items()
@@ -293,7 +297,7 @@ class Watch:
         )
 
     def _changes(self) -> int:
-        """How many writes to gradients were not backward's; those in the flat array count their writes together."""
+        """Number of writes to gradients after backward; gradients in the flat array count their writes together."""
         shared, alone, last = 0, 0, 0
         for index, (gradient, version) in self._seen.items():
             now = self._flat.parameters[index].grad

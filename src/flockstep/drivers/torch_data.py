@@ -1,4 +1,4 @@
-"""Each worker's part of a data loader of PyTorch."""
+"""Each worker's part of a PyTorch data loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ B = TypeVar("B")
 
 
 class _EpochSampler(DistributedSampler[Any]):
-    """Shuffles anew each time it is iterated."""
+    """Shuffles again in each iteration."""
 
     def __iter__(self) -> Iterator[Any]:
         indices = super().__iter__()
@@ -26,14 +26,14 @@ class _EpochSampler(DistributedSampler[Any]):
 
 
 _shards: weakref.WeakKeyDictionary[DataLoader[Any], Iterable[Any]] = weakref.WeakKeyDictionary()
-"""One for each loader: epochs are counted, and persistent workers live, across calls of `shard`."""
+"""Loader → its part: epochs are counted, and persistent workers survive, across calls of `shard`."""
 
 
 def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
-    """This worker's part, the same object at each call.
+    """This worker's part of the loader, the same object at each call.
 
     Raises:
-        ConfigurationError: the loader has a sampler of its own, which says already who gets what.
+        ConfigurationError: the loader has a custom sampler, which already assigns the samples.
     """
     if loader not in _shards:
         _shards[loader] = _split(loader, rank, workers)
@@ -41,9 +41,9 @@ def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
 
 
 def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
-    """A copy of the loader, which keeps all that was given to it, over this worker's part alone."""
+    """A copy of the loader with all its settings, over this worker's part alone."""
     part = copy.copy(loader)
-    _replace(part, "_iterator", None)  # the processes of a loader that was used go on with all of its samples
+    _replace(part, "_iterator", None)  # worker processes of a loader in use would continue with all samples
     if isinstance(loader.dataset, IterableDataset):
         return Shard(part, rank, workers)
     if loader.batch_size is None and loader.batch_sampler is not None:
@@ -59,12 +59,12 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
 
 
 def _replace(loader: DataLoader[Any], name: str, value: object) -> None:
-    """Set what a loader lets nobody set, before its first use."""
+    """Set an attribute that a loader protects, before the loader's first use."""
     object.__setattr__(loader, name, value)
 
 
 def _require_plain(loader: DataLoader[Any]) -> None:
-    """Raise unless the loader's sampler takes every sample once, in order or shuffled."""
+    """Raise `ConfigurationError` unless the loader's sampler draws every sample once, in order or shuffled."""
     sampler: Any = loader.sampler
     kind, samples = type(sampler), len(loader.dataset)  # type: ignore[arg-type]
     if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement and len(sampler) == samples):

@@ -1,4 +1,4 @@
-"""Notices what a script does to a distributed module between two steps: changed values, and a changed structure."""
+"""Detects what a script does to a distributed module between two steps: changed values and a changed structure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
 BLOCK = 1 << 16
-"""Elements that one checksum covers, so that a block is read from memory once."""
+"""Number of elements of one checksum, so that a block is read from memory once."""
 WINDOW = 16
-"""Blocks that are compared before every step where no version counter has moved; others in the next steps."""
+"""Number of blocks compared before every step if no version counter has changed; other blocks follow in the
+next steps.
+"""
 
 
 class Guard:
-    """Compares a module before a step with what it was after the last one.
+    """Compares a module before a step with its state after the previous step.
 
-    torch counts writes to each tensor, except through `.data` and numpy: where no counter has moved, the checksums of
-    `WINDOW` blocks are compared, in turn, so that a model of at most a million parameters is compared as a whole.
+    torch counts writes to each tensor, except through `.data` and numpy. If no counter has changed, the checksums of
+    `WINDOW` blocks are compared, in turn; a model of at most a million parameters is compared as a whole.
     """
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
@@ -40,16 +42,16 @@ class Guard:
         self._sums: list[int] = []
         self._turn = 0
         self.unsent = False
-        """The script has loaded a state of the optimizer that servers or other ranks may not have."""
+        """Whether the script has loaded an optimizer state that servers or other ranks may lack."""
         self._finite = True
         self.note()
 
     def check(self) -> None:
-        """Compare.
+        """Compare the module with its last accepted state.
 
         Raises:
-            ConfigurationError: a parameter was unfrozen, frozen, replaced, converted or changed; says which, and what
-                to do.
+            ConfigurationError: a parameter was unfrozen, frozen, replaced, converted or changed; the message names the
+                parameter and the way out.
         """
         self.check_structure()
         if self.unsent:
@@ -66,10 +68,10 @@ class Guard:
             raise ConfigurationError(_changed(name))
 
     def check_structure(self) -> None:
-        """Compare the set of parameters, what is trained, dtypes, and what the optimizer holds.
+        """Compare the set of parameters, which of them are trained, their dtypes, and the optimizer's parameters.
 
         Raises:
-            ConfigurationError: one of them is not as at `distribute`.
+            ConfigurationError: something differs from the state at `distribute`.
         """
         if _trained(self._flat.module) != self._trained:
             self._tell_difference(
@@ -87,7 +89,7 @@ class Guard:
                 )
 
     def note(self) -> None:
-        """Take the parameters as they are now for right."""
+        """Accept the current parameters."""
         self._versions = [parameter._version for parameter in self._flat.parameters]
         count, self._finite = -(-len(self._flat.params) // BLOCK), True
         params: Any = self._flat.params
@@ -101,7 +103,7 @@ class Guard:
             self._finite = self._finite and _finite(block)
 
     def adopt(self) -> None:
-        """Take values that were put elsewhere (`parameter.data = …`) back into the flat array."""
+        """Copy values that were stored elsewhere (`parameter.data = …`) back into the flat array."""
         views = self._flat.views(as_tensor(self._flat.params))
         for parameter, view, place in zip(self._flat.parameters, views, self._places, strict=True):
             if parameter.data_ptr() != place:
@@ -109,14 +111,14 @@ class Guard:
                 parameter.data = view
 
     def not_finite(self) -> str | None:
-        """Name of the first parameter that held a value which was not finite at the last `note`."""
+        """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""
         if self._finite:
             return None
         params = self._flat.params
         return next(e.name for e in self._flat.schema.entries if not _finite(params[e.offset : e.offset + e.size]))
 
     def _moved(self) -> int | None:
-        """An element at or before which the flat array has changed; None where it has not, as far as was looked."""
+        """Position at or after the first detected change of the flat array; None if no change was detected."""
         every = any(p._version != old for p, old in zip(self._flat.parameters, self._versions, strict=True))
         count = len(self._sums)
         looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
@@ -127,7 +129,7 @@ class Guard:
         return None
 
     def _first_written(self, index: int) -> int:
-        """The first element of the first tensor in or after a block that torch has written to."""
+        """First element of the first tensor, in or after a block, that torch has written to."""
         for entry, parameter, old in zip(self._flat.schema.entries, self._flat.parameters, self._versions, strict=True):
             if parameter._version != old and entry.offset + entry.size > index * BLOCK:
                 return entry.offset
@@ -167,7 +169,7 @@ def _changed(name: str) -> str:
 
 
 def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ConfigurationError` unless `optimizer` holds what the module trains, and trains nothing else."""
+    """Raise `ConfigurationError` unless `optimizer` holds exactly the parameters that the module trains."""
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trained = {id(p) for p in flat.parameters}
     for entry, parameter in zip(flat.schema.entries, flat.parameters, strict=True):
@@ -186,7 +188,7 @@ def require_same_parameters(flat: FlatModule, optimizer: torch.optim.Optimizer) 
 
 
 def _trained(module: torch.nn.Module) -> set[int]:
-    """Ids of the trainable parameters; the names that `named_parameters` makes take most of its time."""
+    """Ids of the trainable parameters; faster than `named_parameters`, which also builds names."""
     found, modules = set[int](), [module]
     while modules:
         each = modules.pop()
@@ -196,9 +198,9 @@ def _trained(module: torch.nn.Module) -> set[int]:
 
 
 def _checksums(blocks: Iterable[Any]) -> list[int]:
-    """Digests of the blocks' bits and of where each lies: the same after a change only by chance.
+    """Digests of the blocks' bits and positions; a changed block has the same digest only by chance.
 
-    Those of tensors are made where they lie: nothing but the digests moves, and all at once.
+    Digests of tensors are computed on the tensors' device and copied together.
     """
     found: list[Any] = [zlib.crc32(block.data) if isinstance(block, np.ndarray) else _digest(block) for block in blocks]
     return torch.stack(found).tolist() if found and isinstance(found[0], torch.Tensor) else found
@@ -211,15 +213,15 @@ def _digest(block: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4)
 def _weights(size: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 32 bits, no two in a simple relation."""
+    """Odd 32-bit random numbers, the weights of the digest."""
     return torch.from_numpy(np.random.default_rng(size).integers(1 << 32, size=size) | 1).to(device)
 
 
 def _finite(block: Any) -> bool:
-    """Whether every element is finite; one product tells where no square overflows."""
+    """Whether every element is finite; the sum of squares tells it unless it overflows."""
     if not isinstance(block, np.ndarray):
         return bool(torch.isfinite(block).all())
-    if block.dtype == np.float16:  # numpy widens it element by element; all bits of the exponent say it faster
+    if block.dtype == np.float16:  # numpy converts float16 element by element; testing the exponent's bits is faster
         return not bool(((block.view(np.uint16) & 0x7C00) == 0x7C00).any())
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(block, block))) or bool(np.isfinite(block).all())

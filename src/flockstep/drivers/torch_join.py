@@ -1,4 +1,4 @@
-"""Steps by common consent of all ranks: uneven numbers of batches, and gradients that overflowed on one rank."""
+"""Steps by agreement of all ranks: different numbers of batches, and gradients that overflow on one rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Worker
 
 Remember = Callable[[int], None]
-"""Lets every rank's optimizer remember what that of a rank does."""
+"""Function that copies the optimizer state of one rank to every rank."""
 
 
 class Consent:
-    """What the ranks of a launched script agree on before each step, where the strategy has them go in step.
+    """Agreement of a launched script's ranks before each step, for strategies in which ranks proceed in step.
 
-    Strategies that do without a worker (`Traits.survives`) need no consent: there each rank may stop or skip alone.
+    Strategies that can continue without a worker (`Traits.survives`) need no agreement: each rank may stop or skip
+    alone.
     """
 
     def __init__(self, flat: FlatModule, loop: Loop):
@@ -34,12 +35,12 @@ class Consent:
         self._needed = loop.workers > 1 and not traits.survives
         self._joining = self._by_active = False
         self.shadowing = False
-        """This rank has run out of batches, and takes part in the steps of the others."""
+        """Whether this rank has no more batches and takes part in the steps of the others."""
         self.share = 1.0
-        """What the combined gradient has to be multiplied by on the workers."""
+        """Factor for the combined gradient on the workers."""
 
     def skips(self, overflow: bool | None) -> bool:
-        """Whether no rank may take this step, since a gradient overflowed; `overflow` None: no scaler looked for it."""
+        """Whether no rank may take this step because a gradient overflowed; `overflow` None: no scaler is used."""
         if not self._needed or not (self._joining or overflow is not None):
             return bool(overflow)
         active, overflows = self._count("join" if self._joining else "scaler", 1, int(overflow or False))
@@ -48,7 +49,9 @@ class Consent:
 
     @contextmanager
     def join(self, step: Callable[[], None], remember: Remember | None, by_active: bool) -> Iterator[None]:
-        """Ranks that reach the end of the context first take part in the steps of the others until all are there."""
+        """Context manager: a rank that reaches its end takes part in the steps of the others until all have
+        reached it.
+        """
         if self._joining:
             raise CompositionError("join() is open already; leave it before it is entered again")
         self._by_active, self._joining = by_active, True
@@ -76,7 +79,7 @@ class Consent:
             self._copy_from_the_last(steps, remember)
 
     def _weigh(self, active: int) -> None:
-        """Divide by the ranks that have batches, where all ranks' number was divided by."""
+        """Correct the divisor of the mean from the number of all ranks to that of ranks with batches."""
         self.share = 1.0
         if self._by_active and self._combined:
             self.share = self._loop.workers / max(active, 1)
@@ -87,7 +90,7 @@ class Consent:
         return tuple(map(round, self._sum(name, values)))
 
     def _sum(self, name: str, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks."""
+        """Sums over all ranks."""
 
         async def program(me: Worker) -> list[float]:
             array = beside(np.array(values, np.float32), me.params)
@@ -97,7 +100,7 @@ class Consent:
         return self._loop.exchange(name, program)
 
     def _copy_from_the_last(self, shadowed: int, remember: Remember) -> None:
-        """As DDP does: parameters, and what the optimizer remembers, from the lowest rank that shadowed no step."""
+        """Copy parameters and optimizer state from the lowest rank that had batches to the end, as DDP does."""
         whole = self._sum("last", [rank == self._loop.rank and shadowed == 0 for rank in range(self._loop.workers)])
         if all(whole):
             return

@@ -1,4 +1,4 @@
-"""`flockstep.distribute` for PyTorch: the user's optimiser, with a strategy in its `step`."""
+"""`flockstep.distribute` for PyTorch: the user's optimizer, with a strategy in its `step`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flockstep.strategies.base import Strategy
 
 
 class _UserOptimizer:
-    """The user's optimiser as a worker's stepper: the flat arrays are its parameters' and gradients' own memory."""
+    """The user's optimizer as a worker's stepper; the flat arrays are the memory of its parameters and gradients."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, prepare: Callable[[], bool]):
         self._flat = flat
@@ -36,7 +36,7 @@ class _UserOptimizer:
 
     @property
     def lr(self) -> float:
-        """The current learning rate, of several groups the largest."""
+        """Current learning rate; the largest one if there are several groups."""
         return base_lr(self._optimizer)
 
     @lr.setter
@@ -45,27 +45,27 @@ class _UserOptimizer:
             group["lr"] = value
 
     def step(self, params: FlatArray, gradient: FlatArray) -> None:
-        """Let the user's optimiser step, on `gradient`."""
+        """Step the user's optimizer with `gradient`."""
         if gradient is not self._flat.grads:
             self._flat.grads[:] = gradient
         if self._prepare():
             self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:
-        """Let the user's optimizer begin anew: torch's make their state at the next step."""
+        """Clear the state of the user's optimizer; torch creates it again in the next step."""
         self._optimizer.state.clear()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """The user's optimiser, whose `step` lets a strategy use the gradients; everything else is the original's."""
+    """The user's optimizer, whose `step` lets a strategy use the gradients; all other attributes are the original's."""
 
     _step_supports_amp_scaling: ClassVar[bool] = True
-    """`torch.amp.GradScaler` leaves it to `step` to unscale gradients, and to skip where one overflowed."""
+    """`torch.amp.GradScaler` leaves it to `step` to unscale gradients and to skip steps with an overflow."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, buffers: Policy = "mean"
     ):
-        # The base class is for isinstance alone (schedulers ask); groups and state are the original's.
+        # The base class is needed for isinstance checks (by schedulers); groups and state are the original's.
         self.inner = optimizer
         self.flat = FlatModule(module)
         self.buffers = Buffers(module, buffers)
@@ -93,7 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
 
     def __getattr__(self, name: str) -> Any:
-        """Hooks, and whatever else the wrapper has not, are the original's."""
+        """Return the original optimizer's attribute, for example a hook."""
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -106,27 +106,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The original's, live: schedulers change them."""
+        """Parameter groups of the original optimizer, which schedulers may change."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The original's."""
+        """State of the original optimizer."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The original's."""
+        """Default settings of the original optimizer."""
         return self.inner.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Hand the gradients of one mini-batch to the strategy; returns when the next can be computed.
+        """Pass the gradients of one mini-batch to the strategy; return when the next gradients can be computed.
 
-        `closure` is called once, to compute these gradients; returns what it returned, otherwise None.
+        `closure` is called once to compute the gradients. Returns the closure's result, or None without a closure.
 
         Raises:
             ConfigurationError: called inside `no_sync`, or the gradients were changed after a part of them was sent.
-            RunError: the run cannot go on.
+            RunError: the run cannot continue.
         """
         if self._backward.paused:
             raise ConfigurationError(
@@ -151,7 +151,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose backward passes only add to the gradients, as DDP's: the first backward after it sends."""
+        """Context manager in which backward passes only accumulate gradients, as in DDP; the next backward after it
+        sends.
+        """
         before, self._backward.paused = self._backward.paused, True
         try:
             yield
@@ -159,37 +161,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._backward.paused = before
 
     def join(self, divide_by_initial_world_size: bool = True) -> AbstractContextManager[None]:
-        """A context for ranks with different numbers of batches, as DDP's: a rank that reaches its end goes along.
+        """Context manager for ranks with different numbers of batches, as in DDP.
 
-        Until all ranks are at the end, it adds zero gradients to the steps of the others. The sum is divided by the
-        number of all ranks, with `divide_by_initial_world_size=False` by that of ranks that still have batches.
+        A rank that reaches the end of the context adds zero gradients to the steps of the others until all ranks have
+        reached it. The sum is divided by the number of all ranks, or with `divide_by_initial_world_size=False` by the
+        number of ranks that still have batches.
         """
         remember = self._memory.take_from if isinstance(self._memory, WorkerMemory) else None
         return self._consent.join(self._advance, remember, not divide_by_initial_world_size)
 
     def _advance(self) -> None:
-        """One step of the strategy, along the flat gradient."""
+        """Take one step of the strategy with the flat gradient."""
         if not self.loop.strategy.traits.server_optimizer:
             self.loop.step()
-        else:  # the original never steps: those who listen to it hear of the run's steps
+        else:  # the original never steps: its hooks are called here
             for before in self.inner._optimizer_step_pre_hooks.values():
                 before(self.inner, (), {})
             self._tell_servers()
             self.loop.step()
-            self.inner._opt_called = True  # type: ignore[attr-defined]  # as schedulers see that a step came first
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers check for a step
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
         self._backward.begin()
 
     def _tell_servers(self) -> None:
-        """Schedules and scripts change the settings of groups, and what to clip to."""
+        """Send changed settings of the groups and of clipping to the servers."""
         spec = for_servers(self.inner, self.flat, self.clipping.max_norm)
         if not same_settings(spec, self._spec):
             self._spec = spec
             self.loop.adopt(spec)
 
     def _prepare(self) -> bool:
-        """The gradients are those that the original is about to step along; whether it may."""
+        """Prepare the gradients that the original optimizer is about to use; return whether it may step."""
         own = self.loop.strategy.traits.clips == "own"
         if own and self._consent.shadowing:
             return False
@@ -197,12 +200,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.flat.grads *= self._consent.share
         if not self.clipping.apply():
             return False
-        if own or self.loop.workers == 1:  # nobody else had a gradient for them: as ever, the original skips them
+        if own or self.loop.workers == 1:  # no other worker had a gradient for them: the original skips them, as usual
             self.flat.drop_absent()
         return True
 
     def _overflow(self) -> bool | None:
-        """Whether a `GradScaler` found an infinite gradient on this rank; None: there is no scaler."""
+        """Whether a `GradScaler` found an infinite gradient on this rank; None without a scaler."""
         found = self.__dict__.get("found_inf")
         if found is not None and self._backward.handed:
             raise ConfigurationError(
@@ -217,10 +220,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             as_tensor(self.flat.grads).mul_(scale.double().reciprocal().to(torch.float32))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients in the flat array where they live; `set_to_none` lets the parameters have none instead.
+        """Set the gradients in the flat array to zero; with `set_to_none` the parameters have no gradient instead.
 
-        A parameter that then gets no gradient is skipped by the optimizer of a single worker, and of a strategy whose
-        workers step along their own gradients. Otherwise it counts as a gradient of zero.
+        A parameter that then gets no gradient is skipped by the optimizer of a single worker, and by strategies whose
+        workers step with their own gradients. Otherwise its gradient counts as zero.
         """
         self.clipping.skip()
         self.flat.zero_grad()
@@ -228,11 +231,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.flat.drop_gradients()
 
     def finish(self) -> None:
-        """End the run; afterwards the model holds the result, the same on every worker.
+        """End the run; afterwards the model holds the result, equal on every worker.
 
         Raises:
-            ConfigurationError: the script has changed or loaded parameters since the last step, without `sync()`.
-            RunError: the run cannot go on.
+            ConfigurationError: the script has changed or loaded parameters since the last step without `sync()`.
+            RunError: the run cannot continue.
         """
         if not self.loop.finished:
             self._guard.check()
@@ -243,11 +246,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.loop.handed.clear()
 
     def sync(self) -> None:
-        """Go on from a model that the script has changed or loaded; call it on every rank, between two steps.
+        """Continue from a model that the script has changed or loaded; call this on every rank, between two steps.
 
-        All ranks and servers take rank 0's parameters and buffers, and the strategy begins anew, as at the start.
-        Optimizers go on with what they remember; with what rank 0 has loaded, if it has, those of servers, of ranks
-        that have loaded nothing, and of all ranks where these step along one gradient.
+        All ranks and servers take rank 0's parameters and buffers, and the strategy restarts. Optimizers keep their
+        state. If rank 0 has loaded a state, that state goes to the servers, to ranks that have loaded none, and to all
+        ranks if these step with a common gradient.
 
         Raises:
             ConfigurationError: parameters were replaced, unfrozen or converted, or the run has been finished.
@@ -262,10 +265,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """A context in which the module holds the common model, the same on every rank, as `finish()` would return it.
+        """Context manager in which the module holds the common model, equal on every rank, as `finish()` would return
+        it.
 
-        Every rank has to enter it at the same point, between two steps, to evaluate or to save what all have learned.
-        Afterwards the module holds the rank's own replica and buffers again.
+        Every rank must enter it at the same point, between two steps, to evaluate or save the model. Afterwards the
+        module holds the rank's own replica and buffers again.
 
         Raises:
             CompositionError: the strategy has no common model.
@@ -287,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.buffers.take(self.loop.exchange("buffers", lambda me: first_packed(me, packed, policy)))
 
     def sync_buffers(self) -> None:
-        """Make the module's buffers equal on all ranks by the policy given to `distribute`; call it on every rank.
+        """Make the module's buffers equal on all ranks by the policy given to `distribute`; call this on every rank.
 
         Raises:
             ConfigurationError: the ranks' buffers differ in size, or the run has been finished.
@@ -296,12 +300,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def state_dict(self) -> dict[str, Any]:
-        """The original's; where servers step, with what their optimizers remember. One rank may call it alone."""
+        """State of the original optimizer; if servers step, with the state of their optimizers. One rank may call this
+        alone.
+        """
         self._memory.fetch()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the original; `sync()` on every rank has to follow where servers step, or all along one gradient."""
+        """Load a state into the original optimizer; call `sync()` on every rank afterwards if servers step, or ranks
+        share a gradient.
+        """
         self.inner.load_state_dict(state_dict)
 
     def _note_loaded(self, _: torch.optim.Optimizer) -> None:

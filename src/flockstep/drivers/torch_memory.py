@@ -1,4 +1,4 @@
-"""What a script's torch optimizer remembers of past steps, kept equal to what servers and other ranks remember."""
+"""State of a script's torch optimizer, kept equal to the state of servers and other ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flockstep.optimizers.base import Optimizer, OptimizerState
 
 
 class WorkerMemory:
-    """For strategies whose workers step themselves: each rank's torch optimizer remembers its own steps.
+    """Optimizer state under strategies whose workers step themselves: each rank's torch optimizer has its own state.
 
-    Where all ranks step along one gradient they have to remember the same; elsewhere replicas remember what they will,
-    and a rank that has loaded nothing takes what rank 0 has loaded.
+    If all ranks step with a common gradient, their states must be equal; otherwise states may differ, and a rank that
+    has loaded nothing takes the state that rank 0 has loaded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop):
@@ -33,36 +33,36 @@ class WorkerMemory:
         self._taking = False
 
     def begin(self) -> None:
-        """At `distribute`: go on from what rank 0's optimizer has been loaded with."""
+        """At `distribute`, continue from the state that was loaded into rank 0's optimizer."""
         if self._loop.workers > 1:
             self._loop.exchange("memory", self.agree)
         self._loaded = False
 
     def renew(self) -> None:
-        """Begin the strategy anew on every rank, from rank 0's parameters and what its optimizer remembers."""
+        """Restart the strategy on every rank from rank 0's parameters and optimizer state."""
         self._loop.renew(None)
         self.begin()
 
     def loaded(self) -> bool:
-        """The script has loaded a state; whether ranks have to agree on it before they step."""
+        """Note that the script has loaded a state; return whether ranks must agree on it before they step."""
         if self._taking:
             return False
         self._loaded = True
         return self._alike and self._loop.workers > 1 and not self._loop.finished
 
     def fetch(self) -> None:
-        """The torch optimizer has it all."""
+        """Do nothing: the torch optimizer has the whole state."""
 
     def finish(self) -> None:
         """End the run."""
         self._loop.finish()
 
     def take_from(self, source: int) -> None:
-        """On every rank: all optimizers remember what that of rank `source` does."""
+        """On every rank, copy the optimizer state of rank `source`."""
         self._loop.exchange("final", lambda me: self._copied(me, source, set(me.peers)))
 
     async def agree(self, me: Worker) -> None:
-        """Tell all ranks what is remembered here; take rank 0's where that has to be the same and is not."""
+        """Compare the states of all ranks; take rank 0's state if the states must be equal and are not."""
         root = min([me.rank, *me.peers])
         own: Fields = {
             "digest": fingerprint(packed(self._optimizer.state_dict(), whole=False)),
@@ -90,7 +90,7 @@ class WorkerMemory:
 
 
 class ServerMemory:
-    """For strategies whose servers step in place of the torch optimizer, with `spec`."""
+    """Optimizer state under strategies whose servers step in place of the torch optimizer, with `spec`."""
 
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer, loop: Loop, spec: Optimizer):
         self._flat = flat
@@ -101,12 +101,12 @@ class ServerMemory:
         self._own_memory = loop.strategy.traits.memory == "own"
         self._remembers = bool(fresh.slots) or self._foreign or loop.strategy.traits.memory != "optimizer"
         self._asked = False
-        """The script saves or loads states, so that rank 0 is to hold the last one too."""
+        """Whether the script saves or loads states, so that rank 0 must also receive the final one."""
         self._kept = False
         self._unsent = False
 
     def begin(self) -> None:
-        """Let the servers begin with what rank 0's optimizer remembers from before `distribute`, if anything."""
+        """Start the servers with the state that rank 0's optimizer had before `distribute`, if any."""
         if not self._remembers:
             return
         state = self._own()
@@ -116,15 +116,15 @@ class ServerMemory:
             self._loop.renew(state)
 
     def renew(self) -> None:
-        """Begin anew; servers' optimizers go on with what they remember, or with what rank 0 has loaded."""
+        """Restart; the servers' optimizers keep their state, or take the state that rank 0 has loaded."""
         self._loop.renew(self._own() if self._unsent else None)
         self._unsent = False
 
     def loaded(self) -> bool:
-        """The script has loaded a state; whether that is still to be sent to servers.
+        """Note that the script has loaded a state; return whether it must still be sent to the servers.
 
         Raises:
-            ConfigurationError: workers hold slices of it, or servers step with an optimizer of their own.
+            ConfigurationError: workers hold slices of the state, or servers use an optimizer of their own.
         """
         if self._remembers and not self._loop.finished:
             self._require_servers()
@@ -132,7 +132,7 @@ class ServerMemory:
         return self._unsent
 
     def fetch(self) -> None:
-        """Put what the servers remember into the torch optimizer."""
+        """Copy the state of the servers' optimizers into the torch optimizer."""
         if not self._remembers or self._kept:
             return
         self._require_servers()
@@ -145,7 +145,9 @@ class ServerMemory:
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
     def finish(self) -> None:
-        """End the run; if its script saves states, rank 0 keeps the last, after the last gradient of the last rank."""
+        """End the run; if its script saves states, rank 0 stores the final state, after the last gradient
+        of all ranks.
+        """
         keeps = self._asked and self._loop.rank == 0 and not self._loop.finished
         last = self._loop.finish(remember=keeps)
         if last is not None:

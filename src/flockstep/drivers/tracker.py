@@ -1,7 +1,7 @@
-"""Which model a run has at a given moment, evaluated off the clock.
+"""The model of a run at a given time, evaluated off the clock.
 
-Every node hands in its parameters at the same ticks of progress; when a tick is complete, the model that the result
-policy would choose then is evaluated, and the replicas' distance from their mean is taken.
+Every node sends its parameters at the same ticks of progress. When a tick is complete, the model that the result policy
+would select then is evaluated, and the replicas' distance from their mean is computed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flockstep.records.events import Replica, Snapshot
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
-"""The tick of a node's parameters when its program has ended."""
+"""Tick of a node's final parameters."""
 
 
 @dataclass
 class Tick:
-    """What was handed in for one tick. Sums are of distances to the first replica: equal ones give exactly 0."""
+    """The parameters of one tick. Sums are of distances to the first replica, so that equal replicas give exactly 0."""
 
     missing: set[Address]
     workers: int = 0
@@ -42,11 +42,11 @@ class Tick:
     kept: MutableMapping[Address, FlatArray] = field(default_factory=dict)
 
     def ranks(self) -> list[int]:
-        """The workers whose parameters are kept."""
+        """Ranks of the workers whose parameters are kept."""
         return sorted(address for address in self.kept if address >= 0)
 
     def first(self) -> FlatArray | None:
-        """The replica of the first worker that is there."""
+        """The replica of the first worker that is present; None if there is none."""
         return self.reference
 
     def add_worker(self, params: FlatArray, step: int, sent: int, samples: int = 0) -> None:
@@ -79,21 +79,21 @@ class Tick:
 
     def divergence(self) -> float:
         """Root mean square distance of the replicas from their mean."""
-        return math.sqrt(max(self.variance(), 0.0))  # not a number stays so
+        return math.sqrt(max(self.variance(), 0.0))  # NaN stays NaN
 
     def model(self, policy: ResultPolicy, held: Sequence[slice]) -> FlatArray | None:
-        """The model that a policy chooses without evaluating any; None where the node that holds it is missing."""
+        """The model that a policy selects without an evaluation; None if the node that holds it is missing."""
         if policy == "mean":
             return self.mean() if self.workers else None
         if policy == "server":
             return self._served(held)
         if policy == "ensemble":
-            return None  # everyone keeps its own
-        # The first replica that is still there stands in for a lost rank 0.
+            return None  # each worker keeps its own
+        # The first replica that is present replaces that of a lost rank 0.
         return self.kept[0] if 0 in self.kept else self.first()
 
     def _served(self, held: Sequence[slice]) -> FlatArray | None:
-        """What the servers hold together; where two hold the same, what the first one does."""
+        """The parameters that the servers hold together; if several hold the same part, those of the first."""
         size = max((part.stop for part in held), default=0)
         whole: FlatArray | None = None
         known = np.zeros(size, bool)
@@ -106,7 +106,7 @@ class Tick:
 
 
 class Tracker:
-    """Collects the ticks of one run; evaluates each once it is complete."""
+    """Collects the ticks of one run, and evaluates each tick when it is complete."""
 
     def __init__(
         self,
@@ -117,7 +117,9 @@ class Tracker:
         samples: Callable[[int], int],
         emit: Emit,
     ):
-        """`held`: for each server, which of the parameters it holds; `samples`: those of a worker after some steps."""
+        """`held`: slice of the parameters that each server holds; `samples`: function from a worker's steps to its
+        samples.
+        """
         self.result: FlatArray | None = None
         self.evaluation: Evaluation | None = None
         self._engine = engine
@@ -133,7 +135,9 @@ class Tracker:
         self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Take a node's parameters as they are now (copied where they are kept); those of a mere cache are dropped."""
+        """Add a node's current parameters (copied if they are kept); parameters of nodes that only cache
+        are dropped.
+        """
         if address in self._idle:
             return
         params = on_host(params)
@@ -150,7 +154,7 @@ class Tracker:
             self._evaluate(tick)
 
     def lose(self, address: Address) -> None:
-        """Wait for this node no more."""
+        """Stop waiting for a lost node."""
         self._alive.discard(address)
         for entry in self._ticks.values():
             entry.missing.discard(address)
@@ -162,7 +166,7 @@ class Tracker:
                 self._evaluate(tick)
 
     def close(self) -> None:
-        """Evaluate what is left of the ticks that some nodes never reached, as far as the policy allows."""
+        """Evaluate the ticks that some nodes never reached, as far as the policy allows."""
         for tick in sorted(self._ticks):
             self._evaluate(tick)
 
@@ -196,7 +200,7 @@ class Tracker:
         )
 
     def _evaluate_own(self, rank: int, params: FlatArray, t: float) -> None:
-        """What a worker ended with by itself; evaluated once where all replicas are equal and have no buffers."""
+        """Evaluate a worker's final replica; equal replicas without buffers are evaluated once."""
         digest = fingerprint(params) if not len(self._engine.buffers(rank)) else f"worker {rank}"
         if digest not in self._own:
             self._own[digest] = self._engine.evaluate(params, [rank])
@@ -204,12 +208,12 @@ class Tracker:
         self._emit(Replica(t, rank, own.loss, own.metric))
 
     def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
-        """Before the model of a tick is evaluated."""
+        """Hook before the model of a tick is evaluated."""
         if tick >= self._latest:
             self.result = params
 
     def _choose(self, entry: Tick) -> FlatArray | None:
-        """The resulting model, (K,), or the members of an ensemble, (M, K)."""
+        """The resulting model (K,), or the members of an ensemble (M, K)."""
         if self._policy == "ensemble":
             members = [entry.kept[rank] for rank in entry.ranks()]
             return np.stack(members) if len(members) > 1 else next(iter(members), None)
@@ -221,7 +225,7 @@ class Tracker:
 
 
 def deciding(held: Sequence[slice]) -> list[int]:
-    """The servers that count: where several hold the same, the first one's parameters do."""
+    """Indices of the servers whose parameters count: if several hold the same part, the first one."""
     known = np.zeros(max((part.stop for part in held), default=0), bool)
     indices = []
     for index, part in enumerate(held):
@@ -233,7 +237,7 @@ def deciding(held: Sequence[slice]) -> list[int]:
 
 @dataclass
 class Progress:
-    """A server's view of the workers' steps: tells when the next tick is due."""
+    """A server's view of the workers' steps, which tells when the next tick is due."""
 
     cluster: Cluster
     every: int
@@ -242,7 +246,7 @@ class Progress:
     tick: int = 0
 
     def heard(self, message: Message) -> None:
-        """A message says how far its sender is; a server's note may say how many `steps` its workers took."""
+        """Note the sender's progress; a server's note may hold the number of `steps` that its workers took."""
         source = message.source
         step = message.step if source >= 0 else getattr(message.note, "steps", 0)
         if step > (before := self.seen.get(source, 0)):

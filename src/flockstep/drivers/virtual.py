@@ -1,7 +1,7 @@
-"""All programs of a run in one process, in virtual time.
+"""Runs all programs of a run in one process, in virtual time.
 
-Gradients are real: computed on real data at each replica's own parameters. Only time is modelled. A gradient that is
-asked for at t is a function of the parameters at t, so it may be computed at any moment before it is due; the pending
+Gradients are real: they are computed on real data at each replica's own parameters. Only time is modeled. A gradient
+requested at time t is a function of the parameters at t, so it may be computed at any moment before it is due; pending
 requests of all workers are computed together when the first of them is due.
 """
 
@@ -38,12 +38,12 @@ from flockstep.simulation.queue import EventQueue
 from flockstep.workloads.sampler import SamplerState
 
 FORWARD = 1 / 3
-"""Share of a gradient's time that goes by before backward begins: backward does about twice the work."""
+"""Share of a gradient's time before the backward pass begins, which does about twice the work of the forward pass."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Everything of a node that must survive a restart: all that its program may rely on between two steps."""
+    """The state of a node that must survive a restart: everything that its program may rely on between two steps."""
 
     params: FlatArray
     step: int
@@ -53,24 +53,24 @@ class Saved:
     version: int
     batches: dict[int, tuple[SamplerState, int]]
     mailbox: Mailbox | None = None
-    """What has arrived and was not asked for; None after the end of a run, when all that was sent has been used."""
+    """Messages that have arrived and were not read; None after the end of a run, when all messages have been used."""
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
-    """The nodes that are dead, that have left, and whose leaving the program has been told of."""
+    """The nodes that are dead, the nodes that have left, and the nodes whose leaving the program knows."""
     tasks: int = 0
-    """How many background tasks it has started."""
+    """Number of background tasks that the node has started."""
     taken: dict[str, list[Message]] = field(default_factory=dict)
-    """What those have taken that its program begins again."""
+    """Messages taken by tasks that the program restarts."""
 
 
 @dataclass(slots=True)
 class Computing:
-    """A worker's gradient, or the share of it that was asked for, on its way."""
+    """A worker's running gradient, or the requested share of it."""
 
     began: float
-    """When the whole gradient was begun."""
+    """Virtual second at which the whole gradient was begun."""
     finish: float
-    """When it is complete."""
+    """Virtual second at which the gradient is complete."""
 
 
 class Simulation:
@@ -88,7 +88,7 @@ class Simulation:
         faults: Sequence[Fault] = (),
         restarts: Sequence[float] = (),
     ):
-        """`resume` is what `save` gave; at the times of `restarts` all nodes begin anew from bytes."""
+        """`resume`: result of `save`; at the times `restarts` all nodes restart from bytes."""
         self.plan = plan
         self.tracker = Tracker(engine, plan.result, plan.cluster, plan.held(engine.schema.size), plan.samples_at, emit)
         self._engine = engine
@@ -99,7 +99,7 @@ class Simulation:
         self._mishaps = Mishaps(faults, plan.cluster)
         self._clock = self._mishaps.clock(compute.start(plan.cluster.workers, plan.seed))
         self._fabric = network.start(plan.cluster)
-        for t, node, factor in reversed(self._mishaps.narrowings()):  # whether they can be, and those from the start on
+        for t, node, factor in reversed(self._mishaps.narrowings()):  # refuses the impossible, applies those at 0
             self._fabric.narrow(node, plan.cluster.addresses, 1.0 if t else factor)
         self._gradients = BatchedGradients(engine, plan)
         self._computing: dict[int, Computing] = {}
@@ -118,7 +118,7 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """The virtual time, in seconds."""
+        """Current virtual time in seconds."""
         return self._queue.now
 
     def run(self) -> None:
@@ -126,10 +126,10 @@ class Simulation:
 
         Raises:
             Diverged: a loss is not finite.
-            RunError: the programs wait for each other for ever.
+            RunError: the programs wait for each other forever.
         """
         plan = self.plan
-        with np.errstate(over="ignore", invalid="ignore"):  # what overflows shows as a loss that is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite
             for runner in self.runners.values():
                 if self._restarts:
                     runner.remember(History(), partial(self._state, runner))
@@ -149,14 +149,14 @@ class Simulation:
         self.tracker.close()
 
     def stop(self) -> None:
-        """End every program where it is, and write each node's totals."""
+        """End every program at its current point, and write each node's totals."""
         for runner in self.runners.values():
             if not runner.done:
                 runner.close()
                 runner.account.close(self.now, runner.node.params)
 
     def send(self, to: Address, message: Message) -> None:
-        """Put a message on the virtual network."""
+        """Send a message to the virtual network."""
         self.runners[message.source].account.traffic.sent(message, HEADER_BYTES)
         if not self._mishaps.drops or not self._mishaps.lost(to, message):
             array, now = message.array, self._queue.now
@@ -168,16 +168,16 @@ class Simulation:
                 self._queue.schedule(transit.head, partial(self._pass, transit, message, now))
 
     def collect(self) -> None:
-        """What has arrived by now has been delivered already."""
+        """Do nothing, because messages are delivered at their time of arrival."""
 
     def drive(self, runner: Runner) -> None:
-        """Nobody waits for one node alone."""
+        """Refuse to wait for one node alone."""
         raise RunError("in virtual time all programs run together; call Simulation.run")
 
     def save(self) -> dict[Address, Saved]:
-        """What every node must be given to go on from here, in another simulation with a larger budget of steps.
+        """The state of every node, from which another simulation with a larger budget of steps can continue.
 
-        Meant for after `run`: what was on its way then has been delivered.
+        Call this after `run`, when all messages have been delivered.
         """
         return copy.deepcopy({address: self._facts(runner.node) for address, runner in self.runners.items()})
 
@@ -189,16 +189,16 @@ class Simulation:
             runner.begin(strategy.worker(node), partial(strategy.finish, node))
 
     def _begin_anew(self) -> None:
-        """Put a new node in the place of each, made from bytes; messages on their way go on."""
+        """Replace each node by a new one made from bytes; messages in flight are kept."""
         for runner in self.runners.values():
             if not runner.done and runner.history is not None:
                 self._replace(runner, from_bytes(to_bytes(runner.history)))
 
     def _replace(self, runner: Runner, history: History) -> None:
-        """Let a node begin anew.
+        """Restart a node.
 
         Raises:
-            RunError: it does not come to where it was.
+            RunError: the node does not reach the state that it had.
         """
         old, waited = runner.node, runner.waiting
         before = to_bytes(self._facts(old))
@@ -220,14 +220,14 @@ class Simulation:
             )
 
     def _state(self, runner: Runner) -> bytes:
-        """What the node's program could begin anew from now."""
+        """State from which the node's program can restart, as bytes."""
         node = runner.node
         gone = node.lost, node.departed, node.farewells
         facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone)
         return to_bytes(replace(facts, tasks=node.started, taken=node.taken))
 
     def _make_nodes(self) -> None:
-        """Workers by rank, then servers by index; each with its runner."""
+        """Create the workers by rank, then the servers by index, each with its runner."""
         plan = self.plan
         for rank in range(plan.cluster.workers):
             runner = self._runner_of(self._make_worker(rank))
@@ -258,7 +258,7 @@ class Simulation:
         return runner
 
     def _facts(self, node: Node) -> Saved:
-        """What a node has now; not a copy."""
+        """The current state of a node, not copied."""
         optimizer = node.optimizer_state if isinstance(node, Server) else self._steppers[node.address].state
         return Saved(
             node.params,
@@ -271,7 +271,7 @@ class Simulation:
         )
 
     def _restore(self, node: Node, saved: Saved) -> None:
-        """Let a node have what was saved, which is nobody else's."""
+        """Give a node a saved state, which no other node shares."""
         node.params[:] = saved.params
         node.step, node.state = saved.step, saved.state
         node.random.bit_generator.state = saved.random
@@ -287,7 +287,7 @@ class Simulation:
                 node.mailbox.give_back(messages)
 
     def _die(self, address: Address) -> None:
-        """A node is no more: its program ends where it is, and what reaches it goes nowhere."""
+        """End a node's program at its current point; messages to the node are dropped from now on."""
         runner = self.runners[address]
         if runner.done:
             return
@@ -296,7 +296,7 @@ class Simulation:
         self._drop_gradient(address)
 
     def _notice(self, address: Address) -> None:
-        """The others hear that a node is dead; where they cannot do without it, that is the end."""
+        """Notify the other nodes of a death, which ends the run if the strategy needs the dead node."""
         if address not in self._dead:
             return
         self._emit(Lost(self.now, address, f"{node_name(address)} died"))
@@ -315,7 +315,7 @@ class Simulation:
             if not runner.partly:
                 self._gradients.batches[rank].next(need)
             return
-        if runner.partly:  # the rest of the gradient that is under way
+        if runner.partly:  # the rest of the running gradient
             before = self._computing[rank]
             computing = Computing(before.began, before.finish)
         else:
@@ -328,7 +328,7 @@ class Simulation:
             self._look_for_needless(runner)
 
     def _look_for_needless(self, runner: Runner) -> None:
-        """End a worker's computing if the message that makes it needless is here."""
+        """Cancel the worker's gradient if the message that supersedes it has arrived."""
         found = runner.needless()
         if found is not None:
             self._drop_gradient(runner.node.address)
@@ -340,7 +340,7 @@ class Simulation:
 
     def _gradient_due(self, runner: Runner, computing: Computing) -> None:
         rank = runner.node.address
-        if self._computing.get(rank) is not computing:  # given up
+        if self._computing.get(rank) is not computing:  # canceled meanwhile
             return
         gradient = self._gradients.take(rank)
         self._steppers[rank].lr = self.plan.lr_at(runner.node.step)
@@ -352,14 +352,14 @@ class Simulation:
             self._report(self._steps, self.now)
 
     def _pass(self, transit: Transit, message: Message, sent_at: float) -> None:
-        """A message has come to its next hop."""
+        """Move a message to its next hop."""
         if self._fabric.advance(transit):
             self._queue.schedule(transit.tail, partial(self._arrive, transit.to, message, sent_at))
         else:
             self._queue.schedule(transit.head, partial(self._pass, transit, message, sent_at))
 
     def _arrive(self, to: Address, message: Message, sent_at: float) -> None:
-        """A message has come to its receiver."""
+        """Deliver a message to its receiver."""
         if to in self._dead:
             return
         runner = self.runners[to]
@@ -381,17 +381,17 @@ class Simulation:
 
 
 def _settle(node: Node, saved: Saved) -> None:
-    """What tasks that were begun again have sent and drawn was sent and drawn before."""
+    """Drop what restarted tasks have sent and drawn, because it was sent and drawn before."""
     node.sent, node.started = saved.sent, saved.tasks
     node.random.bit_generator.state = saved.random
 
 
 def due_at(began: float, finish: float, share: float) -> float:
-    """When that share of the gradient, counted from the end of the flat array, is complete."""
+    """Virtual second at which that share of the gradient, counted from the end of the flat array, is complete."""
     return finish if share >= 1 else began + (finish - began) * (FORWARD + (1 - FORWARD) * share)
 
 
 def _doing(runner: Runner) -> str:
-    """What a node was about, for a message."""
+    """What a node was doing, for an error message."""
     waits = f"waited for {runner.waiting}" if runner.waiting and not isinstance(runner.waiting, NeedGradient) else ""
     return f"at step {runner.node.step} " + (waits or "could not go on")
