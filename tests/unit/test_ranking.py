@@ -6,7 +6,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, Summary, summarise
-from flockstep.report import labels, rank
+from flockstep.report.ranking import labels, rank
 
 BASE = summarise(RunConfig(kind="train", job="digits", strategy="s", workers=4, target=0.95), [], "finished")
 

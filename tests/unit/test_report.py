@@ -1,6 +1,11 @@
+import base64
+import gzip
+import html
 import io
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,12 +17,14 @@ from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, summarise
 from flockstep.records.events import Event, Lost, Snapshot, Update
 from flockstep.records.folder import Record
-from flockstep.report import render, table, words, write_report
+from flockstep.report import words
 from flockstep.report.activity import per_step, per_worker, timeline
 from flockstep.report.figures import progress, staleness
 from flockstep.report.findings import findings
+from flockstep.report.html import render, write_report
 from flockstep.report.ranking import labels
-from flockstep.report.style import Series
+from flockstep.report.style import Series, wrapped
+from flockstep.report.table import table
 from support.records import RUNS, invent
 
 
@@ -93,9 +100,42 @@ def test_the_reader_notices_a_broken_page() -> None:
         read("<p><b>bold</p>")
 
 
-def test_plotly_is_inlined_once(page: str) -> None:
-    assert page.count("* plotly.js v") == 1
-    assert len(page) < 12_000_000
+def test_the_page_carries_the_drawing_library_once_and_is_small(page: str) -> None:
+    packed = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', page)
+    assert len(packed) == 1
+    code = gzip.decompress(base64.b64decode(packed[0], validate=True))
+    assert code.startswith(b"/**\n* plotly.js (cartesian - minified) v4.1.1\n")
+    assert len(page) < 1_500_000
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+def test_the_library_is_unpacked_before_anything_is_drawn(page: str, tmp_path: Path) -> None:
+    unpack = next(code for code in read(page).scripts if "DecompressionStream" in code)
+    packed = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', page)[0]
+    (tmp_path / "packed").write_text(packed)
+    (tmp_path / "page.js").write_text(
+        """
+const packed = require("fs").readFileSync(process.argv[2], "utf8"), added = [];
+const document = {
+  getElementById: () => ({textContent: packed}), createElement: () => ({}), head: {appendChild: one => added.push(one)},
+};
+"""
+        + unpack
+        + 'whenPlotlyIsThere(() => console.log(added.length, added[0].textContent.split("\\n")[1]));'
+    )
+    command = ["node", str(tmp_path / "page.js"), str(tmp_path / "packed")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "1 * plotly.js (cartesian - minified) v4.1.1\n"
+
+
+@pytest.mark.parametrize("width", [8, 12, 20, 32, 80])
+def test_names_are_broken_between_words_only(width: int) -> None:
+    text = "ps(consistency=asynchronous, rule=delay_compensated(form='constant', lambda0=0.5))"
+    words = re.findall(r"[\w.']+", text)
+    lines = html.unescape(wrapped(text, width)).split("<br>")
+    assert [word for line in lines for word in re.findall(r"[\w.']+", line)] == words
+    assert all(len(line) <= width or len(re.findall(r"[\w.']+", line)) == 1 for line in lines)
+    assert (len(lines) > 1) == (width < len(text))
 
 
 def test_every_strategy_is_in_the_table_and_in_the_details(page: str, records: list[Record]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-import textwrap
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +85,16 @@ def safe(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Escape `text` for plotly and break it into lines of at most `width` characters."""
-    return "<br>".join(safe(line) for line in textwrap.wrap(text, width) or [text])
+    """Escape `text` for plotly and break it into lines of at most `width` characters, never inside a word.
+
+    Lines end behind spaces, "(", "," and "=". A word that is longer than `width` has a line to itself.
+    """
+    lines = [""]
+    for part in re.findall(r"[^\s(,=]*[(,=]*\s*", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "<br>".join(safe(line.rstrip()) for line in lines)
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from flockstep.records.summary import Summary
+if TYPE_CHECKING:
+    from flockstep.records.summary import Summary
 
 NONE = "–"
 
