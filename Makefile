@@ -4,6 +4,7 @@
 # make fuzz     any bytes to every decoder and to the wire, for five minutes
 # make nightly  every published result anew, its verdict kept in docs/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
+# make package  build the wheel and the sdist, install each in a clean environment, try the command there
 # make docs     rewrite the generated tables in README.md and docs/
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
@@ -18,7 +19,7 @@ READY := $(VENV)/.ready
 # a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: help venv demo test check format docs fuzz nightly mutants clean
+.PHONY: help venv demo test check format docs package fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,6 +52,17 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+
+package: $(READY)
+	rm -rf build/package dist
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build twine
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	for file in dist/*.whl dist/*.tar.gz; do \
+		rm -rf build/package && $(PYTHON) -m venv build/package && \
+		build/package/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $$file && \
+		(cd build/package && bin/flockstep doctor) || exit 1; \
+	done
 
 fuzz: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,fuzz]'
