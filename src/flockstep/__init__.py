@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -12,22 +13,68 @@ if TYPE_CHECKING:
     from flockstep.communicator.communicator import Communicator
     from flockstep.drivers.torch_buffers import Policy
     from flockstep.drivers.torch_loop import DistributedOptimizer
-    from flockstep.frameworks.base import Data, Job
-    from flockstep.strategies.base import Strategy
+    from flockstep.errors import ConfigurationError as ConfigurationError
+    from flockstep.experiments.comparison import Comparison as Comparison
+    from flockstep.experiments.comparison import compare as compare
+    from flockstep.experiments.planned import PlanResult as PlanResult
+    from flockstep.experiments.planned import plan as plan
+    from flockstep.experiments.single import RunResult as RunResult
+    from flockstep.experiments.single import run as run
+    from flockstep.experiments.single import simulate as simulate
+    from flockstep.frameworks.base import Data as Data
+    from flockstep.frameworks.base import Job as Job
+    from flockstep.nodes import Server as Server
+    from flockstep.nodes import Worker as Worker
+    from flockstep.registry import register as register
+    from flockstep.strategies.base import Strategy as Strategy
+    from flockstep.strategies.traits import Traits as Traits
+    from flockstep.testing.strategies import check_strategy as check_strategy
 
 B = TypeVar("B")
 
 __version__ = "0.1.0"
+_HOMES = {
+    "Comparison": "experiments.comparison",
+    "ConfigurationError": "errors",
+    "Data": "frameworks.base",
+    "Job": "frameworks.base",
+    "PlanResult": "experiments.planned",
+    "RunResult": "experiments.single",
+    "Server": "nodes",
+    "Strategy": "strategies.base",
+    "Traits": "strategies.traits",
+    "Worker": "nodes",
+    "check_strategy": "testing.strategies",
+    "compare": "experiments.comparison",
+    "plan": "experiments.planned",
+    "register": "registry",
+    "run": "experiments.single",
+    "simulate": "experiments.single",
+}
+"""Name → the module that it is imported from when it is first asked for, so that `import flockstep` loads nothing."""
 __all__ = [
+    "Comparison",
+    "ConfigurationError",
     "Data",
     "Job",
+    "PlanResult",
+    "RunResult",
+    "Server",
     "Strategy",
+    "Traits",
+    "Worker",
     "__version__",
+    "check_strategy",
     "clip_grad_norm_",
+    "compare",
     "distribute",
     "join",
+    "plan",
     "rank",
+    "register",
+    "run",
     "shard",
+    "simulate",
     "workers",
 ]
 
@@ -146,12 +193,11 @@ def _require_torch(name: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Data", "Job"):
-        from flockstep.frameworks import base
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flockstep' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"flockstep.{_HOMES[name]}"), name)
+    return value
 
-        return getattr(base, name)
-    if name == "Strategy":
-        from flockstep.strategies.base import Strategy
 
-        return Strategy
-    raise AttributeError(f"module 'flockstep' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

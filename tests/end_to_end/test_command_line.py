@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import flockstep
+from flockstep import registry
 from flockstep.cli.app import run
-from flockstep.costs.cluster_reading import names
+from flockstep.costs.clusters import names
 from flockstep.costs.reference import MODELS
+from flockstep.expression import fields_of
 
 FAST = ["--steps", "20", "--seed", "1"]
 
@@ -52,8 +57,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "gossip is given 2 times; give each once",
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
-        (["list", "clustr"], "no noun is called 'clustr'; did you mean 'cluster'?"),
-        (["list", "stratgies"], "no noun is called 'stratgies'; did you mean 'strategy'?"),
+        (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
+        (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategy'?"),
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
         (["train", "softmax"], "Missing option"),
@@ -190,14 +195,71 @@ def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFix
     assert "finished" in out
 
 
-def test_listing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_is_a_summary_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(["list", "--json"], capsys)
     assert code == 0
     rows = json.loads(out)
-    assert {"strategy", "consistency", "topology", "codec", "feedback", "collective", "transport"} <= {
-        row["noun"] for row in rows
-    }
+    assert [row["noun"] for row in rows] == [*registry.nouns(), "cluster", "model"]
+    assert all(row["summary"] and row["count"] == len(row["names"]) > 0 for row in rows)
+    code, out, _ = outcome(["list"], capsys)
+    assert code == 0
+    assert len(out.splitlines()) <= len(rows) + 6
+    assert all(row["plural"] in out for row in rows)
+
+
+def test_everything_is_listed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["list", "--all", "--json"], capsys)
+    assert code == 0
+    rows = json.loads(out)
+    written = {(row["noun"], row["name"]) for row in rows}
+    assert written >= {(noun, name) for noun in registry.nouns() for name in registry.names(noun)}
     assert all(row["summary"] for row in rows)
+
+
+def test_one_component_is_listed_with_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(["list", "ring", "--json"], capsys)
+    assert code == 0
+    assert [row["noun"] for row in json.loads(out)] == ["topology", "collective"]
+    code, out, _ = outcome(["list", "topk", "--json"], capsys)
+    (row,) = json.loads(out)
+    assert row["write"].startswith("topk(")
+    assert [argument["name"] for argument in row["arguments"]] == list(fields_of(registry.load("codec", "topk")))
+    code, out, _ = outcome(["list", "asgd"], capsys)
+    assert "short for ps(consistency=asynchronous)" in out
+
+
+def test_bare_flockstep_and_help_print_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, bare, _ = outcome([], capsys)
+    assert code == 0
+    assert "doctor" in bare
+    assert outcome(["help"], capsys)[:2] == (0, outcome(["--help"], capsys)[1])
+    code, said, _ = outcome(["help", "bench", "codecs"], capsys)
+    assert code == 0
+    assert said == outcome(["bench", "codecs", "--help"], capsys)[1]
+    code, _, err = outcome(["help", "trian"], capsys)
+    assert code == 2
+    assert "trian" in err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["version"], ["--version"]):
+        assert outcome(words, capsys)[:2] == (0, f"flockstep {flockstep.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("flockstep li", {"list"}),
+        ("flockstep list topo", {"topologies"}),
+        ("flockstep train softmax -s gos", {"gossip", "gosgd"}),
+    ],
+)
+def test_words_are_completed(words: str, expected: set[str]) -> None:
+    environment = {**os.environ, "_FLOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split()) - 1)
+    code = "from flockstep.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert set(done.stdout.split()) == expected
 
 
 def test_nouns_may_be_plural(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
-from flockstep.cli.compare import runs_in
+from flockstep.experiments.comparison import runs_in
 from flockstep.records.folder import RunFolder
 from flockstep.report.medians import Group, caveats
 

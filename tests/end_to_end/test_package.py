@@ -76,7 +76,7 @@ def test_the_metadata_is_whole(wheel: Path) -> None:
     assert said["License-Expression"] == "Apache-2.0"
     assert said["License-File"] == "LICENSE"
     assert said["Description-Content-Type"] == "text/markdown"
-    assert said.get_payload() == (ROOT / "README.md").read_text("utf-8")
+    assert said.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
     assert said["Summary"] == PROJECT["description"]
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in said.get_all("Classifier", [])

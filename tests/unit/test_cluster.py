@@ -6,8 +6,9 @@ import pytest
 
 from flockstep.collectives import costs
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.cluster_reading import load_cluster, names, read_cluster
+from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.costs.cluster_writing import to_toml
+from flockstep.costs.clusters import names
 from flockstep.costs.machines import Group, Wire
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName

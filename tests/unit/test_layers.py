@@ -19,7 +19,7 @@ ORDER = """
     errors registry expression arrays optimizers schedules topologies codecs feedback messages programs nodes
     transports collectives
     strategies systems simulation costs frameworks workloads records drivers communicator launchers
-    report planning testing claims bench cli
+    report planning experiments testing claims bench doctor cli
 """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")
@@ -128,7 +128,7 @@ def imported_modules(source: str, module: str, known: set[str]) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {f"{node.module}.{alias.name}" for alias in node.names} - {"flockstep.__version__"}
             found |= {name if name in known else node.module for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -222,12 +222,25 @@ def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {statement}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules = set(done.stdout.split())
+    modules = set(done.stdout.splitlines()[-1].split())
     return [name for name in names if name in modules]
 
 
 def test_importing_flockstep_loads_nothing_heavy():
     assert loaded("import flockstep", HEAVY) == []
+
+
+def test_importing_flockstep_loads_no_other_module_of_ours():
+    ours = tuple(module_of(path) for path in FILES)
+    assert loaded("import flockstep", ours) == ["flockstep"]
+    assert "flockstep.strategies.base" in loaded("from flockstep import Strategy", ours)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help", "train"], ["list"], ["version"]], ids=" ".join)
+def test_help_and_the_summary_load_neither_kernels_nor_drivers_nor_strategies(words):
+    statement = f"from flockstep.cli.app import run; run({words})"
+    late = ("flockstep.strategies", "flockstep.drivers", "flockstep.launchers", "flockstep.records.folder", "jinja2")
+    assert loaded(statement, (*HEAVY, *late)) == []
 
 
 def test_reading_expressions_loads_nothing_heavy():

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from typer.exceptions import TyperException
 
 from flockstep import __version__
-from flockstep.cli import bench
+from flockstep.cli import bench, listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
 from flockstep.cli.plan import plan
 from flockstep.errors import FlockstepError, Interrupted
-from flockstep.records.config import Kind
-from flockstep.simulation.compute import USUAL as USUAL_COMPUTE
-from flockstep.simulation.network import USUAL as USUAL_NETWORK
+from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
+if TYPE_CHECKING:
+    from flockstep.records.config import Kind
+
+NAME = "flockstep"
 INTERRUPTED = 130
 """The exit code of a command that a signal ended."""
+RUN, LOOK_UP, PLAN, HERE, HELP = "Train and compare", "Look up", "Before a run", "This machine", "Help"
+"""Groups of commands in `--help`."""
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train in lockstep, as a flock, or anything between.",
+    help="Train one neural network on many workers, with the coordination strategy of your choice.",
 )
-app.add_typer(bench.app, name="bench")
-app.command()(calibrate)
-app.command()(plan)
 
 
 def run(arguments: list[str]) -> int:
@@ -52,7 +48,7 @@ def run(arguments: list[str]) -> int:
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # nohup has it ignored
         signal.signal(signal.SIGHUP, _interrupt)
     try:
-        code: int | None = app(rest, standalone_mode=False, obj=said)
+        code: int | None = app(rest, prog_name=NAME, standalone_mode=False, obj=said)
         if code == INTERRUPTED:  # typer's way of saying that a KeyboardInterrupt came through
             raise Interrupted("interrupted")
         print(end="", flush=True)  # what fails here would otherwise fail after the exit code is settled
@@ -112,13 +108,17 @@ def _output_is_stuck() -> bool:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     if version:
-        print(f"flockstep {__version__}")
+        show_version()
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def train(
     job: o.Job,
     strategy: o.StrategyText,
@@ -149,7 +149,7 @@ def train(
     run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def simulate(
     context: typer.Context,
     job: o.Job,
@@ -185,11 +185,14 @@ def simulate(
     run_one(config, o.folder(out, f"{job}-{strategy}"), as_json, target is not None, overwrite)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def compare(
     context: typer.Context,
     job: o.Job,
-    strategy: Annotated[list[str], typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.")],
+    strategy: Annotated[
+        list[str],
+        typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.", autocompletion=o.STRATEGY),
+    ],
     workers: o.Workers = 4,
     simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time instead of on real processes.")] = False,
     network: o.NetworkText = USUAL_NETWORK,
@@ -217,16 +220,17 @@ def compare(
     as_json: o.Json = False,
 ) -> None:
     """Run a matrix of strategies; a ranked table, and one self-contained report.html."""
-    from flockstep.cli.compare import Matrix, compare_all
+    from flockstep.cli.compare import compare_all
+    from flockstep.experiments.comparison import Grid
 
     kind: Kind = "simulate" if simulate else "train"
     o.refuse_idle(kind, context)
     base = o.configured(kind, {**locals(), "strategy": ""})
-    matrix = Matrix(base, tuple(strategy), o.rates(lr_grid, lr), seeds)
-    raise typer.Exit(compare_all(matrix, o.folder(out, f"compare-{job}"), as_json))
+    grid = Grid(base, tuple(strategy), o.rates(lr_grid, lr), seeds)
+    raise typer.Exit(compare_all(grid, o.folder(out, f"compare-{job}"), as_json))
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(rich_help_panel=RUN, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def launch(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="A Python script that calls flockstep.distribute.")],
@@ -254,27 +258,23 @@ def launch(
     launch_one(script, arguments or [], config, place, as_json, output, prefix, overwrite)
 
 
-@app.command("list")
+@app.command("list", rich_help_panel=LOOK_UP)
 def list_components(
-    noun: Annotated[
-        str | None, typer.Argument(help="strategy, topology, codec, workload, cluster, model, …; plurals too.")
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="A kind, such as strategies, codecs or clusters, or one name, such as topk; none: a summary.",
+            autocompletion=listing.complete,
+        ),
     ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every component of every kind.")] = False,
     as_json: o.Json = False,
 ) -> None:
-    """What there is to choose from, each with its arguments."""
-    from flockstep.cli.listing import listing, nouns, singular
-
-    rows = [row for one in ([singular(noun)] if noun else nouns()) for row in listing(one)]
-    if as_json:
-        print(json.dumps(rows))
-        return
-    table = Table("kind", "write", "what it is")
-    for row in rows:
-        table.add_row(row["noun"], row["write"], row["summary"])
-    Console().print(table)
+    """What there is to choose from: a summary of the kinds, all of one kind, or one component with its arguments."""
+    listing.show(what, everything, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_UP)
 def systems(
     name: Annotated[str | None, typer.Argument(help="One of them, for all that there is to say about it.")] = None,
     as_json: o.Json = False,
@@ -285,7 +285,7 @@ def systems(
     show_systems(name, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=PLAN)
 def layers(
     what: Annotated[str, typer.Argument(help="A job, a file with model() and inputs(), or a reference such as vgg-a.")],
     batch: Annotated[int, typer.Option("--batch", "-b", help="Samples for each worker.")] = 32,
@@ -302,7 +302,7 @@ def layers(
     show_layers(what, batch, workers, as_json, out, everything)
 
 
-@app.command()
+@app.command(rich_help_panel=PLAN)
 def layouts(
     what: Annotated[
         list[str] | None,
@@ -319,7 +319,7 @@ def layouts(
     show_layouts(what or [], workers, bandwidth, as_json, out)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK_UP)
 def reproduce(
     claims: Annotated[list[str] | None, typer.Argument(help="Claims to try, such as A5; none: list them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
@@ -337,7 +337,7 @@ def reproduce(
     raise typer.Exit(try_claims(claims or [], everything, strict, as_json, write))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or of a comparison.")],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
@@ -348,12 +348,40 @@ def report(
     imports: o.Imports = None,
 ) -> None:
     """Draw a report of runs that were recorded earlier."""
-    from flockstep.cli.compare import runs_in
-    from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.planning.check import for_report
-    from flockstep.records.folder import RunFolder
-    from flockstep.report.html import write_report
+    from flockstep.cli.compare import report as draw
 
-    found = [folder for given in folders for folder in runs_in(given)]
-    predictions = for_report(found, None if cluster is None else load_cluster(cluster), imports or ())
-    print(write_report([RunFolder(folder).read() for folder in found], out, predictions=predictions))
+    print(draw(folders, out, cluster, imports or ()))
+
+
+app.command(rich_help_panel=PLAN)(plan)
+app.command(rich_help_panel=HERE)(calibrate)
+app.add_typer(bench.app, name="bench", rich_help_panel=HERE)
+
+
+@app.command(rich_help_panel=HERE)
+def doctor(as_json: o.Json = False) -> None:
+    """Try what is installed, every transport and every extra; say what to install. For bug reports."""
+    from flockstep.cli import show
+    from flockstep.doctor import examine
+
+    with show.status() as say:
+        report = examine(say=say)
+    if as_json:
+        show.json(report.document())
+    else:
+        print(report)
+    raise typer.Exit(0 if report.works else 1)
+
+
+@app.command("help", rich_help_panel=HELP)
+def show_help(
+    command: Annotated[list[str] | None, typer.Argument(help="A command, such as train or bench codecs.")] = None,
+) -> None:
+    """Say what a command does and which options it takes."""
+    app([*(command or []), "--help"], prog_name=NAME, standalone_mode=False)
+
+
+@app.command("version", rich_help_panel=HELP)
+def show_version() -> None:
+    """Print the version."""
+    print(f"{NAME} {__version__}")

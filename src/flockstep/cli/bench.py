@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from flockstep.cli import show
 from flockstep.errors import ConfigurationError
@@ -210,8 +207,11 @@ def _print(
 ) -> None:
     """The figures as one JSON document, or as a table with a legend below."""
     if as_json:
-        show.json([msgspec.to_builtins(figure) for figure in figures])
+        show.json(list(figures))
         return
+    from rich.markup import escape
+    from rich.table import Table
+
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(escape, row))

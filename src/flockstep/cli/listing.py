@@ -1,27 +1,181 @@
-"""The registry as a table: for people, for --json, and for the documentation."""
+"""The registry for people, for --json and for the documentation: a summary, all of a kind, or one component."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import inspect
+from typing import TYPE_CHECKING, Any
 
 from flockstep import registry
-from flockstep.costs import cluster_reading
-from flockstep.costs.reference import MODELS, reference
+from flockstep.cli import show as output
 from flockstep.errors import ConfigurationError, UnknownName
-from flockstep.expression import Component, fields_of, to_text
-from flockstep.report import words
-from flockstep.topologies.base import Topology
-from flockstep.topologies.facts import stated
 
+if TYPE_CHECKING:
+    from flockstep.topologies.base import Topology
+
+ABOUT = {
+    "strategy": "when workers exchange, with whom, and what",
+    "consistency": "which reads and pushes count on a parameter server",
+    "rule": "how a parameter server applies an update",
+    "outer": "how the mean of the replicas becomes the next model",
+    "period": "after how many local steps replicas synchronize",
+    "selector": "which part of the model is sent",
+    "filter": "which updates are left out of a push",
+    "schedule": "how the learning rate and the batch change over the steps",
+    "claim": "a published result that `flockstep reproduce` tries",
+    "topology": "which workers are neighbors",
+    "codec": "how an array is written on the wire",
+    "feedback": "what becomes of what a codec leaves out",
+    "collective": "the algorithm of an all-reduce",
+    "transport": "how processes of a real run talk",
+    "optimizer": "the update of a local step",
+    "compute": "seconds per gradient in virtual time",
+    "network": "links in virtual time",
+    "fault": "what goes wrong in virtual time",
+    "split": "how data is divided over workers",
+    "workload": "a built-in job: model, data and loss",
+    "cluster": "machines and links that `flockstep plan` knows",
+    "model": "a published network by its layers, for `flockstep plan`",
+}
+"""Kind of component → what a component of that kind decides."""
 DESCRIBED = ("cluster", "model")
 """What a plan takes besides components: descriptions that are built in."""
 
 
 def nouns() -> list[str]:
-    """Everything that there is a list of."""
+    """Every kind that has a list."""
     return [*registry.nouns(), *DESCRIBED]
+
+
+def plural(noun: str) -> str:
+    """The noun in the plural: `strategies`, `topologies`, `codecs`."""
+    if noun in ("feedback", "compute"):
+        return noun
+    return f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+
+
+def singular(noun: str) -> str:
+    """The noun of which `noun` is the plural; `noun` itself where it is none."""
+    return next((one for one in nouns() if noun in (one, plural(one))), noun)
+
+
+def names(noun: str) -> list[str]:
+    """The names under `noun`, short names included; nothing is imported for them but the built-in descriptions."""
+    if noun == "cluster":
+        from flockstep.costs import clusters
+
+        return clusters.names()
+    if noun == "model":
+        from flockstep.costs.reference import MODELS
+
+        return list(MODELS)
+    return [*registry.names(noun), *registry.aliases(noun)]
+
+
+def complete(incomplete: str) -> list[str]:
+    """Completion of the argument of `flockstep list`."""
+    known = [*map(plural, nouns()), *(name for noun in registry.nouns() for name in names(noun))]
+    return [name for name in dict.fromkeys(known) if name.startswith(incomplete)]
+
+
+def summary() -> list[dict[str, Any]]:
+    """One row for each kind: how many there are, what a component of that kind decides, and the names."""
+    return [
+        {"noun": noun, "plural": plural(noun), "count": len(found), "summary": ABOUT[noun], "names": found}
+        for noun in nouns()
+        for found in [names(noun)]
+    ]
+
+
+def show(what: str | None, everything: bool, as_json: bool) -> None:
+    """Print what `flockstep list` prints.
+
+    Raises:
+        UnknownName: `what` is neither a kind nor the name of a component.
+    """
+    if what is None and not everything:
+        _show_summary(summary(), as_json)
+        return
+    noun = None if what is None else singular(what)
+    if noun is None or noun in nouns():
+        _show_rows([row for one in (nouns() if noun is None else [noun]) for row in listing(one)], as_json)
+        return
+    found = [described(one, str(what)) for one in nouns() if what in names(one)]
+    if not found:
+        raise _unknown(str(what))
+    _show_described(found, as_json)
+
+
+def _unknown(what: str) -> UnknownName:
+    known = [*nouns(), *(name for noun in nouns() for name in names(noun))]
+    near = difflib.get_close_matches(what, known, n=1, cutoff=0.6)
+    return UnknownName.among("kind or component", what, near or nouns())
+
+
+def _show_summary(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        output.json(rows)
+        return
+    from rich.table import Table
+
+    table = Table("kind", "", "what it decides", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    for row in rows:
+        table.add_row(row["plural"], str(row["count"]), row["summary"])
+    page = output.page()
+    page.print(table)
+    page.print("\nflockstep list strategies: all of a kind; flockstep list topk: one component; --all: everything.")
+    page.print("flockstep systems: the systems of the literature, by name.", highlight=False)
+
+
+def _show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        output.json(rows)
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    kinds = len({row["noun"] for row in rows})
+    table = Table(*(["kind"] if kinds > 1 else []), "write", "what it is")
+    for row in rows:
+        cells = [*([row["noun"]] if kinds > 1 else []), row["write"], row["summary"]]
+        table.add_row(*map(escape, cells))
+    output.page().print(table)
+
+
+def _show_described(found: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        output.json(found)
+        return
+    from rich.markup import escape
+
+    page = output.page()
+    for one in found:
+        page.print(f"[bold]{escape(one['write'])}[/bold]  ({one['noun']})", highlight=False)
+        page.print(escape(one["about"]), highlight=False)
+        for argument in one["arguments"]:
+            default = "" if argument["default"] is None else f" = {argument['default']}"
+            page.print(escape(f"  {argument['name']}: {argument['type']}{default}"), highlight=False)
+        page.print()
+
+
+def described(noun: str, name: str) -> dict[str, Any]:
+    """One component in detail: how to write it, its whole docstring, and its arguments with types and defaults."""
+    row = next(row for row in listing(noun) if row["name"] == name)
+    if name not in (registry.names(noun) if noun not in DESCRIBED else ()):
+        return {**row, "about": row["summary"], "arguments": []}
+    from flockstep.expression import fields_of
+
+    kind = registry.load(noun, name)
+    types = fields_of(kind)
+    arguments = [
+        {"name": field.name, "type": _type(types[field.name]), "default": _default(field)}
+        for field in dataclasses.fields(kind)
+        if field.name in types
+    ]
+    return {**row, "about": inspect.getdoc(kind) or "", "arguments": arguments}
 
 
 def listing(noun: str) -> list[dict[str, str]]:
@@ -31,18 +185,21 @@ def listing(noun: str) -> list[dict[str, str]]:
         UnknownName: there is no list of that.
     """
     if noun not in nouns():
-        raise UnknownName.among("noun", noun, nouns())
+        raise UnknownName.among("kind", noun, nouns())
     if noun in DESCRIBED:
         return _clusters() if noun == "cluster" else _models()
+    from flockstep.expression import fields_of
+    from flockstep.topologies.base import Topology
+
     rows = []
     for name in registry.names(noun):
         kind = registry.load(noun, name)
         arguments = ", ".join(_argument(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind))
-        summary = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
         if issubclass(kind, Topology):
-            summary += f" {_stated(kind())}"
+            about += f" {_stated(kind())}"
         rows.append(
-            {"noun": noun, "name": name, "write": f"{name}({arguments})" if arguments else name, "summary": summary}
+            {"noun": noun, "name": name, "write": f"{name}({arguments})" if arguments else name, "summary": about}
         )
     rows += [
         {"noun": noun, "name": name, "write": name, "summary": f"short for {text}"}
@@ -51,50 +208,61 @@ def listing(noun: str) -> list[dict[str, str]]:
     return rows
 
 
-def singular(noun: str) -> str:
-    """The noun of which this is the plural; itself where it is none."""
-    known = nouns()
-    ones = [
-        noun.removesuffix(end) + instead for end, instead in (("ies", "y"), ("es", ""), ("s", "")) if noun.endswith(end)
-    ]
-    return next((one for one in [noun, *ones] if one in known), noun)
-
-
 def _clusters() -> list[dict[str, str]]:
     """A row for each cluster that is built in."""
+    from flockstep.costs.cluster_reading import load_cluster
+    from flockstep.report import words
+
     rows = []
-    for name in cluster_reading.names():
-        shape = cluster_reading.load_cluster(name)
+    for name in names("cluster"):
+        shape = load_cluster(name)
         size = f"{shape.workers} workers on {shape.nodes} machine{'s' if shape.nodes > 1 else ''}"
         wire = shape.slowest
         link = f"{8e-6 * wire.bandwidth:,.0f} Mbit/s and {words.seconds(wire.latency)}"
-        summary = f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
-        rows.append({"noun": "cluster", "name": name, "write": name, "summary": summary})
+        about = f"{shape.about.removesuffix('.')}: {size}; the slowest link has {link}."
+        rows.append({"noun": "cluster", "name": name, "write": name, "summary": about})
     return rows
 
 
 def _models() -> list[dict[str, str]]:
     """A row for each reference model."""
+    from flockstep.costs.reference import MODELS, reference
+
     rows = []
     for name, known in MODELS.items():
         shape = reference(name)
         layers = sum(1 for layer in shape.layers if layer.parameters)
-        summary = f"{shape.parameters:,} parameters in {layers} layers that have any. {known.source}."
-        rows.append({"noun": "model", "name": name, "write": name, "summary": summary})
+        about = f"{shape.parameters:,} parameters in {layers} layers that have any. {known.source}."
+        rows.append({"noun": "model", "name": name, "write": name, "summary": about})
     return rows
 
 
 def _stated(topology: Topology) -> str:
     """What holds of a topology, on as many workers as it takes."""
+    from flockstep.topologies.facts import stated
+
     for n in (8, 4):
         with contextlib.suppress(ConfigurationError):
             return f"On {n} workers: {stated(topology, n)}."
     return ""
 
 
-def _argument(field: dataclasses.Field[object]) -> str:
+def _type(hint: Any) -> str:
+    """A field's type as people write it."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _default(field: dataclasses.Field[object]) -> str | None:
+    """A field's default as text; None where it has to be given."""
+    from flockstep.expression import Component, to_text
+
     if field.default_factory is not dataclasses.MISSING:
-        return f"{field.name}={to_text(field.default_factory())}"  # type: ignore[arg-type]
+        return to_text(field.default_factory())  # type: ignore[arg-type]
     if isinstance(field.default, Component):
-        return f"{field.name}={to_text(field.default)}"
-    return field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
+        return to_text(field.default)
+    return None if field.default is dataclasses.MISSING else repr(field.default)
+
+
+def _argument(field: dataclasses.Field[object]) -> str:
+    default = _default(field)
+    return field.name if default is None else f"{field.name}={default}"

@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flockstep import registry
 from flockstep.errors import ConfigurationError
-from flockstep.records.config import Kind, RunConfig
+from flockstep.experiments.folders import folder as folder
+
+if TYPE_CHECKING:
+    from flockstep.records.config import Kind, RunConfig
+
+TRAINING, PROCESSES, VIRTUAL, OUTPUT = "Training", "Processes", "Virtual time", "Output"
+"""Groups of options in `--help`."""
+
+
+def completed(*nouns: str) -> Callable[[str], list[str]]:
+    """Completion of a word by the names and short names of these nouns."""
+
+    def complete(incomplete: str) -> list[str]:
+        known = [name for noun in nouns for name in (*registry.names(noun), *registry.aliases(noun))]
+        return [name for name in known if name.startswith(incomplete)]
+
+    return complete
+
 
 Job = Annotated[
     str,
-    typer.Argument(help="A built-in workload (see `flockstep list workload`) or a Python file with a job() function."),
+    typer.Argument(
+        help="A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.",
+        autocompletion=completed("workload"),
+    ),
 ]
+STRATEGY = completed("strategy")
 StrategyText = Annotated[
-    str, typer.Option("--strategy", "-s", help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'.")
+    str,
+    typer.Option(
+        "--strategy",
+        "-s",
+        help="How the workers coordinate, e.g. 'ps(consistency=ssp(3))'; see `flockstep list strategies`.",
+        autocompletion=STRATEGY,
+    ),
 ]
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
 Seed = Annotated[int, typer.Option(help="Seed of initial weights, sampling and every random choice.")]
@@ -28,53 +55,124 @@ ScriptSeed = Annotated[
     typer.Option("--seed", help="Seed of what strategies and codecs draw; a script seeds its own model and data."),
 ]
 Epochs = Annotated[
-    float | None, typer.Option(help="Passes of all workers together over the training data (default: the job's).")
+    float | None,
+    typer.Option(
+        help="Passes of all workers together over the training data (default: the job's).", rich_help_panel=TRAINING
+    ),
 ]
-Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.")]
-Batch = Annotated[int | None, typer.Option(help="Samples per worker and step (default: the job's).")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).")]
+Steps = Annotated[int | None, typer.Option(help="Local steps per worker, instead of epochs.", rich_help_panel=TRAINING)]
+Batch = Annotated[
+    int | None, typer.Option(help="Samples per worker and step (default: the job's).", rich_help_panel=TRAINING)
+]
+Lr = Annotated[float | None, typer.Option(help="Learning rate (default: the job's).", rich_help_panel=TRAINING)]
 LrGrid = Annotated[
     str | None,
-    typer.Option("--lr-grid", help="Learning rates, as 0.03,0.1,0.3: each strategy is ranked by its best one."),
+    typer.Option(
+        "--lr-grid",
+        help="Learning rates, as 0.03,0.1,0.3: each strategy is ranked by its best one.",
+        rich_help_panel=TRAINING,
+    ),
 ]
-Seeds = Annotated[int, typer.Option(help="Runs of each strategy, with seeds from --seed on: medians are ranked.")]
+Seeds = Annotated[
+    int,
+    typer.Option(
+        help="Runs of each strategy, with seeds from --seed on: medians are ranked.", rich_help_panel=TRAINING
+    ),
+]
 ScheduleText = Annotated[
     str | None,
-    typer.Option("--schedule", help="How the learning rate or the batch changes: goyal, cosine, batch_increase, …."),
+    typer.Option(
+        "--schedule",
+        help="How the learning rate or the batch changes: goyal, cosine, batch_increase, ….",
+        autocompletion=completed("schedule"),
+        rich_help_panel=TRAINING,
+    ),
 ]
 SplitText = Annotated[
-    str, typer.Option("--split", help="How data is split over workers: iid, by-label, dirichlet(alpha).")
+    str,
+    typer.Option(
+        "--split",
+        help="How data is split over workers: iid, by-label, dirichlet(alpha).",
+        autocompletion=completed("split"),
+        rich_help_panel=TRAINING,
+    ),
 ]
-Target = Annotated[float | None, typer.Option(help="The metric that time-to-target refers to (default: the job's).")]
+Target = Annotated[
+    float | None,
+    typer.Option(help="The metric that time-to-target refers to (default: the job's).", rich_help_panel=TRAINING),
+]
 UntilTarget = Annotated[
-    bool, typer.Option("--until-target", help="End at the first evaluation that reaches the target (virtual time).")
+    bool,
+    typer.Option(
+        "--until-target",
+        help="End at the first evaluation that reaches the target (virtual time).",
+        rich_help_panel=VIRTUAL,
+    ),
 ]
-EvaluateEvery = Annotated[int | None, typer.Option(help="Steps per worker between evaluations (default: 40 a run).")]
-Result = Annotated[str | None, typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.")]
+EvaluateEvery = Annotated[
+    int | None,
+    typer.Option(help="Steps per worker between evaluations (default: 40 a run).", rich_help_panel=TRAINING),
+]
+Result = Annotated[
+    str | None,
+    typer.Option(help="Which model is the result: server, mean, rank0, best, ensemble.", rich_help_panel=TRAINING),
+]
 TransportText = Annotated[
-    str, typer.Option("--transport", help="How processes talk: shared_memory, ipc, tcp or namespaces(…).")
+    str,
+    typer.Option(
+        "--transport",
+        help="How processes talk: shared_memory, ipc, tcp or namespaces(…).",
+        autocompletion=completed("transport"),
+        rich_help_panel=PROCESSES,
+    ),
 ]
-Heartbeat = Annotated[float, typer.Option(help="Seconds of silence after which a process counts as lost.")]
+Heartbeat = Annotated[
+    float, typer.Option(help="Seconds of silence after which a process counts as lost.", rich_help_panel=PROCESSES)
+]
 StepTimeout = Annotated[
     float | None,
-    typer.Option("--step-timeout", help="Seconds for a step, or for joining, after which the run ends (default: any)."),
+    typer.Option(
+        "--step-timeout",
+        help="Seconds for a step, or for joining, after which the run ends (default: any).",
+        rich_help_panel=PROCESSES,
+    ),
 ]
-Threads = Annotated[int, typer.Option(help="Threads of the numerical libraries in each process.")]
+Threads = Annotated[
+    int, typer.Option(help="Threads of the numerical libraries in each process.", rich_help_panel=PROCESSES)
+]
 ScriptThreads = Annotated[
     int | None,
     typer.Option(
-        "--threads", help="Threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1)."
+        "--threads",
+        help="Threads of the numerical libraries in each process (default: OMP_NUM_THREADS or 1).",
+        rich_help_panel=PROCESSES,
     ),
 ]
-Ranks = Annotated[Literal["all", "rank0"], typer.Option("--output", help="Whose output is shown: all or rank0.")]
-Prefix = Annotated[bool, typer.Option("--prefix", help="Begin each line of a script's output with its rank.")]
-NetworkText = Annotated[str, typer.Option("--network", help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).")]
+Ranks = Annotated[
+    Literal["all", "rank0"],
+    typer.Option("--output", help="Whose output is shown: all or rank0.", rich_help_panel=OUTPUT),
+]
+Prefix = Annotated[
+    bool,
+    typer.Option("--prefix", help="Begin each line of a script's output with its rank.", rich_help_panel=OUTPUT),
+]
+NetworkText = Annotated[
+    str,
+    typer.Option(
+        "--network",
+        help="100mbit, 1gbit, 10gbit, link(…), switch(…), two_tier(…).",
+        autocompletion=completed("network"),
+        rich_help_panel=VIRTUAL,
+    ),
+]
 ComputeText = Annotated[
     str,
     typer.Option(
         "--compute",
         help="Seconds per gradient: lognormal(0.01, sigma=0.5), exponential(0.05), constant(0.01), …; "
         "`flockstep calibrate` measures a machine's.",
+        autocompletion=completed("compute"),
+        rich_help_panel=VIRTUAL,
     ),
 ]
 ClusterText = Annotated[
@@ -83,6 +181,7 @@ ClusterText = Annotated[
         "--cluster",
         help="Links and times of a cluster, with what nodes spend on messages and steps, in place of --network and "
         "--compute: here (as flockstep calibrate keeps it), another name, or a TOML file.",
+        rich_help_panel=VIRTUAL,
     ),
 ]
 Faults = Annotated[
@@ -90,14 +189,24 @@ Faults = Annotated[
     typer.Option(
         "--fault",
         help="What goes wrong: 'dies(1, at=0.5)', 'drops(0, -1)', 'slows(2, 10)', 'narrows(1, 10)'; repeatable.",
+        rich_help_panel=VIRTUAL,
     ),
 ]
 Imports = Annotated[
     list[str] | None, typer.Option("--import", help="A Python file that registers components; repeatable.")
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that the folder holds.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on standard output; progress on standard error.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder for the record (default: a new one in runs/).", rich_help_panel=OUTPUT)
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the run that the folder holds.", rich_help_panel=OUTPUT)
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="One JSON document on standard output; progress on standard error.", rich_help_panel=OUTPUT
+    ),
+]
 
 
 _NOT_OF = {
@@ -109,6 +218,8 @@ _NOT_OF = {
 
 def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     """The configuration made of a command's options, by name; those that mean nothing for its kind are left out."""
+    from flockstep.records.config import RunConfig
+
     names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", *_NOT_OF[kind]}
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
@@ -166,14 +277,3 @@ def rates(grid: str | None, lr: float | None) -> tuple[float, ...]:
     if not found or not all(0 < rate < math.inf for rate in found) or len(set(found)) < len(found):
         raise ConfigurationError(f"--lr-grid must be different numbers > 0, got {grid}; write 0.03,0.1,0.3")
     return found
-
-
-def folder(out: Path | None, what: str) -> Path:
-    """Where to put a record."""
-    return out if out is not None else Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{slug(what)}"
-
-
-def slug(text: str) -> str:
-    """A file name made of `text`."""
-    kept = "".join(c if c.isalnum() else "-" for c in text)
-    return "-".join(part for part in kept.split("-") if part)[:60]

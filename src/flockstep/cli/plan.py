@@ -28,7 +28,7 @@ Named = Annotated[
     typer.Option(
         "--cluster",
         "-c",
-        help="A name of `flockstep list cluster`, or a TOML file, as of calibrate.",
+        help="A name of `flockstep list clusters`, or a TOML file, as of calibrate.",
         show_default="laptop, or here if calibrated; of --check the run's own",
     ),
 ]
@@ -45,22 +45,48 @@ Hours = Annotated[
     ),
 ]
 Strategies = Annotated[
-    list[str] | None, typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).")
+    list[str] | None,
+    typer.Option("--strategy", "-s", help="Only these; repeatable (default: all).", autocompletion=o.STRATEGY),
 ]
 Records = Annotated[
     list[Path] | None, typer.Option("--check", help="Compare with the record of a run of this job; repeatable.")
 ]
-Simulate = Annotated[bool, typer.Option("--simulate", help="Also try the best in virtual time, with real gradients.")]
-Trials = Annotated[int | None, typer.Option(help="Trials of each strategy (default: 8).")]
-Budget = Annotated[float | None, typer.Option(help="Real seconds for all trials (default: 120, none with --trials).")]
-Top = Annotated[
-    int | None, typer.Option(help="Strategies to try, besides one worker (default: 5, or all of --strategy).")
+TRIALS_PANEL = "Trials"
+"""The group of options in `--help` that --simulate makes sense of."""
+Simulate = Annotated[
+    bool,
+    typer.Option(
+        "--simulate", help="Also try the best in virtual time, with real gradients.", rich_help_panel=TRIALS_PANEL
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed of trials and of the search (default: 0).")]
-SplitText = Annotated[str | None, typer.Option("--split", help="How data is split in trials (default: by the needs).")]
+Trials = Annotated[int | None, typer.Option(help="Trials of each strategy (default: 8).", rich_help_panel=TRIALS_PANEL)]
+Budget = Annotated[
+    float | None,
+    typer.Option(help="Real seconds for all trials (default: 120, none with --trials).", rich_help_panel=TRIALS_PANEL),
+]
+Top = Annotated[
+    int | None,
+    typer.Option(
+        help="Strategies to try, besides one worker (default: 5, or all of --strategy).", rich_help_panel=TRIALS_PANEL
+    ),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(help="The metric that trials are to reach (default: the job's).", rich_help_panel=TRIALS_PANEL),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of trials and of the search (default: 0).", rich_help_panel=TRIALS_PANEL)
+]
+SplitText = Annotated[
+    str | None,
+    typer.Option("--split", help="How data is split in trials (default: by the needs).", rich_help_panel=TRIALS_PANEL),
+]
 Keep = Annotated[
     Path | None,
-    typer.Option(help="Folder where trials are kept; name it again to go on (default: a new one in runs/)."),
+    typer.Option(
+        help="Folder where trials are kept; name it again to go on (default: a new one in runs/).",
+        rich_help_panel=TRIALS_PANEL,
+    ),
 ]
 BUDGET = 120.0
 """Real seconds of all trials, where neither they nor their time are given."""
@@ -84,11 +110,11 @@ def plan(
     trials: Trials = None,
     budget: Budget = None,
     top: Top = None,
-    target: o.Target = None,
+    target: Target = None,
     seed: Seed = None,
     split: SplitText = None,
     keep: Keep = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw it, as one HTML file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw it, as one HTML file.", rich_help_panel=o.OUTPUT)] = None,
     as_json: o.Json = False,
 ) -> None:
     """Predict every strategy on a cluster before anything is run, and say which to take."""

@@ -11,6 +11,7 @@ import typer
 
 from flockstep.cli import show
 from flockstep.drivers.account import fingerprint
+from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.records.summary import Summary
@@ -22,13 +23,9 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary
     """Train or simulate, with its progress under that title."""
     if config.kind == "simulate":
         with show.bar(title) as progress:
-            from flockstep.launchers.simulate import simulate
-
-            return simulate(config, folder, progress, overwrite)
+            return carry_out(config, folder, overwrite, watch=progress).summary
     with show.standings(title) as standings:
-        from flockstep.launchers.train import train
-
-        return train(config, folder, standings, overwrite)
+        return carry_out(config, folder, overwrite, standings=standings).summary
 
 
 def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:

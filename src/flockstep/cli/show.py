@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from flockstep.messages import Address, node_name
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from flockstep.launchers.standing import Standing
+    from flockstep.messages import Address
 
 console = Console(stderr=True)
 
@@ -27,6 +24,8 @@ def page() -> Console:
 
 def json(value: object) -> None:
     """One JSON document on standard output."""
+    import msgspec
+
     print(msgspec.json.encode(value).decode())
 
 
@@ -40,6 +39,8 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, Standing]], None]]
     if not console.is_terminal:
         yield lambda nodes: None
         return
+    from rich.live import Live
+
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
         def show(nodes: dict[Address, Standing]) -> None:
@@ -64,6 +65,8 @@ def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
     if not console.is_terminal:
         yield lambda done, total, clock: None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -82,6 +85,10 @@ def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
 
 
 def _table(title: str, nodes: dict[Address, Standing]) -> Table:
+    from rich.table import Table
+
+    from flockstep.messages import node_name
+
     table = Table(title=title)
     for heading in ("node", "state", "step", "loss"):
         table.add_column(heading, justify="left" if heading in ("node", "state") else "right")

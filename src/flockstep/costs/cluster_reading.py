@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from flockstep.costs.cluster import ClusterShape
+from flockstep.costs.clusters import FOLDER, names
 from flockstep.costs.machines import DAY, MOST, Group, Path, Rates, Reach, Wire, WrongValue, shown
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
 
-FOLDER = pathlib.Path(__file__).parent / "clusters"
-"""Folder of the built-in descriptions."""
 HERE = "here"
 """Name of the cluster that `flockstep calibrate` stores."""
 
@@ -27,11 +26,6 @@ _QUANTITY = re.compile(r"\s*([-+]?[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(\S*)\s
 _MEMORY = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _RATE = {"/s": 1.0, "k/s": 1e3, "M/s": 1e6, "G/s": 1e9, "T/s": 1e12, "P/s": 1e15}
 _OFTEN = {"/hour": 3600.0, "/day": DAY, "/week": 7 * DAY, "/month": 30 * DAY, "/year": 365 * DAY}
-
-
-def names() -> list[str]:
-    """Names of the built-in clusters."""
-    return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
 def calibration() -> pathlib.Path:

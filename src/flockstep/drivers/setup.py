@@ -19,7 +19,7 @@ from flockstep.nodes import Cluster
 from flockstep.records.config import RunConfig
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
-from flockstep.simulation import compute, network
+from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
@@ -67,7 +67,7 @@ def canonical(config: RunConfig) -> RunConfig:
     """The configuration with every component in its shortest form, and with a simulation's default models filled in."""
     if config.kind == "simulate":
         config = dataclasses.replace(
-            config, compute=config.compute or compute.USUAL, network=config.network or network.USUAL
+            config, compute=config.compute or USUAL_COMPUTE, network=config.network or USUAL_NETWORK
         )
     bases = {
         "strategy": Strategy,

@@ -20,10 +20,6 @@ import numpy.typing as npt
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
-USUAL = "lognormal(mean=0.01)"
-"""Default compute model of a simulation. With equal durations every asynchronous update would be exactly n-1 steps
-stale.
-"""
 _TAG = int.from_bytes(b"time", "big")  # separates these random streams from others of the same seed
 _BLOCK = 256
 _BASE, _SPELLS = 0, 1

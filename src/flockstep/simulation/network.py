@@ -32,9 +32,6 @@ from flockstep.messages import Address, node_name, server
 from flockstep.nodes import Cluster
 from flockstep.simulation import units
 
-USUAL = "1gbit"
-"""Default network of a simulation."""
-
 
 class Hop:
     """A shared resource of the network.

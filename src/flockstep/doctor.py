@@ -1,0 +1,286 @@
+"""What works on this machine: every part is tried in a process of its own, with a time limit, not looked up."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any, Literal
+
+from flockstep import __version__
+
+Status = Literal["works", "fails", "missing"]
+Judge = Callable[[str], str]
+"""What is made of the standard output of a command that ended well: the detail; raises `ValueError` if it is wrong."""
+
+LIMIT = 120.0
+"""Seconds after which a test counts as failed."""
+OLDEST = (3, 11)
+STEPS = "3"
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """One part of flockstep, and the command that tries it."""
+
+    name: str
+    group: Literal["core", "transports", "extras"]
+    command: Sequence[str]
+    """Arguments for Python."""
+    core: bool = False
+    """Whether flockstep is of no use where this fails."""
+    fix: str = ""
+    """What to do where it fails."""
+    module: str | None = None
+    """The module without which it is missing, not broken."""
+    needs: tuple[str, ...] = ()
+    """Names of tests that must have succeeded."""
+    judge: Judge = str.strip
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """How a test ended."""
+
+    name: str
+    group: str
+    core: bool
+    status: Status
+    detail: str
+    fix: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What works here, and what this machine is."""
+
+    facts: dict[str, str]
+    tried: tuple[SelfTestResult, ...]
+
+    @property
+    def works(self) -> bool:
+        """Whether every part works without which flockstep is of no use."""
+        return all(one.status == "works" for one in self.tried if one.core)
+
+    def document(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {"works": self.works, "facts": self.facts, "tried": [asdict(one) for one in self.tried]}
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {value}" for name, value in self.facts.items()]
+        width = max((len(one.name) for one in self.tried), default=0)
+        for group in dict.fromkeys(one.group for one in self.tried):
+            lines += ["", f"{group}:"]
+            for one in (one for one in self.tried if one.group == group):
+                lines.append(f"  {one.status:7}  {one.name:{width}}  {one.detail}".rstrip())
+        todo = [f"  - {one.name}: {one.fix}" for one in self.tried if one.status != "works" and one.fix]
+        broken = [one.name for one in self.tried if one.core and one.status != "works"]
+        lines += ["", "what to do:", *todo] if todo else []
+        end = f"flockstep does not work here: {', '.join(broken)}" if broken else "The core works."
+        return "\n".join([*lines, "", end])
+
+
+def examine(
+    tests: Iterable[SelfTest] | None = None, say: Callable[[str], None] = lambda name: None, limit: float = LIMIT
+) -> Diagnosis:
+    """Try every part, one after the other; `say` hears the name of each before it is tried.
+
+    `limit`: seconds after which a test counts as failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="flockstep-doctor-") as place:
+        tried: list[SelfTestResult] = []
+        for test in usual() if tests is None else tests:
+            say(test.name)
+            tried.append(_tested(test, {one.name for one in tried if one.status == "works"}, Path(place), limit))
+    return Diagnosis(facts(), tuple(tried))
+
+
+def facts() -> dict[str, str]:
+    """What this machine is, in words."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = {
+        "flockstep": __version__,
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "cores": str(cores),
+    }
+    if hasattr(os, "sysconf"):
+        found["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    if Path("/dev/shm").is_dir():  # noqa: S108 - looked at, not written to
+        found["shared memory"] = f"{shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"  # noqa: S108
+    if sys.platform != "win32":
+        import resource
+
+        found["open files"] = f"up to {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"
+        found["user"] = "root" if os.geteuid() == 0 else "not root"
+    return found
+
+
+def usual() -> Iterator[SelfTest]:
+    """The parts of flockstep, those first that others need."""
+    yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
+    for package in ("numpy", "numba", "ml_dtypes", "zmq", "msgspec", "networkx", "typer", "rich", "jinja2", "tomli_w"):
+        name = {"zmq": "pyzmq", "tomli_w": "tomli-w"}.get(package, package)
+        fix = f"pip install --force-reinstall {name}"
+        yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)
+    again = "put the output of `flockstep doctor` into a bug report"
+    yield SelfTest("compiled kernels", "core", ("-c", _KERNELS), True, "check numba and llvmlite; " + again, "numba")
+    same = _SameBits()
+    yield SelfTest("virtual time", "core", _run("simulate"), True, again, judge=same.learn)
+    for name, fix in _TRANSPORTS.items():
+        core = name == "shared_memory"
+        command = _run("train", "--transport", name)
+        yield SelfTest(name, "transports", command, core, fix, needs=("virtual time",), judge=same.compare)
+    for extra, module, code in _EXTRAS:
+        yield SelfTest(extra, "extras", ("-c", code), False, f"pip install 'flockstep[{extra}]'", module)
+    command = _run("train", strategy="all_reduce(collective=torch_distributed)")
+    fix = "collective=torch_distributed needs it; every other collective goes without"
+    yield SelfTest("gloo", "transports", command, False, fix, needs=("torch", "virtual time"), judge=_finished)
+
+
+_PYTHON = f"""
+import platform, sys
+sys.exit("too old" if sys.version_info < {OLDEST} else print(platform.python_version()))
+"""
+_VERSION = "import {0}; from importlib.metadata import version; print(version({1!r}))"
+_KERNELS = """
+import numpy as np
+from flockstep.arrays.kernels import on_numpy
+packed = on_numpy.pack(np.uint8([1, 1, 0]), 1).tolist()
+assert packed == [3], f"packed bits are {packed}, not [3]"
+print("compiled and right")
+"""
+_TRANSPORTS = {
+    "shared_memory": "use --transport tcp; shared memory needs Linux, and room in /dev/shm",
+    "ipc": "use --transport tcp",
+    "tcp": "let processes of this machine reach each other on 127.0.0.1 (firewall, hosts file)",
+    "namespaces": "only for tests on several virtual hosts: be root on Linux, with iproute2 (ip, tc) and nsenter",
+}
+_TORCH = """
+import torch
+w = torch.ones(3, requires_grad=True)
+(w * w).sum().backward()
+assert w.grad.tolist() == [2.0, 2.0, 2.0]
+print(torch.__version__, "with", torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only")
+"""
+_DIGITS = """
+import sklearn
+from sklearn.datasets import load_digits
+assert load_digits().data.shape == (1797, 64)
+print("scikit-learn", sklearn.__version__)
+"""
+_OPTUNA = """
+import optuna
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+study = optuna.create_study()
+study.tell(study.ask(), 1.0)
+assert study.best_value == 1.0
+print("optuna", optuna.__version__)
+"""
+_EXTRAS = (
+    ("torch", "torch", _TORCH),
+    ("workloads", "sklearn", _DIGITS),
+    ("search", "optuna", _OPTUNA),
+)
+
+
+def _run(kind: str, *more: str, strategy: str = "bsp") -> tuple[str, ...]:
+    """A run of two workers that takes no time."""
+    job = ("softmax", "--strategy", strategy, "--workers", "2", "--steps", STEPS, "--json", "--overwrite")
+    return ("-m", "flockstep", kind, *job, "--out", kind, *more)
+
+
+def _finished(output: str) -> str:
+    """Whether the run came to its end.
+
+    Raises:
+        ValueError: it did not.
+    """
+    status = json.loads(output)["status"]
+    if status != "finished":
+        raise ValueError(f"the run {status}")
+    return f"2 processes, {STEPS} steps"
+
+
+class _SameBits:
+    """Two processes must end with the parameters that the simulation of the same run ends with, bit for bit."""
+
+    def __init__(self) -> None:
+        self._hash: str | None = None
+
+    def learn(self, output: str) -> str:
+        """Keep the hash of the simulation's parameters."""
+        said = _finished(output).replace("processes", "simulated workers")
+        self._hash = json.loads(output)["result_hash"]
+        return said
+
+    def compare(self, output: str) -> str:
+        """Compare the hash of a real run's parameters.
+
+        Raises:
+            ValueError: it is another.
+        """
+        said = _finished(output)
+        if json.loads(output)["result_hash"] != self._hash:
+            raise ValueError("the run ended with other parameters than its simulation")
+        return f"{said}, the bits of the simulation"
+
+
+def _tested(test: SelfTest, works: set[str], place: Path, limit: float) -> SelfTestResult:
+    start = time.monotonic()
+    status, detail = _outcome(test, works, place, limit)
+    fix = "" if status == "works" else test.fix
+    return SelfTestResult(test.name, test.group, test.core, status, detail, fix, round(time.monotonic() - start, 2))
+
+
+def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tuple[Status, str]:
+    lacking = [name for name in test.needs if name not in works]
+    if lacking:
+        return "missing", f"needs {', '.join(lacking)}"
+    if test.module is not None and util.find_spec(test.module) is None:
+        return "missing", "not installed"
+    code, output, said = _carried_out(test.command, place, limit)
+    if code is None:
+        return "fails", f"no end after {limit:g} s"
+    if code != 0:
+        lines = [line for line in said.splitlines() if line.strip()]
+        return "fails", lines[-1].removeprefix("flockstep: ") if lines else f"ended with exit code {code}"
+    try:
+        return "works", test.judge(output)
+    except (ValueError, KeyError) as error:
+        return "fails", str(error) or type(error).__name__
+
+
+def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int | None, str, str]:
+    """Exit code (None: it took longer than `limit`), standard output and standard error of Python with arguments."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(place / "kernels"), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of ours
+        [sys.executable, *command],
+        cwd=place,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, said = process.communicate(timeout=limit)
+        return process.returncode, output, said
+    except subprocess.TimeoutExpired:
+        return None, "", ""
+    finally:
+        if process.poll() is None:  # it hangs, or the user has interrupted: its own processes end with it
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -1,0 +1,77 @@
+"""A plan: what every strategy would take and send on a cluster, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flockstep.costs.cluster_reading import load_cluster
+from flockstep.errors import ConfigurationError
+from flockstep.frameworks.job import import_components
+from flockstep.launchers.entry import limit_threads
+from flockstep.planning.advice import Advice, advise
+from flockstep.planning.plan import Outlook
+from flockstep.planning.plan import plan as predict
+from flockstep.planning.task import task_of
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What is predicted of a job on a cluster, and the advice that follows. `print` shows the advice."""
+
+    outlook: Outlook
+    """The predictions, strategy by strategy."""
+    advice: Advice
+    """The recommendation, its reasons, and what would change it."""
+
+    @property
+    def choice(self) -> str | None:
+        """The recommended strategy as an expression; None where no strategy meets the needs."""
+        return None if self.advice.choice is None else self.advice.choice.name
+
+    def document(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        return {**self.outlook.document(), "advice": self.advice.document()}
+
+    def write(self, path: Path | str) -> Path:
+        """Write the plan as one HTML file; return its path."""
+        from flockstep.planning.page import write_plan
+
+        write_plan(self.outlook, self.advice, Path(path), ())
+        return Path(path)
+
+    def __str__(self) -> str:
+        return "\n".join([*self.advice.sentences, *(f"- {reason}" for reason in self.advice.reasons)])
+
+
+def plan(
+    what: str | Path,
+    cluster: str | Path = "laptop",
+    *,
+    workers: int | None = None,
+    need: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    batch: int | None = None,
+    hours: float | None = None,
+    imports: Sequence[str] = (),
+) -> PlanResult:
+    """Predict every strategy on a cluster before anything is run, and say which to take. The same as `flockstep plan`.
+
+    `what` is a built-in workload, a reference model, or a Python file with a function `job()`; `cluster` a name of
+    `flockstep list clusters` or a TOML file; `need` any of unbalanced, reproducible, elastic, private, slow-links.
+    `workers`, `batch` and `hours` are the cluster's, the job's and the job's own length where they are not given.
+    `strategies` restricts the plan to these. The thread limits of the numerical libraries are set to 1.
+
+    Raises:
+        ConfigurationError: there is no such job, cluster, need or strategy.
+    """
+    if hours is not None and not 0 < hours < float("inf"):
+        raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")
+    import_components(imports)
+    shape, task = load_cluster(cluster), task_of(str(what), batch)
+    limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
+    length = None if hours is None else 3600 * hours
+    outlook = predict(task, shape, workers, strategies=tuple(strategies), length=length, say=lambda line: None)
+    return PlanResult(outlook, advise(outlook, tuple(need)))

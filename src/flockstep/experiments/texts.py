@@ -1,0 +1,25 @@
+"""Results as text, for `print` and for a notebook's cell."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from flockstep.records.summary import Summary
+from flockstep.report.table import table
+
+WIDTH = 100
+
+
+def ranked_text(summaries: Sequence[Summary]) -> str:
+    """The ranked table of runs, without colors."""
+    return printed(table(summaries))
+
+
+def printed(*what: object) -> str:
+    """What rich prints of `what`, 100 columns wide."""
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None, highlight=False).print(*what, sep="\n")
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

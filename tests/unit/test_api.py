@@ -1,0 +1,129 @@
+"""The functions and classes that are imported from `flockstep`, against the commands that do the same."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flockstep
+from flockstep.cli.app import run as command
+from flockstep.errors import ConfigurationError, Diverged
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    assert command([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_every_public_name_is_there_and_is_the_one_of_its_module() -> None:
+    for name in flockstep.__all__:
+        assert getattr(flockstep, name) is not None
+    for name, home in flockstep._HOMES.items():
+        assert getattr(flockstep, name) is getattr(import_module(f"flockstep.{home}"), name)
+    assert set(flockstep._HOMES) <= set(flockstep.__all__) <= set(dir(flockstep))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flockstep.nothing
+
+
+def test_a_simulation_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+    made = flockstep.simulate(
+        "softmax",
+        "gossip",
+        workers=4,
+        steps=5,
+        seed=3,
+        network="100mbit",
+        watch=lambda done, every, t: seen.append(done),
+    )
+    words = ["simulate", "softmax", "-s", "gossip", "-n", "4", "--steps", "5", "--seed", "3", "--network", "100mbit"]
+    want = said([*words, "--out", "other"], capsys)
+    assert seen[-1] == 20
+    assert (made.summary.seconds, made.summary.final_metric) == (want["seconds"], want["final_metric"])
+    other = flockstep.RunResult.read("other")
+    assert other.config == made.config
+    assert np.array_equal(other.parameters()[0], made.parameters()[0])
+    assert len(other.events()) == len(made.events()) > 0
+    assert "gossip" in str(made)
+    assert made.folder.is_relative_to("runs")
+
+
+def test_a_real_run_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    made = flockstep.run("softmax", "bsp", workers=2, steps=3, seed=3, out="one")
+    said(["train", "softmax", "-s", "bsp", "-n", "2", "--steps", "3", "--seed", "3", "--out", "two"], capsys)
+    assert made.summary.clock == "real"
+    other = flockstep.RunResult.read("two")
+    assert other.config == made.config
+    assert np.array_equal(other.parameters()[0], made.parameters()[0])
+
+
+def test_a_comparison_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    strategies = ["gossip", "all_reduce"]
+    made = flockstep.compare("quadratic", strategies, simulated=True, workers=4, steps=20, seeds=2, out="one")
+    words = ["compare", "quadratic", "-s", "gossip", "-s", "all_reduce", "--simulate", "-n", "4", "--steps", "20"]
+    want = said([*words, "--seeds", "2", "--out", "two"], capsys)
+    assert [group.document(group in made.chosen) for group in made.groups] == want["medians"]
+    assert [one.config for one in made.runs] == [
+        flockstep.RunResult.read(Path("two") / one.folder.name).config for one in made.runs
+    ]
+    assert {one.strategy for one in made.summaries} == set(strategies)
+    assert made.report.read_text().startswith("<!DOCTYPE html>")
+    text = str(made)
+    assert all(strategy in text for strategy in strategies)
+    assert text.endswith(f"report: {made.report}")
+
+
+def test_a_comparison_tells_what_diverged() -> None:
+    made = flockstep.compare("quadratic", ["broadcast"], simulated=True, workers=8, steps=150, lr=1.2, out="c")
+    assert len(made.failures) == 1
+    assert made.failures[0].startswith("broadcast: ")
+    with pytest.raises(Diverged):
+        flockstep.simulate("quadratic", "broadcast", workers=8, steps=150, lr=1.2, network="1gbit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"network": "100mbit"}, "network='100mbit' matters in virtual time only; add simulated=True"),
+        ({"until_target": True}, "until_target=True matters in virtual time only"),
+        ({"simulated": True, "transport": "tcp"}, "transport='tcp' is for real processes only"),
+        ({"simulated": True, "heartbeat": 4.0}, "heartbeat=4.0 is for real processes only"),
+        ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "say different things"),
+        ({"simulated": True, "lr_grid": (0.1, 0.1)}, "lr_grid must be different numbers > 0"),
+        ({"simulated": True, "seeds": 0}, "seeds must be >= 1"),
+    ],
+)
+def test_arguments_that_would_not_be_used_are_refused(arguments: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigurationError, match=sentence):
+        flockstep.compare("softmax", ["asgd"], steps=3, **arguments)  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["all_reduce", "local_sgd"]
+    made = flockstep.plan("softmax", "edge", strategies=chosen, workers=4, need=["reproducible"])
+    words = ["plan", "softmax", "-c", "edge", "-n", "4", "--need", "reproducible"]
+    want = said([*words, "-s", "all_reduce", "-s", "local_sgd"], capsys)
+    assert made.advice.document() == want["advice"]
+    assert {one.name for one in made.outlook.prospects} == {one["name"] for one in want["strategies"]}  # type: ignore[attr-defined]
+    assert made.choice == want["advice"]["choice"]  # type: ignore[index]
+    assert made.advice.sentences[0] in str(made)
+    assert made.write("plan.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_strategy_is_given_as_text_or_as_an_object() -> None:
+    from flockstep.strategies.gossip import Gossip
+
+    texts = [flockstep.simulate("quadratic", one, workers=2, steps=2, out=out).config.strategy
+             for one, out in (("gossip", "a"), (Gossip(), "b"))]  # fmt: skip
+    assert texts[0] == texts[1] == "gossip"

@@ -1,0 +1,112 @@
+"""`flockstep doctor`: what works is told as working, and what does not is told as failing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flockstep import doctor
+from flockstep.cli.app import run
+from flockstep.doctor import Diagnosis, SelfTest, examine, usual
+
+NO_TCP = """
+from flockstep.transports.kinds import Tcp
+
+
+def listen(self, directory, name):
+    raise OSError("no loopback here")
+
+
+Tcp.listen = listen
+"""
+"""As `sitecustomize`, it breaks the transport in every process."""
+
+
+def outcomes(*tests: SelfTest, limit: float = 60.0) -> dict[str, tuple[str, str]]:
+    return {one.name: (one.status, one.detail) for one in examine(tests, limit=limit).tried}
+
+
+def python(name: str, code: str, **more: object) -> SelfTest:
+    return SelfTest(name, "core", ("-c", code), **more)  # type: ignore[arg-type]
+
+
+def test_a_transport_that_fails_is_told_and_the_others_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TCP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = outcomes(*(one for one in usual() if one.name in ("virtual time", "shared_memory", "tcp")))
+    assert found["virtual time"] == ("works", "2 simulated workers, 3 steps")
+    assert found["shared_memory"] == ("works", "2 processes, 3 steps, the bits of the simulation")
+    status, detail = found["tcp"]
+    assert status == "fails"
+    assert "no loopback here" in detail
+
+
+def test_what_fails_says_why() -> None:
+    found = outcomes(
+        python("good", "print('fine')"),
+        python("bad", "import sys; print('noise', file=sys.stderr); sys.exit('flockstep: no room')"),
+        python("silent", "import sys; sys.exit(3)"),
+        python("absent", "print('never run')", module="flockstep_absent"),
+        python("needy", "print('never run')", needs=("good", "bad")),
+    )
+    assert found == {
+        "good": ("works", "fine"),
+        "bad": ("fails", "no room"),
+        "silent": ("fails", "ended with exit code 3"),
+        "absent": ("missing", "not installed"),
+        "needy": ("missing", "needs bad"),
+    }
+
+
+def test_what_hangs_is_ended() -> None:
+    assert outcomes(python("hung", "import threading; threading.Event().wait()"), limit=0.5) == {
+        "hung": ("fails", "no end after 0.5 s")
+    }
+
+
+def test_a_run_with_other_bits_than_its_simulation_fails() -> None:
+    judges = {one.name: one.judge for one in usual()}
+    judges["virtual time"](json.dumps({"status": "finished", "result_hash": "a"}))
+    assert "the bits" in judges["ipc"](json.dumps({"status": "finished", "result_hash": "a"}))
+    with pytest.raises(ValueError, match="other parameters"):
+        judges["ipc"](json.dumps({"status": "finished", "result_hash": "b"}))
+    with pytest.raises(ValueError, match="diverged"):
+        judges["ipc"](json.dumps({"status": "diverged", "result_hash": "a"}))
+
+
+def test_every_transport_and_every_extra_is_tried() -> None:
+    import tomllib
+
+    from flockstep import registry
+
+    names = {one.name for one in usual()}
+    assert set(registry.names("transport")) <= names
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for_users = set(project["optional-dependencies"]) - {"dev", "fuzz", "mutants"}
+    assert for_users <= names
+    packages = {one.partition(">")[0].lower() for one in project["dependencies"]}
+    assert packages <= {name.lower() for name in names}
+
+
+@pytest.mark.parametrize(("code", "exit_code", "end"), [("", 0, "The core works."), ("1/0", 1, "does not work here")])
+def test_the_exit_code_is_that_of_the_core(
+    code: str, exit_code: int, end: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = SelfTest("extra", "extras", ("-c", "1/0"), fix="install more")
+    monkeypatch.setattr(doctor, "usual", lambda: [python("base", code, core=True, fix="mend it"), broken])
+    assert run(["doctor"]) == exit_code
+    out = capsys.readouterr().out
+    assert end in out
+    assert "  - extra: install more" in out
+    assert ("  - base: mend it" in out) == bool(exit_code)
+    assert run(["doctor", "--json"]) == exit_code
+    document = json.loads(capsys.readouterr().out)
+    assert document["works"] == (exit_code == 0)
+    assert [one["status"] for one in document["tried"]] == ["fails" if exit_code else "works", "fails"]
+    assert {"flockstep", "Python", "platform"} <= set(document["facts"])
+
+
+def test_nothing_tried_is_a_core_that_works() -> None:
+    assert Diagnosis({}, ()).works
