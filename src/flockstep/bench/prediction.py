@@ -79,9 +79,9 @@ WITHIN = 0.2
 """Largest accepted error of a prediction, as a share of the measured time."""
 RANKED = 0.9
 """Smallest accepted rank correlation."""
-GRADIENTS, ROUNDS = 30, 3
+GRADIENTS, ROUNDS, TURNS = 30, 3, 3
 """Size of the calibration: gradients of each worker, alone and with all others; rounds of large messages between two
-workers.
+workers; rounds in which the share of the bandwidth and the latency are fitted in turn.
 """
 SECONDS = 6.0
 """Seconds that a run lasts, if it does not need more steps."""
@@ -163,7 +163,7 @@ class Truth:
         held = sum(one.holds for one in self.pairs)
         known = (
             f"{self.workers} processes of {self.job} on {self.cores} cores; all is predicted from a calibration and "
-            f"two records of {CALIBRATED} at {' and '.join(ENDS)}; the first gives links {self.efficiency:.1%} of "
+            f"two records of {CALIBRATED} at {' and '.join(ENDS)}; they give links {self.efficiency:.1%} of "
             "their cards' bandwidth"
         )
         return [
@@ -206,39 +206,43 @@ def coded(strategies: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Known:
-    """A calibrated cluster; one byte takes `share` times its time on the card plus `more` seconds."""
+    """A calibrated cluster; one byte takes `share` times its time on the card."""
 
     calibration: Calibration
     share: float
-    more: float
 
     @classmethod
-    def of(cls, calibration: Calibration, slow: tuple[float, float], quick: tuple[float, float]) -> Known:
-        """Fit the cluster's link to two pairs (nominal bandwidth, effective bandwidth), in bytes per second."""
-        (one, first), (other, second) = slow, quick
-        share = max(FRAMES, (1 / first - 1 / second) / (1 / one - 1 / other))
-        more = 1 / first - share / one
-        return cls(calibration, share, more) if more > 0 else cls(calibration, one / first, 0.0)
+    def of(cls, probed: Calibration, slow: tuple[Path, float], quick: tuple[Path, float]) -> Known:
+        """Fit the cluster's link to two records, each with its card's bandwidth in bytes per second.
+
+        A step on the slow link is mostly transfer, which gives the share. A step on the quick link also waits for cores
+        and for threads to wake up: the fit counts that time as latency, at least the latency of the probe.
+        """
+        shape, message = probed.shape, probed.shape.message
+        (wire,) = shape.wires
+        latency, share, notes = wire.latency, FRAMES, list(probed.notes)
+        for _ in range(TURNS):  # either depends a little on the other
+            slowly = fit_records([slow[0]], latency=latency, message=message)
+            share = max(FRAMES, slow[1] / slowly.shape.wires[0].bandwidth)
+            quickly = fit_records([quick[0]], bandwidth=quick[1] / share, message=message)
+            latency = max(wire.latency, quickly.shape.wires[0].latency)
+        notes += [*slowly.notes, *quickly.notes]
+        wires = (replace(wire, latency=latency, fair=True),)
+        return cls(Calibration(replace(shape, wires=wires), tuple(notes)), share)
 
     def at(self, bandwidth: float) -> ClusterShape:
         """The cluster with cards of `bandwidth` bytes per second."""
         shape = self.calibration.shape
-        wire = replace(shape.wires[0], bandwidth=1 / (self.share / bandwidth + self.more), fair=True)
-        return replace(shape, wires=(wire,))
+        return replace(shape, wires=(replace(shape.wires[0], bandwidth=bandwidth / self.share),))
 
 
 def calibrated(runs: _Runs, task: Task, strategies: Sequence[str]) -> Known:
     """Calibrate the cluster, and fit its link to the records of two runs."""
     transport = f"namespaces('{ENDS[0]}')"
     probed = calibrate(runs.job, runs.workers, transport=transport, gradients=GRADIENTS, rounds=ROUNDS)
-    latency, message = probed.shape.wires[0].latency, probed.shape.message
-    ends, notes = [], list(probed.notes)
-    for text in ENDS:
-        fitted = fit_records([runs.record(CALIBRATED, text, 80 * SPANS // 3)], latency=latency, message=message)
-        ends.append((units.bandwidth(text), fitted.shape.wires[0].bandwidth))
-        notes += fitted.notes
     rates = measure_rates(coded(strategies), shapes=task.tensors)
-    return Known.of(Calibration(replace(probed.shape, rates=rates), tuple(notes)), *ends)
+    slow, quick = ((runs.record(CALIBRATED, text, 80 * SPANS // 3), units.bandwidth(text)) for text in ENDS)
+    return Known.of(Calibration(replace(probed.shape, rates=rates), probed.notes), slow, quick)
 
 
 def cores() -> int:
@@ -304,9 +308,7 @@ def measure(
                 for _ in range(rounds)
             )
             found.append(Pair(strategy, bandwidth, steps, predicted, statistics.median(took), took[0], took[-1]))
-    nominal = units.bandwidth(ENDS[0])
-    efficiency = known.at(nominal).wires[0].bandwidth / nominal
-    return Truth(job, workers, cores(), efficiency, known.calibration.notes, tuple(found))
+    return Truth(job, workers, cores(), 1 / known.share, known.calibration.notes, tuple(found))
 
 
 def drawn(count: int, seed: int) -> dict[tuple[str, int], list[tuple[str, str]]]:
