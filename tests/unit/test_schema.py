@@ -52,8 +52,33 @@ def test_an_empty_tensor_takes_no_room():
 
 @pytest.mark.parametrize("dtype", ["int64", "complex64", "bfloat16", ""])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(ConfigurationError, match=f"float16, float32, float64, got {dtype}; convert the model"):
+    with pytest.raises(
+        ConfigurationError, match=f"'weight' must be one of float16, float32, float64, is {dtype}; convert"
+    ):
         Schema.of(SHAPES, dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "whole", "narrower"),
+    [
+        ("float32 float32 float32", "float32", ["", "", ""]),
+        ("float16 float16 float16", "float16", ["", "", ""]),
+        ("bfloat16 bfloat16 bfloat16", "float32", ["bfloat16"] * 3),
+        ("float16 bfloat16 float16", "float32", ["float16", "bfloat16", "float16"]),
+        ("float32 bfloat16 float64", "float64", ["float32", "bfloat16", ""]),
+    ],
+)
+def test_the_array_of_several_dtypes_has_the_widest(dtypes, whole, narrower):
+    schema = Schema.of(SHAPES, dict(zip(SHAPES, dtypes.split(), strict=True)))
+    assert (schema.dtype, [entry.dtype for entry in schema.entries]) == (whole, narrower)
+    assert (schema == Schema.of(SHAPES, whole)) == (schema.hash == Schema.of(SHAPES, whole).hash) == (not any(narrower))
+
+
+def test_models_of_other_dtypes_mismatch():
+    mine = Schema.of(SHAPES)
+    theirs = Schema.of(SHAPES, dict(zip(SHAPES, ["float32", "bfloat16", "float32"], strict=True)))
+    with pytest.raises(SchemaMismatch, match=r"\('bias', \(3,\), 'bfloat16'\) where others have \('bias', \(3,\)\)"):
+        mine.require(theirs, "worker 3")
 
 
 def test_a_model_without_parameters_is_refused():

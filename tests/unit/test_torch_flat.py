@@ -164,12 +164,13 @@ def test_a_missing_gradient_is_zero() -> None:
     flat.grads[:] = 99
     module.zero_grad(set_to_none=True)
     module[0](torch.ones(1, 3)).sum().backward()
-    assert flat.missing_gradients() == ["2.weight", "2.bias"]
+    assert [p.grad is None for p in module.parameters()] == [False, False, True, True]
     views = flat.schema.views(flat.gather_gradients())
     assert (views["0.bias"] == 1).all()
     assert not views["2.weight"].any()
     assert not views["2.bias"].any()
-    assert flat.missing_gradients() == []
+    assert all(p.grad is not None for p in module.parameters())
+    assert flat.absent == [2, 3]
     assert (flat.grads == 99).sum() == 0
 
 
@@ -213,19 +214,10 @@ def test_other_dtypes(dtype: str) -> None:
     assert (flat.schema.dtype, flat.params.dtype, flat.grads.dtype) == (dtype, dtype, dtype)
 
 
-def test_mixed_dtypes_are_refused_by_name() -> None:
-    module = mlp()
-    module[2].double()
-    with pytest.raises(ConfigurationError, match=r"'2\.weight' is float64 where others are float32"):
-        FlatModule(module)
-    module[2].requires_grad_(False)
-    FlatModule(module)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex64"])
 def test_unsupported_dtypes_are_refused_by_name(dtype: str) -> None:
     module = nn.ParameterDict({"strange": nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype)))})
-    with pytest.raises(ConfigurationError, match=f"'strange' must be one of float16, float32, float64, is {dtype}"):
+    with pytest.raises(ConfigurationError, match=f"'strange' must be one of .*bfloat16.*, is {dtype}"):
         FlatModule(module)
 
 

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flockstep.arrays.kernels import FLOATS
 from flockstep.errors import ConfigurationError, SchemaMismatch
 
 FlatArray = npt.NDArray[Any]
 """A numpy array, or a torch tensor on whatever device; what is no operator comes from its `namespace`."""
 
 DTYPES = ("float16", "float32", "float64")
+"""Names of the dtypes that a flat array may have."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Entry:
     name: str
     shape: tuple[int, ...]
     offset: int
+    dtype: str = ""
+    """Name of the parameter's dtype where it is narrower than the flat array's."""
 
     @property
     def size(self) -> int:
@@ -37,27 +41,37 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schema:
-    """The table of a model's trainable tensors, in order, without gaps, all of one dtype."""
+    """The table of a model's trainable tensors, in order, without gaps; `dtype` is that of the flat array."""
 
     dtype: str
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], dtype: str = "float32") -> Schema:
-        """The schema of tensors laid out one after the other.
+    def of(cls, shapes: Mapping[str, Sequence[int]], dtype: str | Mapping[str, str] = "float32") -> Schema:
+        """The schema of tensors laid out one after the other; `dtype` is the flat array's, or name → each parameter's.
+
+        For parameters of several dtypes the flat array has the widest; beside bfloat16, which numpy lacks, float32 or
+        float64.
 
         Raises:
-            ConfigurationError: no tensor at all, or a dtype that is not one of `DTYPES`.
+            ConfigurationError: no tensor at all, or a dtype that is not supported.
         """
-        if dtype not in DTYPES:
-            raise ConfigurationError(f"parameters must be one of {', '.join(DTYPES)}, got {dtype}; convert the model")
+        known = DTYPES if isinstance(dtype, str) else FLOATS
+        dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
+        for name, kind in dtypes.items():
+            if kind not in known:
+                raise ConfigurationError(
+                    f"parameter {name!r} must be one of {', '.join(known)}, is {kind}; convert the model, for example "
+                    "with module.float()"
+                )
         if not shapes:
             raise ConfigurationError("the model has no trainable parameter; set requires_grad on at least one")
-        entries, offset = [], 0
+        whole, entries, offset = _widest(set(dtypes.values())), list[Entry](), 0
         for name, shape in shapes.items():
-            entries.append(Entry(name, tuple(map(int, shape)), offset))
+            narrow = dtypes[name] if dtypes[name] != whole else ""
+            entries.append(Entry(name, tuple(map(int, shape)), offset, narrow))
             offset += entries[-1].size
-        return cls(dtype, tuple(entries))
+        return cls(whole, tuple(entries))
 
     @cached_property
     def size(self) -> int:
@@ -77,7 +91,7 @@ class Schema:
     @cached_property
     def hash(self) -> str:
         """16 hexadecimal digits that two models share only if their tables are equal."""
-        rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}" for e in self.entries]
+        rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}{e.dtype and ' ' + e.dtype}" for e in self.entries]
         return hashlib.sha256("\n".join([self.dtype, *rows]).encode()).hexdigest()[:16]
 
     @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
@@ -98,8 +112,7 @@ class Schema:
         """Raise `SchemaMismatch`, naming the first difference, unless `other` is equal."""
         if self.hash == other.hash:
             return
-        mine = [self.dtype, *((e.name, e.shape) for e in self.entries)]
-        theirs = [other.dtype, *((e.name, e.shape) for e in other.entries)]
+        mine, theirs = ([each.dtype, *map(_described, each.entries)] for each in (self, other))
         for a, b in zip(mine, theirs, strict=False):
             if a != b:
                 raise SchemaMismatch(
@@ -109,6 +122,18 @@ class Schema:
             f"the model of {who} has {len(theirs) - 1} tensors where others have {len(mine) - 1}; "
             "build the same model on every worker"
         )
+
+
+def _widest(dtypes: set[str]) -> str:
+    """The dtype of a flat array for parameters of those dtypes."""
+    if "float64" in dtypes:
+        return "float64"
+    return "float16" if dtypes == {"float16"} else "float32"
+
+
+def _described(entry: Entry) -> tuple[Any, ...]:
+    """What two models must agree on in a tensor."""
+    return (entry.name, entry.shape, entry.dtype) if entry.dtype else (entry.name, entry.shape)
 
 
 def slices(size: int, parts: int) -> list[slice]:

@@ -29,7 +29,8 @@ class Backward:
         self._offsets = [entry.offset for entry in flat.schema.entries]
         self._complete = [False] * len(self._offsets)
         self._next = len(self._offsets) - 1
-        self._handed = flat.schema.size
+        self.handed_from = flat.schema.size
+        """First element of the part of this gradient that has been passed to the strategy."""
         self._version = 0
         self.paused = False
         """Whether backward passes only accumulate gradients, inside `no_sync`."""
@@ -44,12 +45,12 @@ class Backward:
         if self._hooks:
             self._complete = [False] * len(self._offsets)
             self._next = len(self._offsets) - 1
-            self._handed = self._flat.schema.size
+            self.handed_from = self._flat.schema.size
 
     @property
     def handed(self) -> bool:
         """Whether a part of this gradient has been passed to the strategy."""
-        return self._handed < self._flat.schema.size
+        return self.handed_from < self._flat.schema.size
 
     def check(self) -> None:
         """Check that the parts already passed to the strategy have not changed; the gradient is complete.
@@ -57,7 +58,7 @@ class Backward:
         Raises:
             ConfigurationError: the script has changed a part after the backward pass.
         """
-        if self._handed == self._flat.schema.size:
+        if self.handed_from == self._flat.schema.size:
             return
         gone = range(self._next + 1, len(self._offsets))
         if self._flat.gradient_version != self._version or not all(map(self._flat.in_place, gone)):
@@ -68,7 +69,7 @@ class Backward:
 
     def require_whole(self) -> None:
         """Raise `ConfigurationError` if only a part of the current gradient has been sent."""
-        if self._handed != self._flat.schema.size:
+        if self.handed_from != self._flat.schema.size:
             raise ConfigurationError(
                 "sync() came between backward() and step(), when a part of the gradients had been "
                 "sent; call it after step()"
@@ -88,7 +89,7 @@ class Backward:
     def _completed(self, index: int) -> None:
         """Handle a parameter that has received its gradient."""
         loop, stop = self._loop, self._offsets[index] + self._flat.schema.entries[index].size
-        if stop > self._handed:
+        if stop > self.handed_from:
             raise ConfigurationError(
                 f"{self._flat.schema.entries[index].name} got a gradient for the second time before step(), when "
                 f"bucketed had sent the first one; put every backward() but the last before step() into 'with "
@@ -100,9 +101,9 @@ class Backward:
         self._complete[index] = True
         while self._next >= 0 and self._complete[self._next]:
             self._next -= 1
-        reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self._handed
-        while 0 < loop.awaited < self._handed and reached <= loop.awaited:
-            self._handed = loop.awaited
+        reached = self._offsets[self._next + 1] if self._next + 1 < len(self._offsets) else self.handed_from
+        while 0 < loop.awaited < self.handed_from and reached <= loop.awaited:
+            self.handed_from = loop.awaited
             loop.hand_over()
         loop.listen()
         self._version = self._flat.gradient_version

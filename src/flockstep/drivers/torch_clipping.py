@@ -297,14 +297,15 @@ class Watch:
         )
 
     def _changes(self) -> int:
-        """Number of writes to gradients after backward; gradients in the flat array count their writes together."""
-        shared, alone, last = 0, 0, 0
+        """Number of writes to gradients after backward; gradients in the same memory count their writes together."""
+        alone, shared, last = 0, dict[int, int](), dict[int, int]()
         for index, (gradient, version) in self._seen.items():
             now = self._flat.parameters[index].grad
             if now is not gradient:
                 continue
             if self._flat.in_place(index):
-                shared, last = max(shared, version), gradient._version
+                memory = gradient.untyped_storage().data_ptr()
+                shared[memory], last[memory] = max(shared.get(memory, 0), version), gradient._version
             else:
                 alone += gradient._version - version
-        return alone + last - shared
+        return alone + sum(last.values()) - sum(shared.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from flockstep.arrays.kernels.torch_basics import as_bytes
-from flockstep.arrays.namespace import as_tensor
-from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
@@ -34,10 +32,9 @@ class Guard:
     def __init__(self, flat: FlatModule, optimizer: torch.optim.Optimizer | None = None):
         self._flat = flat
         self._optimizer = optimizer
-        self._dtype, self._device = flat.parameters[0].dtype, flat.parameters[0].device
+        self._dtypes, self._device = [p.dtype for p in flat.parameters], flat.parameters[0].device
         self._all = {id(parameter): parameter for parameter in flat.module.parameters()}
         self._trained = {id(parameter) for parameter in flat.parameters}
-        self._places = [parameter.data_ptr() for parameter in flat.parameters]
         self._versions: list[int] = []
         self._sums: list[int] = []
         self._turn = 0
@@ -59,8 +56,9 @@ class Guard:
                 "optimizer.load_state_dict() has loaded what servers or other ranks do not have; call optimizer.sync() "
                 "on every rank before the next step: all go on from what rank 0 has loaded"
             )
-        for entry, parameter, place in zip(self._flat.schema.entries, self._flat.parameters, self._places, strict=True):
-            if parameter.data_ptr() != place:
+        flat = self._flat
+        for entry, parameter, place in zip(flat.schema.entries, flat.parameters, flat.places, strict=True):
+            if parameter.data_ptr() != place.data_ptr():
                 raise ConfigurationError(_changed(entry.name))
         moved = self._moved()
         if moved is not None:
@@ -79,43 +77,33 @@ class Guard:
             )
         if self._optimizer is not None:
             require_same_parameters(self._flat, self._optimizer)
-        for entry, parameter in zip(self._flat.schema.entries, self._flat.parameters, strict=True):
-            if parameter.dtype is not self._dtype or parameter.device != self._device or parameter.shape != entry.shape:
-                dtype, now = self._flat.schema.dtype, str(parameter.dtype).removeprefix("torch.")
+        for entry, parameter, dtype in zip(self._flat.schema.entries, self._flat.parameters, self._dtypes, strict=True):
+            if parameter.dtype is not dtype or parameter.device != self._device or parameter.shape != entry.shape:
+                before, now = (str(each).removeprefix("torch.") for each in (dtype, parameter.dtype))
                 raise ConfigurationError(
-                    f"parameter {entry.name} must stay {dtype} {entry.shape} on {self._device}, as at "
+                    f"parameter {entry.name} must stay {before} {entry.shape} on {self._device}, as at "
                     f"flockstep.distribute, is {now} {tuple(parameter.shape)} on {parameter.device}; convert the "
                     "module before distribute, or a copy of it"
                 )
 
     def note(self) -> None:
-        """Accept the current parameters."""
+        """Accept the current flat array, and write its values to the parameters that are narrower."""
+        self._flat.write_parameters()
         self._versions = [parameter._version for parameter in self._flat.parameters]
-        count, self._finite = -(-len(self._flat.params) // BLOCK), True
-        params: Any = self._flat.params
-        if not isinstance(params, np.ndarray):
-            self._sums = _checksums(map(self._block, range(count)))
-            self._finite = _finite(params)
-            return
-        self._sums = []
-        for block in map(self._block, range(count)):
-            self._sums += _checksums([block])
-            self._finite = self._finite and _finite(block)
-
-    def adopt(self) -> None:
-        """Copy values that were stored elsewhere (`parameter.data = …`) back into the flat array."""
-        views = self._flat.views(as_tensor(self._flat.params))
-        for parameter, view, place in zip(self._flat.parameters, views, self._places, strict=True):
-            if parameter.data_ptr() != place:
-                view.copy_(parameter.detach())
-                parameter.data = view
+        sums, finite = list[Any](), list[Any]()
+        for index in range(-(-len(self._flat.params) // BLOCK)):
+            block = self._block(index)
+            sums.append(_digest(block))
+            finite += map(_finite, block)
+        found = _numbers([*sums, *finite])
+        self._sums, self._finite = found[: len(sums)], all(found[len(sums) :])
 
     def not_finite(self) -> str | None:
         """Name of the first parameter with a value that was not finite at the last `note`; None if all were finite."""
         if self._finite:
             return None
-        params = self._flat.params
-        return next(e.name for e in self._flat.schema.entries if not _finite(params[e.offset : e.offset + e.size]))
+        named = zip(self._flat.schema.entries, self._flat.parameters, strict=True)
+        return next(entry.name for entry, parameter in named if not _finite(parameter.detach()))
 
     def _moved(self) -> int | None:
         """Position at or after the first detected change of the flat array; None if no change was detected."""
@@ -123,7 +111,7 @@ class Guard:
         count = len(self._sums)
         looked = range(count) if every or count <= WINDOW else [(self._turn + i) % count for i in range(WINDOW)]
         self._turn = (self._turn + WINDOW) % max(count, 1)
-        for index, found in zip(looked, _checksums(map(self._block, looked)), strict=True):
+        for index, found in zip(looked, _numbers([_digest(self._block(i)) for i in looked]), strict=True):
             if found != self._sums[index]:
                 return self._first_written(index) if every else index * BLOCK
         return None
@@ -135,8 +123,10 @@ class Guard:
                 return entry.offset
         return index * BLOCK
 
-    def _block(self, index: int) -> FlatArray:
-        return self._flat.params[index * BLOCK : (index + 1) * BLOCK]
+    def _block(self, index: int) -> list[Any]:
+        """A part of the flat array, and what narrower parameters hold of it."""
+        start, stop = index * BLOCK, (index + 1) * BLOCK
+        return [self._flat.params[start:stop], *self._flat.narrow_within(start, stop)]
 
     def _tell_difference(self, trained: dict[int, tuple[str, torch.nn.Parameter]]) -> None:
         for key, (name, _) in trained.items():
@@ -197,31 +187,42 @@ def _trained(module: torch.nn.Module) -> set[int]:
     return found
 
 
-def _checksums(blocks: Iterable[Any]) -> list[int]:
-    """Digests of the blocks' bits and positions; a changed block has the same digest only by chance.
+def _digest(block: list[Any]) -> Any:
+    """Digest of the bits and positions of a block's arrays; a changed block has the same digest only by chance.
 
-    Digests of tensors are computed on the tensors' device and copied together.
+    The digest of tensors is computed on the tensors' device.
     """
-    found: list[Any] = [zlib.crc32(block.data) if isinstance(block, np.ndarray) else _digest(block) for block in blocks]
-    return torch.stack(found).tolist() if found and isinstance(found[0], torch.Tensor) else found
+    if not isinstance(block[0], np.ndarray):
+        return sum(_weighed(as_bytes(part)) for part in block)
+    found = 0
+    for part in block:
+        found = zlib.crc32((part if isinstance(part, np.ndarray) else as_bytes(part).numpy()).data, found)
+    return found
 
 
-def _digest(block: torch.Tensor) -> torch.Tensor:
-    bits = as_bytes(block)
-    return (bits * _weights(len(bits), bits.device)).sum()
+def _weighed(bits: torch.Tensor) -> torch.Tensor:
+    return (bits * _weights(bits.device)[: len(bits)]).sum()
 
 
 @lru_cache(maxsize=4)
-def _weights(size: int, device: torch.device) -> torch.Tensor:
-    """Odd 32-bit random numbers, the weights of the digest."""
-    return torch.from_numpy(np.random.default_rng(size).integers(1 << 32, size=size) | 1).to(device)
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd 32-bit random numbers, the weights of the digest, one for each byte of the largest block."""
+    return torch.from_numpy(np.random.default_rng(BLOCK).integers(1 << 32, size=BLOCK * 8) | 1).to(device)
 
 
-def _finite(block: Any) -> bool:
+def _numbers(values: Sequence[Any]) -> list[int]:
+    """The values as plain numbers; values in tensors are copied from the device together."""
+    if values and isinstance(values[0], torch.Tensor):
+        there: list[int] = torch.stack([value.long() for value in values]).tolist()
+        return there
+    return list(map(int, values))
+
+
+def _finite(part: Any) -> Any:
     """Whether every element is finite; the sum of squares tells it unless it overflows."""
-    if not isinstance(block, np.ndarray):
-        return bool(torch.isfinite(block).all())
-    if block.dtype == np.float16:  # numpy converts float16 element by element; testing the exponent's bits is faster
-        return not bool(((block.view(np.uint16) & 0x7C00) == 0x7C00).any())
+    if not isinstance(part, np.ndarray):
+        return torch.isfinite(part).all()
+    if part.dtype == np.float16:  # numpy converts float16 element by element; testing the exponent's bits is faster
+        return not bool(((part.view(np.uint16) & 0x7C00) == 0x7C00).any())
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(np.dot(block, block))) or bool(np.isfinite(block).all())
+        return bool(np.isfinite(np.dot(part, part))) or bool(np.isfinite(part).all())

@@ -49,7 +49,8 @@ class _UserOptimizer:
         if gradient is not self._flat.grads:
             self._flat.grads[:] = gradient
         if self._prepare():
-            self._optimizer.step()
+            with self._flat.stepping():
+                self._optimizer.step()
 
     def reset(self, params: FlatArray) -> None:
         """Clear the state of the user's optimizer; torch creates it again in the next step."""
@@ -141,7 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._backward.check()
         if self._watch is not None:
             self._watch.check(allowed=int(overflow is not None))
-        self.flat.gather_gradients()
+        self.flat.gather_gradients(self._backward.handed_from)
         self.clipping.begin()
         if not self._consent.skips(overflow):
             self._unscale()
@@ -198,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return False
         if not own and self._consent.share != 1.0:
             self.flat.grads *= self._consent.share
+        self.flat.write_gradients()
         if not self.clipping.apply():
             return False
         if own or self.loop.workers == 1:  # no other worker had a gradient for them: the original skips them, as usual
@@ -237,11 +239,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigurationError: the script has changed or loaded parameters since the last step without `sync()`.
             RunError: the run cannot continue.
         """
-        if not self.loop.finished:
+        running = not self.loop.finished
+        if running:
             self._guard.check()
         self._backward.end()
         self.clipping.end()
         self._memory.finish()
+        if running:  # afterwards they are the script's own
+            self.flat.write_parameters()
         self.buffers.take(self.loop.handed)
         self.loop.handed.clear()
 
@@ -257,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._guard.check_structure()
         self._backward.require_whole()
-        self._guard.adopt()
+        self.flat.adopt()
         self._memory.renew()
         self._guard.unsent = False
         self._backward.begin()
@@ -278,13 +283,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.loop.finished:
             self._guard.check()
         own, kept = copied(self.flat.params), self.buffers.packed()
-        self.flat.params[:] = beside(self.loop.common(), self.flat.params)
+        self._show(beside(self.loop.common(), self.flat.params))
         self.sync_buffers()
         try:
             yield
         finally:
-            self.flat.params[:] = own
+            self._show(own)
             self.buffers.restore(kept)
+
+    def _show(self, params: FlatArray) -> None:
+        """Let the module hold that model."""
+        self.flat.params[:] = params
+        self.flat.write_parameters()
 
     def _take_first_buffers(self) -> None:
         packed, policy = self.buffers.packed(), self.buffers.policy
@@ -302,15 +312,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of the original optimizer; if servers step, with the state of their optimizers. One rank may call this
         alone.
+
+        If parameters are narrower than the flat array, `master` holds this rank's unrounded values of them, by name.
         """
         self._memory.fetch()
-        return self.inner.state_dict()
+        master = self.flat.master()
+        return {**self.inner.state_dict(), "master": master} if master else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the original optimizer; call `sync()` on every rank afterwards if servers step, or ranks
-        share a gradient.
+        share a gradient, or the state holds a `master`, which sets the parameters too.
         """
         self.inner.load_state_dict(state_dict)
+        if "master" in state_dict:
+            self.flat.load_master(state_dict["master"])
+            self._guard.unsent = True
 
     def _note_loaded(self, _: torch.optim.Optimizer) -> None:
         self._guard.unsent = self._memory.loaded()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ LARGEST_CHUNK = 64
 """Replicas in one batched call: more would not be faster, and need more memory."""
 CHUNK_BYTES = 128 << 20
 """Memory that the gradients and saved activations of one batched call should not exceed."""
-TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
+TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
 """Largest relative distance between a batched gradient and a plain one that is put down to rounding."""
 
 Tensors = dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ class TorchEngine(FactoringEngine):
         self._backward = Backward(self.flat)
         self.optimizer = optimizer_of(job, self.flat)
         self.higher_is_better = job.higher_is_better
-        self._data = tensors_of(data, self.flat.parameters[0].dtype)
+        self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))
         self.train_size = len(self._data.train_x)
         y = self._data.train_y
         self.labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
@@ -122,6 +122,7 @@ class TorchEngine(FactoringEngine):
         if params is not self.flat.params:
             self._keep_start()
             np.copyto(self.flat.params, params)
+        self.flat.write_parameters()
         self._bring(replica)
         index, classes = as_tensor(indices), self.labels is not None
         x, y = self._data.train_x.index_select(0, index), self._data.train_y.index_select(0, index)
@@ -168,7 +169,7 @@ class TorchEngine(FactoringEngine):
         return evaluate(self.module, members, self._data, self._loss, self._metric, self.labels is not None)
 
     def _state_of(self, params: FlatArray) -> Tensors:
-        return dict(zip(self._names, self.flat.views(as_tensor(params)), strict=True))
+        return dict(zip(self._names, self.flat.values(as_tensor(params)), strict=True))
 
     @property
     def _names(self) -> list[str]:
@@ -183,7 +184,7 @@ class TorchEngine(FactoringEngine):
         matrix, index = as_tensor(params), as_tensor(indices)
         if count == 1:
             matrix, index = matrix.repeat(2, 1), index.repeat(2, 1)
-        leaves = [view.requires_grad_() for view in self.flat.views(matrix)]
+        leaves = [value.requires_grad_() for value in self.flat.values(matrix)]
         x, y = (t.index_select(0, index.reshape(-1)) for t in (self._data.train_x, self._data.train_y))
         x, y = (t.view(*index.shape, *t.shape[1:]) for t in (x, y))
         with self._kernels():
@@ -321,7 +322,8 @@ class TorchEngine(FactoringEngine):
             if "batching rule" in str(warning.message):
                 return str(warning.message).split(". ")[0]
         distance, size = np.linalg.norm((batched - plain).astype("float64")), np.linalg.norm(plain.astype("float64"))
-        if distance <= TOLERANCE[self.schema.dtype] * size:
+        dtypes = {self.schema.dtype, *(entry.dtype for entry in self.schema.entries if entry.dtype)}
+        if distance <= max(TOLERANCE[dtype] for dtype in dtypes) * size:
             return ""
         return (
             f"the batched gradient differs from the plain one by {distance / size if size else distance:.1g} (relative)"

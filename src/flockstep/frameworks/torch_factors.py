@@ -47,10 +47,11 @@ class FactoringEngine(Engine):
         return loss
 
     def _linear(self) -> Iterator[tuple[int, torch.nn.Linear]]:
-        """Offset and module of every Linear whose weight is trainable and nobody else's."""
+        """Offset and module of every Linear whose weight is trainable, nobody else's, and of the flat array's dtype."""
         modules = list(self.module.modules())
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
-        offsets = {id(p): e.offset for e, p in zip(self.schema.entries, self.flat.parameters, strict=True)}
+        pairs = zip(self.schema.entries, self.flat.parameters, strict=True)
+        offsets = {id(p): e.offset for e, p in pairs if not e.dtype}
         for module in modules:
             if isinstance(module, torch.nn.Linear) and id(module.weight) in offsets and uses[id(module.weight)] == 1:
                 yield offsets[id(module.weight)], module

@@ -50,7 +50,7 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
 
 
 def tensors_of(data: Data, dtype: torch.dtype) -> Data:
-    """The data as tensors: floating point in the model's dtype, whole numbers as int64."""
+    """The data as tensors: floating point in the widest dtype of the model, whole numbers as int64."""
 
     def convert(values: Any) -> torch.Tensor:
         tensor = as_tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)

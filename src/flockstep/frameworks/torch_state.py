@@ -43,7 +43,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Let `optimizer` remember what `state` holds, in views of its slots."""
+    """Let `optimizer` remember what `state` holds, in views of its slots or, beside narrower parameters, in copies."""
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)
@@ -53,7 +53,7 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
             own["step"] = torch.tensor(float(state.steps))
         for name, slot in state.slots.items():
             part = slot[entry.offset : entry.offset + entry.size]
-            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.device)
+            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.detach())
         for key, value in state.numbers.items():
             name, _, group = key.partition(":")
             if int(group) == groups[id(parameter)]:

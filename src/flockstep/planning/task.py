@@ -272,8 +272,8 @@ def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     if not trained:
         raise ConfigurationError(f"the model of job {job.name!r} must have parameters to train, got none; add a layer")
-    dtype = str(trained[0][1].dtype).rpartition(".")[2]
-    return Schema.of({name: tuple(one.shape) for name, one in trained}, dtype), [one for _, one in trained]
+    dtypes = {name: str(one.dtype).rpartition(".")[2] for name, one in trained}
+    return Schema.of({name: tuple(one.shape) for name, one in trained}, dtypes), [one for _, one in trained]
 
 
 def _optimizer(job: Job, parameters: list[Any]) -> Optimizer | None:
