@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import zeros
 
 torch = pytest.importorskip("torch")
 
@@ -130,5 +131,5 @@ def test_the_same_normal_numbers_and_zeros():
         there = kernels.of(torch.empty(0)).gaussian(torch.empty(0, dtype=getattr(torch, dtype)), 5, 3, 7)
         assert here.tobytes() == there.numpy().tobytes()
         for like in (np.empty(0), torch.empty(0)):
-            zeros = plain(kernels.of(like).zeros(like, 4, dtype))
-            assert (zeros.dtype, zeros.tolist()) == (np.dtype(dtype), [0] * 4)
+            there = plain(zeros(like, 4, dtype=dtype))
+            assert (there.dtype, there.tolist()) == (np.dtype(dtype), [0] * 4)

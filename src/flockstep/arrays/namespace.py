@@ -25,12 +25,13 @@ def copied(array: Any) -> FlatArray:
     return copy
 
 
-def cast(array: Any, dtype: str) -> FlatArray:
-    """A copy with elements of the dtype of that name, on the same device."""
-    if isinstance(array, np.ndarray):
-        return array.astype(numpy_dtype(dtype))
-    copy: FlatArray = array.detach().to(getattr(sys.modules["torch"], dtype), copy=True)
-    return copy
+def cast(array: Any, dtype: str, copy: bool = True) -> FlatArray:
+    """A copy with elements of the dtype of that name, on the same device; without `copy` it may share memory."""
+    if isinstance(array, np.ndarray | np.generic):
+        with np.errstate(invalid="ignore"):  # a NaN stays one
+            return array.astype(numpy_dtype(dtype), copy=copy)
+    made: FlatArray = array.detach().to(getattr(sys.modules["torch"], dtype), copy=copy)
+    return made
 
 
 def rounded(value: float, array: Any) -> float:
@@ -55,7 +56,7 @@ def on_host(array: Any) -> npt.NDArray[Any]:
 def beside(values: Any, array: Any) -> FlatArray:
     """`values` in the library, and on the device, of `array`; as they are where they are there."""
     if isinstance(array, np.ndarray):
-        return on_host(values)
+        return values if isinstance(values, np.ndarray) else on_host(values)
     return values if is_tensor(values) else tensor(values, array.device)
 
 
@@ -86,9 +87,11 @@ def empty(like: Any, *shape: int) -> FlatArray:
     return made
 
 
-def zeros(like: Any, *shape: int) -> FlatArray:
-    """An array of zeros of that shape, with the dtype and on the device of `like`."""
-    made: FlatArray = np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
+def zeros(like: Any, *shape: int, dtype: str = "") -> FlatArray:
+    """An array of zeros of that shape, on the device of `like`, with its dtype or the one of that name."""
+    if isinstance(like, np.ndarray):
+        return np.zeros(shape, numpy_dtype(dtype) if dtype else like.dtype)
+    made: FlatArray = like.new_zeros(shape, dtype=getattr(sys.modules["torch"], dtype) if dtype else like.dtype)
     return made
 
 

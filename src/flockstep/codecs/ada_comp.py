@@ -9,7 +9,7 @@ from math import isfinite
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import cast, copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype
@@ -90,7 +90,7 @@ class AdaComp(Streamed):
         scale = float(k.from_bytes(data[: wide.itemsize], wide.name)[0])
         if not isfinite(scale) or scale < 0:
             raise ProtocolError(f"{self} got {scale} as its common value")
-        return indices, k.cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype)
+        return indices, cast(k.full(data, count, scale, wide.name) * (1 - 2 * (codes & 1)), dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
         """Return ||x||²: no sent element moves further from its value than zero is."""
@@ -118,4 +118,4 @@ class AdaComp(Streamed):
             data = k.join(k.as_bytes(k.full(total, 1, scale, factor_dtype(dtype).name)), head, body)
             if len(data) < plain:
                 return data, False
-        return k.as_bytes(k.copied(total)), True
+        return k.as_bytes(copied(total)), True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.arrays import kernels
+from flockstep.arrays.namespace import cast
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
@@ -56,7 +56,7 @@ class Damped(Codec):
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """Return what the codec decodes, divided by 1 + omega."""
         decoded = self.codec.decode(data, size, dtype)
-        shrunk: FlatArray = kernels.of(decoded).cast(decoded * self.factor(size), dtype)
+        shrunk: FlatArray = cast(decoded * self.factor(size), dtype, copy=False)
         return shrunk
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:

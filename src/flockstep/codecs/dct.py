@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import cast, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import factor_dtype, not_finite
@@ -89,7 +89,7 @@ class Dct(Codec):
                 raise ProtocolError(f"dct got impossible coefficients for {size} {dtype}")
             with np.errstate(over="ignore", invalid="ignore"):
                 tiles = restored(k.placed(spots, values, t.area), t.height, t.width)
-                parts.append(k.cast(k.untiled(tiles, t.rows, t.columns).reshape(-1), dtype))
+                parts.append(cast(k.untiled(tiles, t.rows, t.columns).reshape(-1), dtype, copy=False))
         joined: FlatArray = k.join(*parts)
         return joined
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import ProtocolError
@@ -30,7 +31,7 @@ class Identity(Codec):
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """Return a copy of the array's bytes."""
         k = kernels.of(array)
-        data: Bytes = k.as_bytes(k.copied(array))
+        data: Bytes = k.as_bytes(copied(array.reshape(-1)))
         if isinstance(data, np.ndarray):
             data.flags.writeable = False  # so that sending it needs no other copy
         return data

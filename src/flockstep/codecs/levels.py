@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes
 from flockstep.codecs.quantiser import Quantiser
@@ -54,7 +54,7 @@ class Levels(Quantiser):
             ProtocolError: a scale is negative or not finite.
         """
         k, head = kernels.of(data), self._scale_bytes(size, dtype)
-        scales = k.copied(k.from_bytes(data[:head], dtype))
+        scales = copied(k.from_bytes(data[:head], dtype))
         self.require(first_not_finite(scales) < 0 and not bool((scales < 0).any()), size, dtype)
         return k.steps(scales, self.grid()[0]), data[head:]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
@@ -79,7 +79,7 @@ class OneBit(Quantiser):
             ProtocolError: a mean is not finite or has the wrong sign.
         """
         k, head = kernels.of(data), self._head(size, dtype)
-        means = k.copied(k.from_bytes(data[:head], dtype)).reshape(2, -1)
+        means = copied(k.from_bytes(data[:head], dtype)).reshape(2, -1)
         sound = first_not_finite(means.reshape(-1)) < 0 and bool((means[0] >= 0).all() and (means[1] <= 0).all())
         self.require(sound, size, dtype)
         return means, data[head:]

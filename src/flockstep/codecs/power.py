@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays import kernels
 from flockstep.arrays.kernels import numpy_dtype, seed_from
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import cast, first_not_finite, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.low_rank import LowRank, factor_dtype, low_rank, not_finite
@@ -69,7 +69,7 @@ class PowerSgd(Codec):
         Raises:
             ProtocolError: the number of bytes is not that of `size` elements, or a factor is not finite.
         """
-        decoded: FlatArray = kernels.of(data).zeros(data, size, dtype)
+        decoded: FlatArray = zeros(data, size, dtype=dtype)
         for part, piece in self._add_products(data, decoded, 1.0):
             decoded[part] = piece
         return decoded
@@ -77,7 +77,7 @@ class PowerSgd(Codec):
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
         for part, piece in self._add_products(data, out, scale):
             with np.errstate(invalid="ignore"):  # NaN remains NaN
-                out[part] += piece if scale == 1 else kernels.of(out).cast(piece * scale, kernels.name_of(out))
+                out[part] += piece if scale == 1 else cast(piece * scale, kernels.name_of(out), copy=False)
 
     def _add_products(self, data: Bytes, out: FlatArray, scale: float) -> Iterator[tuple[slice, FlatArray]]:
         """Add the products of the factors to `out`; yield the dense slices and their elements."""

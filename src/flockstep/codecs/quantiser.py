@@ -9,6 +9,7 @@ import numpy as np
 
 from flockstep import registry
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import cast, copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.low_rank import not_finite
@@ -72,7 +73,7 @@ class Quantiser(Codec):
         """
         k, flat = kernels.of(array), array.reshape(-1)
         if self.as_it_is(len(flat), kernels.name_of(flat)):
-            whole: Bytes = k.as_bytes(k.copied(flat))
+            whole: Bytes = k.as_bytes(copied(flat))
             return whole
         with np.errstate(over="ignore", invalid="ignore"):
             return self.coded(k.as_floats(flat), random)
@@ -98,8 +99,7 @@ class Quantiser(Codec):
         array = self.uncoded(data, size, scale_dtype(dtype))
         if dtype in LARGEST:
             array = k.saturated(array, LARGEST[dtype])
-        cast: FlatArray = k.cast(array, dtype)
-        return cast
+        return cast(array, dtype, copy=False)
 
     def add_decoded(self, data: Bytes, out: FlatArray, scale: float = 1.0) -> None:
         """out += scale * decode(data), directly from the code; refused data may leave `out` partly changed.

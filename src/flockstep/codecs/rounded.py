@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays import kernels
+from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.quantiser import LARGEST, computed_in
@@ -31,7 +32,7 @@ class Rounded(Codec):
         """Return the rounded elements, little-endian."""
         k = kernels.of(array)
         if kernels.name_of(array) in self.whole:
-            unchanged: Bytes = k.as_bytes(k.copied(array))
+            unchanged: Bytes = k.as_bytes(copied(array.reshape(-1)))
             return unchanged
         data: Bytes = k.as_bytes(k.narrowed(k.as_floats(array), self.form, LARGEST[self.form]))
         return data

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import cast, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
@@ -46,7 +46,7 @@ class Sign(Quantiser):
         bits, sums = k.signs(floats)
         # The difference of the two sums is that of the magnitudes.
         total = sums.clip(min=0)[:1] - sums[1:2] if len(floats) else sums[:1]
-        scale = k.cast(total / max(len(floats), 1), kernels.name_of(floats))
+        scale = cast(total / max(len(floats), 1), kernels.name_of(floats), copy=False)
         self.refuse(floats, first_not_finite(scale) >= 0)
         data: Bytes = k.join(k.as_bytes(scale), bits) if self.scaled else bits
         return data
@@ -55,7 +55,7 @@ class Sign(Quantiser):
         if not self.scaled or not size:
             return 1.0
         k, head = kernels.of(data), self._head(size, dtype)
-        scale = float(k.copied(k.from_bytes(data[:head], dtype))[0])
+        scale = float(k.from_bytes(data[:head], dtype)[0])
         self.require(math.isfinite(scale) and scale >= 0, size, dtype)
         return scale
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import first_not_finite
+from flockstep.arrays.namespace import cast, copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
@@ -104,7 +104,7 @@ class Sparsifier(Streamed):
     def read(self, data: Bytes, size: int, dtype: str) -> tuple[Indices, FlatArray]:
         indices, head = self.locate(data, size)
         values, factor = self.values.decode(data[head:], len(indices), dtype), self.factor(size)
-        return indices, values if factor == 1 else kernels.of(data).cast(values * factor, dtype)
+        return indices, values if factor == 1 else cast(values * factor, dtype, copy=False)
 
     def error_bound(self, array: FlatArray) -> float:
         """Return the norm of what is left out plus the error of the values codec."""
@@ -135,4 +135,4 @@ class Sparsifier(Streamed):
             data = k.join(head, self.values.encode(kept, random))
             if len(data) < plain:
                 return data, indices, len(head)
-        return k.as_bytes(k.copied(flat)), None, 0
+        return k.as_bytes(copied(flat)), None, 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-from flockstep.arrays import kernels
-from flockstep.arrays.namespace import copied
+from flockstep.arrays.namespace import copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.costs import Link
@@ -109,7 +108,7 @@ class Collective(Component):
             data = copied(data)
             await self.all_reduce(me, codec.terms(data, size, dtype))
             return codec.decode(data, size, dtype)
-        total: FlatArray = kernels.of(data).zeros(data, size, dtype)
+        total: FlatArray = zeros(data, size, dtype=dtype)
         for piece in await self.all_gather(me, data):
             codec.add_decoded(piece, total)
         return total

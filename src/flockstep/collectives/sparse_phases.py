@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flockstep.arrays import kernels
-from flockstep.arrays.namespace import copied
+from flockstep.arrays.namespace import copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Codec
 from flockstep.collectives.costs import doublings
@@ -57,7 +56,7 @@ async def summed_parts(me: Group, size: int, values: FlatArray, indices: FlatArr
 async def gathered_parts(me: Group, own: Stream, size: int, dtype: str, codec: Codec | None, dense: bool) -> FlatArray:
     """Gather all parts from the workers that summed them; if `dense`, as dense arrays encoded with `codec`."""
     parts = slices(size, me.workers)
-    total: FlatArray = kernels.of(own.values).zeros(own.values, size, dtype)
+    total: FlatArray = zeros(own.values, size, dtype=dtype)
     message = own.dense() if dense else own.wire
     if dense and codec is not None:
         message = codec.encode(message, me.random)

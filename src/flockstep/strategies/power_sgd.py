@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flockstep.arrays import kernels
-from flockstep.arrays.namespace import namespace
+from flockstep.arrays.namespace import cast, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.low_rank import LowRank
@@ -90,11 +90,10 @@ class PowerSgd(Strategy):
         layout = LowRank(me.shapes(), self.rank)
         while me.training:
             gradient = await me.gradient()
-            k = kernels.of(gradient)
-            flat = k.as_floats(gradient)
+            flat = kernels.of(gradient).as_floats(gradient)
             await self._average(me, layout, flat)
             me.record_round()
-            me.optimizer_step(k.cast(flat, kernels.name_of(gradient)))
+            me.optimizer_step(cast(flat, kernels.name_of(gradient), copy=False))
 
     async def _average(self, me: Worker, layout: LowRank, flat: FlatArray) -> None:
         """Replace `flat` (K,) by the approximation of the mean over all workers, with the same bits on every worker."""

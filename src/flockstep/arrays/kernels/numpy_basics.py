@@ -17,18 +17,6 @@ def as_floats(array: FlatArray) -> FlatArray:
     return np.ascontiguousarray(array.reshape(-1), dtype=kind)
 
 
-def cast(array: FlatArray, dtype: str) -> FlatArray:
-    """`array` in the dtype of that name; may share memory."""
-    kind = numpy_dtype(dtype)
-    with np.errstate(invalid="ignore"):  # a NaN stays one
-        return array if array.dtype == kind else array.astype(kind)
-
-
-def copied(array: FlatArray) -> FlatArray:
-    """A flat contiguous copy, whatever the shape."""
-    return array.reshape(-1).copy()
-
-
 def saturated(array: FlatArray, largest: float) -> FlatArray:
     """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
     cut: FlatArray = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)

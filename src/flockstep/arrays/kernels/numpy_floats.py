@@ -13,6 +13,7 @@ import numpy as np
 from flockstep.arrays.kernels import numpy_basics, numpy_dtype
 from flockstep.arrays.kernels.jit import jit
 from flockstep.arrays.kernels.numpy_bits import locked
+from flockstep.arrays.namespace import cast
 from flockstep.arrays.schema import FlatArray
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -106,7 +107,7 @@ def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
 def widened(x: FlatArray, dtype: str) -> FlatArray:
     """float16 or bfloat16 in the dtype of that name; may share memory."""
     if x.dtype != np.float16 or dtype not in ("float32", "float64"):
-        return numpy_basics.cast(x, dtype)
+        return cast(x, dtype, copy=False)
     out = np.empty(len(x), dtype)
     _put_half(_aligned(x).view(np.uint16), out)
     return out

@@ -78,11 +78,6 @@ def add_product(left: FlatArray, right: FlatArray, out: FlatArray, scale: float 
             out[start * width : (start + step) * width] += block.reshape(-1).astype(out.dtype, copy=False)
 
 
-def zeros(like: FlatArray, size: int, dtype: str) -> FlatArray:
-    """Zeros (size,) of that dtype."""
-    return np.zeros(size, numpy_dtype(dtype))
-
-
 @lru_cache(maxsize=256)
 def _cosines(size: int, dtype: str) -> FlatArray:
     position = (2 * np.arange(size) + 1) * np.pi / (2 * size)

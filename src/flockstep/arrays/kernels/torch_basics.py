@@ -11,16 +11,6 @@ def as_floats(array: torch.Tensor) -> torch.Tensor:
     return array.detach().reshape(-1).to(kind).contiguous()
 
 
-def cast(array: torch.Tensor, dtype: str) -> torch.Tensor:
-    """`array` in the dtype of that name; may share memory."""
-    return array.to(getattr(torch, dtype))
-
-
-def copied(array: torch.Tensor) -> torch.Tensor:
-    """A flat contiguous copy, whatever the shape."""
-    return array.detach().reshape(-1).clone()
-
-
 def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
     """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
     return torch.where(torch.isfinite(array), array.clamp(-largest, largest), array)

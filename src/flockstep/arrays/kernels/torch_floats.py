@@ -45,7 +45,7 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
 
 def widened(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """float16 or bfloat16 in the dtype of that name; may share memory."""
-    return torch_basics.cast(x, dtype)
+    return x.to(getattr(torch, dtype))
 
 
 def add_widened(x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:

@@ -34,11 +34,6 @@ def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
     out += (block if scale == 1 else block * scale).reshape(-1).to(out.dtype)
 
 
-def zeros(like: torch.Tensor, size: int, dtype: str) -> torch.Tensor:
-    """Zeros (size,) of that dtype, where `like` lies."""
-    return torch.zeros(size, dtype=getattr(torch, dtype), device=like.device)
-
-
 def cosines(like: torch.Tensor, size: int) -> torch.Tensor:
     """The matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`."""
     wide = numpy_matrices.cosines(np.empty(0, name_of(like)), size)

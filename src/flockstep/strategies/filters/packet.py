@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays import kernels
 from flockstep.arrays.kernels import name_of
-from flockstep.arrays.namespace import beside, cast, namespace, on_host
+from flockstep.arrays.namespace import beside, cast, namespace, on_host, zeros
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.errors import CompositionError, ProtocolError
@@ -114,7 +113,7 @@ def unpack(filters: Sequence[Filter], codec: Codec, data: Bytes, size: int, dtyp
     if len(data) >= codec.wire_bytes(size, dtype):
         return codec.decode(data, size, dtype)
     keys, start = _read_keys(data, size, inbox.lists, _remembered(filters))
-    update: FlatArray = kernels.of(data).zeros(data, size, dtype)
+    update: FlatArray = zeros(data, size, dtype=dtype)
     update[beside(keys.astype(np.int64), data)] = codec.decode(data[start:], len(keys), dtype)
     return update
 
