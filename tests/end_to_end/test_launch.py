@@ -96,6 +96,33 @@ optimizer.finish()
     assert len(set(drawn[0])) == 4
 
 
+def test_gossip_ends_where_its_collector_is_killed_while_it_tells_the_others(tmp_path: Path) -> None:
+    """Worker 1 has been told and has ended when worker 0 dies; the others learn from it that it sends no more."""
+    body = """
+start("gossip(0.5)")
+steps(20)
+worker, send, close = optimizer._worker, optimizer._worker.send, optimizer._seat.close
+def dying(to, tag, *rest, **named):
+    send(to, tag, *rest, **named)
+    if tag == "senders":
+        until("ended")
+        os.kill(os.getpid(), 9)
+def ending():
+    close()
+    (HERE / "ended").touch()
+if rank == 0:
+    worker.send = dying
+elif rank == 1:
+    optimizer._seat.close = ending
+optimizer.finish()
+"""
+    ended = outcome(body, tmp_path, 4)
+    assert (ended.code, ended.summary is not None and ended.summary["status"]) == (0, "finished"), ended.err
+    assert ended.summary is not None
+    assert [lost["node"] for lost in ended.summary["lost"]] == [0]
+    assert [worker["steps"] for worker in ended.summary["per_worker"]][1:] == [20] * 3
+
+
 def outcome(body: str, folder: Path, workers: int = 2, before: str = NUMPY) -> Ended:
     return launched(body, folder, workers, before).end()
 

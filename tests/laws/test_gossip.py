@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -332,3 +333,34 @@ def test_all_end_where_the_collector_dies_after_it_has_said_that_it_sends_no_mor
     setting = {"compute": "constant(1)", "network": "1gbit", "seed": seed}
     run = run_strategy("gossip(p=0.2)", 8, 12, faults=["slows(7, 3)", "dies(0, at=25)"], **setting)
     assert {event.node for event in run.of(Node)} == set(range(1, 8))
+
+
+class DiesTelling(Watched):
+    """The worker that collects who was sent models is killed when it has told so many others."""
+
+    told = 0
+
+    def send(self, to, message):
+        self.told -= message.tag == "senders"
+        if message.tag != "senders" or self.told >= 0:
+            super().send(to, message)
+
+    def _ended(self, runner):
+        if runner.node.address == 0:
+            self._dead.add(0)
+            self._queue.schedule(self.now + 5, partial(self._notice, 0))
+        else:
+            super()._ended(runner)
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+@pytest.mark.parametrize("told", range(6))
+def test_all_end_where_the_collector_dies_while_it_tells_the_others(told: int, acknowledged: bool) -> None:
+    """Those that it has told have ended long before its death is known."""
+    dies = type("Dies", (DiesTelling,), {"told": told})
+    strategy, setting = f"gossip(1, acknowledged={acknowledged})", {"network": "link(1e4, 0.3)"}
+    run = run_strategy(strategy, 6, 10, simulation=dies, **setting)
+    assert {event.node for event in run.of(Node)} == set(range(1, 6))
+    assert sum(run.nodes[rank].state.mass for rank in range(1, 6)) <= TOTAL_MASS
+    if not acknowledged:  # nothing is taken back from the dead
+        assert equal_bits(run.replicas[1:], run_strategy(strategy, 6, 10, **setting).replicas[1:])

@@ -319,7 +319,7 @@ class Loop:
             return
         assert self._member is not None
         self._seat.close()
-        result = self._member.wait_for_end(self.handed)
+        result = self._member.wait_for_end(self._seat.attend, self.handed)
         if result is not None:
             self._params[:] = beside(result, self._params)
         self._seat.leave(failed=False)

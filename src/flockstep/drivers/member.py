@@ -27,7 +27,7 @@ import sysconfig
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -301,9 +301,11 @@ class Member:
             if message is not None:
                 return message
 
-    def wait_for_end(self, buffers: dict[int, FlatArray] | None = None) -> FlatArray | None:
+    def wait_for_end(
+        self, attend: Callable[[Message], None] | None = None, buffers: dict[int, FlatArray] | None = None
+    ) -> FlatArray | None:
         """Wait for the end of the run; return the resulting model if it was sent; `buffers` receives those of all
-        workers.
+        workers, and `attend` every message that does not concern the end.
 
         Raises:
             Interrupted: the run failed or was interrupted meanwhile.
@@ -312,10 +314,13 @@ class Member:
             message = self.next()
             if message.source == LAUNCHER and message.tag == "stop":
                 raise stopped(message)
-            if message.source == LAUNCHER and message.tag == "buffers" and buffers is not None:
-                buffers[int(message.note["rank"])] = message.payload
             if message.source == LAUNCHER and message.tag == "end":
                 return message.array
+            if message.source == LAUNCHER and message.tag == "buffers":
+                if buffers is not None:
+                    buffers[int(message.note["rank"])] = message.payload
+            elif attend is not None:
+                attend(message)
 
     def close(self, linger: float) -> None:
         """Leave the run; queued messages are delivered for up to `linger` seconds."""

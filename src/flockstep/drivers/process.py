@@ -44,7 +44,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         release()
         _train(engine, worker, stepper, seat.runner, plan, gradient)
         seat.close()
-        member.wait_for_end()
+        member.wait_for_end(seat.attend)
     return guard.code
 
 
@@ -61,7 +61,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
         seat.runner.serve(rule, node)
         seat.drive(seat.runner)
         seat.close()
-        member.wait_for_end()
+        member.wait_for_end(seat.attend)
     return guard.code
 
 

@@ -117,6 +117,11 @@ class Seat(Messenger):
         self.runner.account.close(self.now(), self.node.params)
         self.hand_in(FINAL)
 
+    def attend(self, message: Message) -> None:
+        """The program has ended; background tasks that have not go on."""
+        if self.node.tasks:
+            self.take(message)
+
     def leave(self, failed: bool) -> None:
         """Close what the workers have opened together besides the run's own links."""
         if isinstance(self.node, Worker) and self.node.rendezvous is not None:

@@ -14,6 +14,8 @@ from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
+COLLECTOR = 0
+"""The worker that collects who was sent models, and tells the others at the end."""
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
 
@@ -76,9 +78,9 @@ class Gossip(Strategy):
     mass held by dead workers is lost, and that in the last lost message to each peer. If the news of a death arrives
     before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
 
-    At the end a worker notifies only the peers it has sent models to. The first live worker collects these sets from
-    all others, and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for
-    notifying all.
+    At the end a worker notifies only the peers it has sent models to. Worker 0 collects these sets from all others, and
+    tells each worker which peers may still send it messages: about 2 n messages, instead of n² for notifying all. If
+    worker 0 is lost, the workers it has not told ask every peer.
     """
 
     notes: ClassVar[Notes] = {"model": Model, "have": Have, "receivers": Peers, "senders": Peers}
@@ -123,23 +125,26 @@ class Gossip(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Absorb the models still in transit, until all peers that may send one have finished."""
+        me.background("end", answers(me))
         me.send_all(sorted(me.state.receivers), "end")  # not a goodbye: the others must still learn of a death after it
+        if me.rank != COLLECTOR:
+            me.send(COLLECTOR, "receivers", note=Peers(tuple(me.state.receivers)))
         ended: set[int] = set()
         late: list[Message] = []
         reports = {me.rank: me.state.receivers}
-        collector, senders = -1, None
+        senders = None
         while senders is None or senders - ended - me.departed:
-            if senders is None and (collector < 0 or collector in me.lost):
-                collector = next(rank for rank in range(me.workers) if rank not in me.lost)
-                if collector != me.rank:
-                    me.send(collector, "receivers", note=Peers(tuple(me.state.receivers)))
-            if senders is None and collector == me.rank and all(rank in reports for rank in me.peers):
+            if senders is None and me.rank == COLLECTOR and all(rank in reports for rank in me.peers):
                 senders = tell(me, reports)
+                continue
+            if senders is None and COLLECTOR in me.lost:
+                senders = set(me.peers)
+                me.send_all(sorted(senders - ended), "ask/end")
                 continue
             message = await me.receive()
             if message.tag == "model":
                 absorb(me, me.state, message)
-            elif message.tag == "end":
+            elif message.tag in ("end", "end/end"):
                 ended.add(message.source)
             elif message.tag == "have":
                 late.append(message)
@@ -148,6 +153,12 @@ class Gossip(Strategy):
             elif message.tag == "senders":
                 senders = set(message.note.ranks)
         settle(me, me.state, late)
+
+
+async def answers(me: Worker) -> None:
+    """Tell each peer that asks that this worker sends it no more models; continues after the worker has finished."""
+    while True:
+        me.send((await me.receive("ask")).source, "end")
 
 
 def tell(me: Worker, reports: Mapping[int, Collection[int]]) -> set[int]:
