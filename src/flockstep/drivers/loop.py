@@ -22,7 +22,7 @@ from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
 from flockstep.drivers.place import Place, place_here, take_place
 from flockstep.drivers.real import Seat
-from flockstep.drivers.renewal import Reception, common, end_tasks, meet, remembered, renewed
+from flockstep.drivers.renewal import Reception, common, end_tasks, meet, notes_of, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
 from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.ticket import claim_ticket
@@ -95,6 +95,7 @@ class Loop:
             self._alone(schema, stepper, server_optimizer)
         else:
             self._together(ticket, schema, stepper, server_optimizer)
+        self._worker.notes = notes_of(strategy)
         with self._telling():
             self._begin()
         atexit.register(self._at_exit)
@@ -342,7 +343,7 @@ class Loop:
         """Run a worker whose peers are in other processes."""
         die_with(ticket.supervisor, ticket.directory)
         strategy, rank = self.strategy, self.rank
-        self._member = Member(ticket, schema, self._buffers().nbytes, strategy.notes)
+        self._member = Member(ticket, schema, self._buffers().nbytes, notes_of(strategy))
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(on_host(self._params))
         with self._telling():

@@ -15,6 +15,7 @@ from flockstep.drivers.making import make_server
 from flockstep.drivers.member import Member, Ticket, failure_of, knock
 from flockstep.drivers.plan import Batches, LocalOptimizer, Plan, computed
 from flockstep.drivers.real import Seat
+from flockstep.drivers.renewal import notes_of
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
 from flockstep.expression import to_data, to_text
@@ -52,7 +53,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
     """Take part in a run as a server; return the exit code of the process."""
     with _guarded(ticket) as guard:
         rule = Strategy.parse(strategy)
-        member = guard.member = Member(ticket, schema, notes=rule.notes)
+        member = guard.member = Member(ticket, schema, notes=notes_of(rule))
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)

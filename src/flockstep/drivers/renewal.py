@@ -9,7 +9,6 @@ the new parameters from rank 0, and no program begins before all nodes have drop
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,14 +18,43 @@ from flockstep.arrays.namespace import copied, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Address, Fields, Message, server
+from flockstep.messages import BYE, Address, Message, Note, Notes, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
 
 CHANNEL = "/script.servers"
 """Channel of `Loop.exchange("servers", …)`; a server's program does not receive its messages."""
-STOPPED, READ = "stopped" + CHANNEL, "read" + CHANNEL
+STOPPED, READ, RECALL = "stopped" + CHANNEL, "read" + CHANNEL, "recall" + CHANNEL
+
+
+class Memory(Note, frozen=True):
+    """Optimizer state without its slots, each of which travels as a message tagged with its name."""
+
+    steps: float
+    numbers: dict[str, int | float]
+    slots: tuple[str, ...]
+
+
+class Stopped(Note, frozen=True):
+    """A program has ended. Rank 0 gives the steps of the run so far, and new state for the servers' optimizers."""
+
+    before: int = 0
+    memory: Memory | None = None
+
+
+class Recall(Note, frozen=True):
+    """Request for the state of a server's optimizer, now or (`last`) when the server's program has ended."""
+
+    last: bool = False
+
+
+NOTES: Notes = {STOPPED: Stopped, RECALL: Recall, f"reply to {RECALL}": Memory}
+
+
+def notes_of(strategy: Strategy) -> Notes:
+    """Kinds of notes in the run of a script: the strategy's and those of this module."""
+    return {**strategy.notes, **NOTES}
 
 
 class Renewed(Exception):
@@ -42,6 +70,7 @@ class Reception:
         self.asked = False
         """Whether a request has arrived since the programs last began."""
         self._node = node
+        node.notes = notes_of(strategy)
         self._strategy = strategy
         self._stopped: dict[Address, Message] = {}
         self._slots: dict[str, FlatArray] = {}
@@ -56,8 +85,9 @@ class Reception:
         self.asked = True
         if message.tag == STOPPED:
             self._stopped[message.source] = message
-        elif message.tag == READ:
-            (self._asked_for_the_end if message.note.get("last") else self._reads).append(message)
+        elif message.tag in (READ, RECALL):
+            last = message.tag == RECALL and message.note.last
+            (self._asked_for_the_end if last else self._reads).append(message)
         else:
             self._slots[message.tag.removesuffix(CHANNEL)] = message.payload
         return True
@@ -77,7 +107,7 @@ class Reception:
         others = {server(index) for index in range(node.cluster.servers)} - {node.address}
         if not self.stopped:
             self.stopped = True
-            node.send_all(sorted(others), STOPPED)
+            node.send_all(sorted(others), STOPPED, None, Stopped())
         if others <= self._stopped.keys():
             raise Renewed
 
@@ -91,11 +121,10 @@ class Reception:
         node, stopped = self._node, self._stopped
         new = next(stopped[rank] for rank in sorted(stopped) if stopped[rank].array is not None)
         node.params[:] = new.payload
-        if "steps" in new.note:
-            given = _read(new, self._slots)
-            node.optimizer.recall(node.params, node.optimizer_state, given)
+        if new.note.memory is not None:
+            node.optimizer.recall(node.params, node.optimizer_state, _state(new.note.memory, self._slots))
         end_tasks(node)
-        forget(node, int(new.note["before"]))
+        forget(node, new.note.before)
         node.version = 0
         node.state = self._strategy.master_state(node)
         self.stopped, self._stopped, self._slots, self.asked = False, {}, {}, bool(self._reads)
@@ -104,11 +133,11 @@ class Reception:
     def _answer(self, message: Message) -> None:
         """Send the parameters, or the arrays of the optimizer's state, one message for each."""
         node = self._node
-        if message.note["what"] == "params":
+        if message.tag == READ:
             node.reply(message, node.params)
             return
         state = node.optimizer.remembered(node.optimizer_state)
-        node.reply(message, None, {**_note(state), "slots": ",".join(state.slots)})
+        node.reply(message, None, _memory(state))
         for name, slot in state.slots.items():
             node.send(message.source, name + CHANNEL, slot)
 
@@ -119,12 +148,12 @@ def end_tasks(node: Node) -> None:
         node.tasks.pop().close()
 
 
-def _note(state: OptimizerState) -> Fields:
-    return {"steps": state.steps, "numbers": json.dumps(state.numbers)}
+def _memory(state: OptimizerState) -> Memory:
+    return Memory(float(state.steps), state.numbers, tuple(state.slots))
 
 
-def _read(message: Message, slots: dict[str, FlatArray]) -> OptimizerState:
-    return OptimizerState(float(message.note["steps"]), slots, numbers=json.loads(str(message.note["numbers"])))
+def _state(memory: Memory, slots: dict[str, FlatArray]) -> OptimizerState:
+    return OptimizerState(memory.steps, slots, numbers=dict(memory.numbers))
 
 
 def forget(node: Node, before: int) -> None:
@@ -162,20 +191,20 @@ async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState |
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
         if me.rank != root:
-            me.send(server(index), "stopped")
+            me.send(server(index), "stopped", note=Stopped())
             continue
         if optimizer is not None:
             for name, slot in optimizer.slots.items():
                 me.send(server(index), name, slot[part])
-        note = {} if optimizer is None else _note(optimizer)
-        me.send(server(index), "stopped", me.params[part], {**note, "before": before})
-    me.send_all(me.peers, "stopped", me.params if me.rank == root else None, {"before": before})
+        memory = None if optimizer is None else _memory(optimizer)
+        me.send(server(index), "stopped", me.params[part], Stopped(before, memory))
+    me.send_all(me.peers, "stopped", me.params if me.rank == root else None, Stopped(before))
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
             message = await me.receive("stopped", peer)
             if peer == root:
                 me.params[:] = message.payload
-                before = int(message.note["before"])
+                before = message.note.before
     for index in range(len(held)):
         await me.receive("begun", server(index))
     forget(me, before)
@@ -204,7 +233,7 @@ async def common(me: Worker, policy: ResultPolicy, held: Sequence[slice]) -> Fla
 async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
     """The parameters that the servers hold; if several hold the same part, those of the first."""
     whole = copied(me.params)
-    asked = [(server(index), None, {"what": "params"}) for index in range(len(held))]
+    asked = [(server(index), None, None) for index in range(len(held))]
     for index, reply in reversed(list(enumerate(await me.ask_all("read", asked)))):
         whole[held[index]] = reply.payload
     return whole
@@ -213,12 +242,11 @@ async def served(me: Worker, held: Sequence[slice]) -> FlatArray:
 async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> OptimizerState:
     """Joint state of the servers' optimizers; `last`: their final state, when all workers have left."""
     whole, indices = OptimizerState(), deciding(held)
-    note: Fields = {"what": "optimizer", "last": int(last)}
-    asked = [(server(index), None, note) for index in indices]
-    for index, reply in zip(indices, await me.ask_all("read", asked), strict=True):
-        found = _read(reply, {})
-        whole.steps, whole.numbers = found.steps, whole.numbers | found.numbers
-        for name in filter(None, str(reply.note["slots"]).split(",")):
+    asked = [(server(index), None, Recall(last)) for index in indices]
+    for index, reply in zip(indices, await me.ask_all("recall", asked), strict=True):
+        memory: Memory = reply.note
+        whole.steps, whole.numbers = memory.steps, whole.numbers | memory.numbers
+        for name in memory.slots:
             slot = on_host((await me.receive(name, server(index))).payload)
             whole.slots.setdefault(name, np.zeros(len(me.params), slot.dtype))[held[index]] = slot
     return whole
