@@ -113,13 +113,14 @@ def test_codecs_are_measured_beside_a_copy(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "simulator.html"
-    arguments = ["bench", "simulator", "-n", "4", "-r", "1", "--out", str(picture)]
+    arguments = ["bench", "simulator", "-n", "4", "-r", "1", "--steps", "3", "--out", str(picture)]
     code, out, err = outcome([*arguments, "--json"], capsys)
     assert code == 0, err
     rows = json.loads(out)
-    assert rows[0]["strategy"] == "plain loop"
+    assert [row["strategy"] for row in rows[:2]] == ["plain loop", "batched call"]
     assert all(row["rate"] > 0 for row in rows)
-    assert all(row["events"] > 0 for row in rows[1:])
+    assert all(row["events"] > 0 for row in rows[2:])
+    assert (rows[0]["to_loop"], rows[1]["to_batched"]) == (1, 1)
     assert picture.exists()
     assert outcome(arguments, capsys)[0] == 0
 
@@ -134,6 +135,8 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
         (["codecs", "haf"], "no codec is called 'haf'; did you mean 'half'?"),
         (["codecs", "--elements", "0"], "elements must be >= 1, got 0; 4194304 is usual"),
         (["simulator", "-n", "0"], "replicas must be whole numbers >= 1"),
+        (["simulator", "--steps", "0"], "steps must be >= 1, got 0; 20 is usual"),
+        (["simulator", "--workload", "softmaxx"], "no workload is called 'softmaxx'; did you mean 'softmax'?"),
         (["prediction", "--bandwidths", "1gbit,20"], "bandwidths must have a unit, got '20'; write it like '100mbit'"),
         (["prediction", "--rounds", "0"], "rounds must be >= 1, got 0; 1 is usual"),
     ],

@@ -1,23 +1,26 @@
-"""Worker-steps per second in virtual time, compared with a plain loop over the same gradients."""
+"""Worker-steps per second in virtual time, compared with a plain loop and with the batched call for the gradients."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
+from flockstep.frameworks.base import Engine, Indices, Job
+from flockstep.frameworks.job import make_engine
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.nodes import Cluster
 from flockstep.optimizers.sgd import SGD
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
-from flockstep.workloads.softmax import Softmax
+from flockstep.workloads.base import Workload
 
 REPLICAS = (16, 64, 256)
 STRATEGIES = ("local_sgd(collective=recursive_doubling)", "gossip", "asgd", "bsp", "dpsgd")
@@ -25,12 +28,14 @@ ROUNDS = 20
 STEPS = 20
 """Steps of each worker in a simulation."""
 BATCH = 8
-LOOP = "plain loop"
+LR = 1e-6
+"""Learning rate at which a thousand asynchronous workers stay stable."""
+LOOP, BATCHED = "plain loop", "batched call"
 
 
 @dataclass
 class SimulatorFigure:
-    """Rates of one strategy with one number of replicas, medians over the rounds."""
+    """One strategy on so many replicas: medians over rounds."""
 
     strategy: str
     replicas: int
@@ -38,68 +43,119 @@ class SimulatorFigure:
     """Simulated steps of all workers per second."""
     to_loop: float
     """Ratio to the rate of a loop that computes one gradient and one optimizer step after the other."""
+    to_batched: float
+    """Ratio to the rate at which batched calls compute the gradients alone."""
     events: float | None = None
     """Events written to the record per second."""
+
+
+Way = Callable[[], tuple[int, int]]
+"""Runs what is measured once; returns the number of worker-steps and of events written to the record."""
 
 
 def measure(
     strategies: Sequence[str] = STRATEGIES,
     replicas: Sequence[int] = REPLICAS,
     rounds: int = ROUNDS,
+    steps: int = STEPS,
+    workload: str = "softmax",
     say: Callable[[str], None] = lambda what: None,
 ) -> list[SimulatorFigure]:
-    """Measure softmax regression with 200 weights, batch 8, lognormal compute times and 10 Gbit/s links, all strategies
-    in turn.
-    """
-    engine = NumpyEngine(Softmax(batch=BATCH, optimizer=SGD(lr=1e-6)).job(0), 0)
+    """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links and torch on one thread, all in turn."""
+    job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)
+    engine = make_engine(job, 0)
     figures = []
     for count in replicas:
-        ways = {LOOP: _loop(engine, count)} | {text: _simulated(engine, text, count) for text in strategies}
+        ways = {LOOP: _loop(job, engine, count), BATCHED: _batched(engine, count)}
+        ways |= {text: _simulated(engine, text, count, steps) for text in strategies}
         rates: dict[str, list[float]] = {name: [] for name in ways}
         events: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(-1, rounds):  # the first round warms up
             say(f"{count} replicas, round {number + 1} of {rounds}")
             for name, way in ways.items():
                 start = time.perf_counter()
-                steps, recorded = way()
+                done, recorded = way()
                 spent = time.perf_counter() - start
                 if number >= 0:
-                    rates[name].append(steps / spent)
+                    rates[name].append(done / spent)
                     events[name].append(recorded / spent)
         for name, mine in rates.items():
-            to_loop = statistics.median(a / b for a, b in zip(mine, rates[LOOP], strict=True))
-            recorded_rate = None if name == LOOP else statistics.median(events[name])
-            figures.append(SimulatorFigure(name, count, statistics.median(mine), to_loop, recorded_rate))
+            to_loop, to_batched = (_ratio(mine, rates[other]) for other in (LOOP, BATCHED))
+            recorded_rate = statistics.median(events[name]) if name in strategies else None
+            figures.append(SimulatorFigure(name, count, statistics.median(mine), to_loop, to_batched, recorded_rate))
     return figures
 
 
-def _loop(engine: NumpyEngine, replicas: int) -> Callable[[], tuple[int, int]]:
+def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, others, strict=True))
+
+
+def _indices(engine: Engine, replicas: int) -> Indices:
+    return np.random.default_rng(1).integers(0, engine.train_size, (replicas, BATCH))
+
+
+def _loop(job: Job, engine: Engine, replicas: int) -> Way:
     """A loop that computes a gradient and a plain SGD step for one replica after the other."""
-    params = np.tile(engine.initial(), (replicas, 1))
+    if not isinstance(engine, NumpyEngine):
+        return _torch_loop(job, _indices(engine, replicas))
+    params, indices = np.tile(engine.initial(), (replicas, 1)), _indices(engine, replicas)
     out = np.empty_like(params)
-    indices = np.random.default_rng(1).integers(0, engine.train_size, (replicas, BATCH))
 
     def run() -> tuple[int, int]:
         for rank in range(replicas):
             one = slice(rank, rank + 1)
             engine.gradients(params[one], indices[one], out[one], range(rank, rank + 1), [0])
-            params[rank] -= 1e-6 * out[rank]
+            params[rank] -= LR * out[rank]
         return replicas, 0
 
     return run
 
 
-def _simulated(engine: NumpyEngine, text: str, replicas: int) -> Callable[[], tuple[int, int]]:
-    """A whole simulation, including the events of its record."""
+def _torch_loop(job: Job, indices: Indices) -> Way:
+    """The same loop in torch, where each replica has its own model and optimizer."""
+    torch, loss = sys.modules["torch"], job.loss
+    assert loss is not None
+    torch.set_num_threads(1)
+    models = [job.model() for _ in indices]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    data = job.data()
+    x, y = torch.as_tensor(data.train_x), torch.as_tensor(data.train_y)
+    rows = torch.as_tensor(indices)
+
+    def run() -> tuple[int, int]:
+        for row, model, optimizer in zip(rows, models, optimizers, strict=True):
+            loss(model(x[row]), y[row]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(models), 0
+
+    return run
+
+
+def _batched(engine: Engine, replicas: int) -> Way:
+    """Batched calls for the gradients of all replicas, repeated often enough to be timed."""
+    params, indices = np.tile(engine.initial(), (replicas, 1)), _indices(engine, replicas)
+    out, calls = np.empty_like(params), max(1, 512 // replicas)
+
+    def run() -> tuple[int, int]:
+        for _ in range(calls):
+            engine.gradients(params, indices, out, range(replicas), [0] * replicas)
+        return calls * replicas, 0
+
+    return run
+
+
+def _simulated(engine: Engine, text: str, replicas: int, steps: int) -> Way:
+    """A whole simulation, including the events of its record; models are evaluated at its start and end."""
     strategy = Strategy.parse(text)
     parts = np.array_split(np.arange(engine.train_size), replicas)
     cluster, result = Cluster(replicas, strategy.servers), choose_result(strategy, None)
-    plan = Plan(strategy, cluster, engine.optimizer, parts, BATCH, STEPS, 0, result, STEPS)
+    plan = Plan(strategy, cluster, engine.optimizer, parts, BATCH, steps, 0, result, steps)
     compute, network = ComputeModel.parse("lognormal(0.05)"), Network.parse("10gbit")
 
     def run() -> tuple[int, int]:
         events: list[object] = []
         Simulation(engine, plan, compute, network, events.append).run()
-        return replicas * STEPS, len(events)
+        return replicas * steps, len(events)
 
     return run

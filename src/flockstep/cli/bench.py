@@ -103,20 +103,24 @@ def codecs(
 def simulator(
     replicas: Annotated[str, typer.Option("--replicas", "-n", help="Numbers of replicas.")] = "16,64,256",
     rounds: Rounds = 20,
+    steps: Annotated[int, typer.Option(help="Of each worker in a simulation.")] = 20,
+    workload: Annotated[str, typer.Option("--workload", "-w", help="What is trained, such as tabular.")] = "softmax",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Worker-steps per second in virtual time, beside a plain loop over the same gradients."""
+    """Worker-steps per second in virtual time, beside a plain loop over the same gradients and the batched call."""
     from flockstep.bench import pictures
     from flockstep.bench.simulator import STRATEGIES, measure
 
+    counts, usual = _numbers("replicas", replicas), _at_least_one("rounds", rounds)
     with show.status() as say:
-        figures = measure(STRATEGIES, _numbers("replicas", replicas), _at_least_one("rounds", rounds), say)
-    headings = ("strategy", "replicas", "worker-steps/s", "of the loop's", "events/s")
+        figures = measure(STRATEGIES, counts, usual, _at_least_one("steps", steps), workload, say)
+    headings = ("strategy", "replicas", "worker-steps/s", "of the loop's", "of the batched", "events/s")
     rows = []
     for one in figures:
         events = "" if one.events is None else f"{one.events:,.0f}"
-        rows.append([one.strategy, str(one.replicas), f"{one.rate:,.0f}", f"{one.to_loop:.2f}", events])
+        ratios = f"{one.to_loop:.2f}", f"{one.to_batched:.2f}"
+        rows.append([one.strategy, str(one.replicas), f"{one.rate:,.0f}", *ratios, events])
     if out is not None:
         title, caption = "Simulation beside a plain loop", pictures.STEPS
         pictures.page(title, caption, pictures.of_simulator(figures), headings, rows).write(out)
