@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,13 +75,19 @@ class View:
         return View(self.epoch + 1, tuple(r for r in self.ranks if r != rank)) if rank in self.ranks else self
 
 
+@lru_cache(maxsize=8)
+def everyone(workers: int) -> View:
+    """The view at the start of a run. All nodes share it, because a view for each node would take n² memory."""
+    return View(0, tuple(range(workers)))
+
+
 class Node:
     """One participant. `params` is the live flat array: the whole model, or a server's slice of it."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
-        self.view = View(0, tuple(range(cluster.workers)))
+        self.view = everyone(cluster.workers)
         """Who takes part now; a supervisor says so where there is one."""
         self.params = params
         self.random = random
@@ -443,7 +450,9 @@ class Worker(Peer):
     def peers(self) -> list[int]:
         """The other workers that are not lost, in ascending order."""
         if self._peers is None or self._peers[0] is not self.view:
-            self._peers = self.view, [rank for rank in self.view.ranks if rank != self.address]
+            self._peers = self.view, list(self.view.ranks)
+            if self.address in self.view.ranks:
+                self._peers[1].remove(self.address)
         return self._peers[1]
 
     @property

@@ -61,7 +61,7 @@ def measure(
     workload: str = "softmax",
     say: Callable[[str], None] = lambda what: None,
 ) -> list[SimulatorFigure]:
-    """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links and torch on one thread, all in turn."""
+    """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links, torch on one thread, all in turn."""
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)
     engine = make_engine(job, 0)
     figures = []

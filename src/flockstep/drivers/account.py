@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from operator import sub
 
 import numpy as np
 
@@ -65,9 +64,23 @@ class Account:
         self.steps += 1
         if self.emit is None:
             return
-        before, now = self._at_last_step, self._totals()
-        self._at_last_step = now
-        self.emit(Step(t, self.address, self.steps, loss, *map(sub, now, before)))
+        compute, wait, comm, sent, received, out, into = self._at_last_step
+        self._at_last_step = a, b, c, d, e, f, g = self._totals()
+        self.emit(
+            Step(
+                t,
+                self.address,
+                self.steps,
+                loss,
+                a - compute,
+                b - wait,
+                c - comm,
+                d - sent,
+                e - received,
+                f - out,
+                g - into,
+            )
+        )
 
     def updates(
         self, t: float, source: Address | None, count: int, staleness: int | None, weight: float | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
@@ -31,6 +32,7 @@ from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.programs import NeedGradient
 from flockstep.records.events import Lost
+from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network, Transit
@@ -63,8 +65,7 @@ class Saved:
     """Messages taken by tasks that the program restarts."""
 
 
-@dataclass(slots=True)
-class Computing:
+class Computing(msgspec.Struct, eq=False, gc=False):
     """A worker's running gradient, or the requested share of it."""
 
     began: float
@@ -129,7 +130,7 @@ class Simulation:
             RunError: the programs wait for each other forever.
         """
         plan = self.plan
-        with np.errstate(over="ignore", invalid="ignore"):  # an overflow shows as a loss that is not finite
+        with np.errstate(over="ignore", invalid="ignore"), seldom():  # an overflow shows as a loss that is not finite
             for runner in self.runners.values():
                 if self._restarts:
                     runner.remember(History(), partial(self._state, runner))

@@ -21,7 +21,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component
 
 _TAG = int.from_bytes(b"time", "big")  # separates these random streams from others of the same seed
-_BLOCK = 256
+_BLOCK = 32
 _BASE, _SPELLS = 0, 1
 
 Draws = npt.NDArray[np.float64]

@@ -92,7 +92,8 @@ class _Shared(Fabric):
         self._now = 0.0
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
-        transit = Transit(source, to, nbytes, t, self._route(source, to))
+        hops, gaps = self._route(source, to)
+        transit = Transit(source, to, nbytes, t, t, hops, gaps, not hops)
         if transit.done:
             return transit
         self._flow(t)

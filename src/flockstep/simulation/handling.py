@@ -88,12 +88,7 @@ def _time(seconds: float, name: str) -> None:
 class _Begun(Transit):
     """A message that its sender handles before the network carries it."""
 
-    __slots__ = ("carried",)
-
-    def __init__(self, source: Address, to: Address, nbytes: int, ready: float):
-        super().__init__(source, to, nbytes, ready, ((), ()))
-        self.done = False
-        self.carried: Transit | None = None
+    carried: Transit | None = None
 
 
 class _Handled(Fabric):
@@ -109,7 +104,7 @@ class _Handled(Fabric):
         if not self._work.message or source == to:
             return self._received(self._inner.depart(source, to, heavy, t))
         self._sending[source] = ready = max(t, self._sending.get(source, 0.0)) + self._work.message
-        return _Begun(source, to, heavy, ready)
+        return _Begun(source, to, heavy, ready, ready, (), (), False)
 
     def advance(self, transit: Transit) -> bool:
         if not isinstance(transit, _Begun):

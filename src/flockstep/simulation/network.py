@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component
 from flockstep.messages import Address, node_name, server
@@ -74,23 +76,21 @@ def gaps(bandwidths: Sequence[float], latencies: Sequence[float]) -> Gaps:
     )
 
 
-class Transit:
-    """A message of `nbytes` in transit.
+class Transit(msgspec.Struct, eq=False, gc=False):
+    """A message of `nbytes` in transit, which was sent at time `head`."""
 
-    `hop` is the number of hops reserved so far. While not `done`, `head` is the time to reserve the next hop; when
-    `done`, `tail` is the time of delivery.
-    """
-
-    __slots__ = ("done", "gaps", "head", "hop", "hops", "nbytes", "source", "tail", "to")
-
-    def __init__(self, source: Address, to: Address, nbytes: int, t: float, route: Route) -> None:
-        self.source = source
-        self.to = to
-        self.nbytes = nbytes
-        self.head = self.tail = t
-        self.hop = 0
-        self.hops, self.gaps = route
-        self.done = not self.hops
+    source: Address
+    to: Address
+    nbytes: int
+    head: float
+    """Time to reserve the next hop, while not `done`."""
+    tail: float
+    """Time of delivery, when `done`."""
+    hops: tuple[Hop, ...]
+    gaps: Gaps
+    done: bool
+    hop: int = 0
+    """Number of hops reserved so far."""
 
 
 class Fabric:
@@ -101,8 +101,9 @@ class Fabric:
 
     def depart(self, source: Address, to: Address, nbytes: int, t: float) -> Transit:
         """Send a message at time `t` and reserve its first hop. Call this in order of time."""
-        transit = Transit(source, to, nbytes, t, self._route(source, to))
-        if not transit.done:
+        hops, gaps = self._route(source, to)
+        transit = Transit(source, to, nbytes, t, t, hops, gaps, not hops)
+        if hops:
             self.advance(transit)
         return transit
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.kernels import name_of, numpy_dtype
-from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Notes, node_name
@@ -81,10 +80,13 @@ class NeighbourAveraging(Strategy):
 
     async def _mix(self, me: Worker, shares: Sequence[tuple[int, float]]) -> None:
         """w_i ← Σ_j W_ij w_j, with w_i in place of the model of a dead neighbor j."""
-        mixed = namespace(me.params).full_like(me.params, -0.0)  # adding to it keeps every bit; 0 + (-0) would be 0
+        mixed: FlatArray | None = None
         for j, share in shares:
             model = me.params if j == me.rank else await _heard(me, j)
-            mixed += share * model
+            if mixed is None:
+                mixed = share * model
+            else:
+                mixed += share * model
         me.params[:] = mixed
 
 

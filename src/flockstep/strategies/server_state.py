@@ -117,5 +117,7 @@ class ServerState:
 
 def without(waiting: list[P], gone: Sequence[P]) -> list[P]:
     """Return the entries of `waiting` that are not in `gone`."""
+    if len(gone) == len(waiting):
+        return []
     ended = set(gone)
-    return [one for one in waiting if one not in ended] if len(gone) < len(waiting) else []
+    return [one for one in waiting if one not in ended]
