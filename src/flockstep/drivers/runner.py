@@ -306,7 +306,7 @@ class Runner:
             self.go_on(message, sent_at)
         else:
             node.deliver(message)
-            if self.waiting is not None:
+            if type(self.waiting) is Wanted or self.reception is not None:
                 self.wake(sent_at)
 
     def lose(self, address: Address) -> None:

@@ -31,7 +31,7 @@ def require_finite_message(node: Node, message: Message) -> None:
         Diverged: an element is infinite or not a number.
     """
     if isinstance(node, Server) and message.array is not None and getattr(message.array.dtype, "kind", "f") == "f":
-        require_finite_update(node, message, message.array.reshape(-1))
+        require_finite_update(node, message, message.array if message.array.ndim == 1 else message.array.reshape(-1))
 
 
 def require_finite_update(node: Node, message: Message, update: FlatArray) -> None:
