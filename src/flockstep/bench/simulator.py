@@ -62,7 +62,7 @@ def measure(
     say: Callable[[str], None] = lambda what: None,
 ) -> list[SimulatorFigure]:
     """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links, torch on one thread, all in turn."""
-    job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)
+    job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]
     engine = make_engine(job, 0)
     figures = []
     for count in replicas:
