@@ -100,7 +100,7 @@ def test_s_workers_may_die_and_not_one_more(scheme):
     deaths = ["dies(1, 2.5)", "dies(4, 7.5)"]
     run = run_strategy(GradientCoding(2, scheme), 6, 12, compute="constant(0.5)", network="ideal", faults=deaths)
     assert np.allclose(run.server, run_strategy("gradient_coding(0)", 6, 12).server, rtol=0, atol=2e-5)
-    with pytest.raises(PeerLost, match="3 workers are lost, gradient coding with s=2 bears 2"):
+    with pytest.raises(PeerLost, match="3 workers are lost, gradient coding with s=2 tolerates 2"):
         run_strategy(GradientCoding(2, scheme), 6, 12, compute="constant(0.5)", faults=[*deaths, "dies(0, 9)"])
 
 

@@ -339,5 +339,5 @@ def test_without_new_edges_two_deaths_cut_the_ring():
 
 
 def test_a_lost_model_ends_the_run_with_a_sentence():
-    with pytest.raises(PeerLost, match="the model of worker 0 at step 4 got lost: worker 1 got that of step 5; start"):
+    with pytest.raises(PeerLost, match="the model of worker 0 at step 4 was lost: worker 1 got that of step 5; start"):
         run_strategy("dpsgd", 4, 20, faults=["drops(0, 1, 5)"])

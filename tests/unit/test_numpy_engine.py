@@ -166,7 +166,7 @@ def test_a_job_that_does_not_fit_is_refused(changes: dict[str, Any], sentence: s
 
 
 def test_accuracy_needs_classes() -> None:
-    with pytest.raises(ConfigurationError, match="accuracy needs whole-number targets, got float64"):
+    with pytest.raises(ConfigurationError, match="accuracy needs integer targets, got float64"):
         NumpyEngine(replace(quadratic_job(), metric="accuracy"), seed=0)
 
 

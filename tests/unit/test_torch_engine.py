@@ -317,7 +317,7 @@ def broken_loss(outputs: Any, targets: Any) -> Any:
         ({"metric": "auc"}, "metric must be 'accuracy' or a function"),
         (
             {"data": lambda: Data(*[np.zeros((9, 16))] * 4), "loss": F.mse_loss},
-            "accuracy needs whole-number targets, got ",
+            "accuracy needs integer targets, got ",
         ),
         (
             {"optimizer": lambda p: torch.optim.SGD(p[:2], lr=0.1)},

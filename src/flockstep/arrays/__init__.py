@@ -1,4 +1,4 @@
-"""The flat array of a model: one contiguous buffer, and the table that says what lies where."""
+"""The flat array of a model: one contiguous buffer, and the schema that locates the tensors in it."""
 
 from flockstep.arrays.schema import Entry, Schema, slices
 

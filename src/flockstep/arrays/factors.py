@@ -1,4 +1,4 @@
-"""Gradients of fully connected layers as the vectors whose outer products add up to them."""
+"""Gradients of fully connected layers as factors: vectors whose outer products sum to the gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 class Layer:
     """A weight (rows, columns) at `offset` of the flat array whose gradient is a sum of `products` outer products.
 
-    A batch of B samples through a fully connected layer gives B of them, one for each time that the layer is used.
+    A batch of B samples through a fully connected layer gives B products each time the layer is used.
     """
 
     offset: int
@@ -24,16 +24,20 @@ class Layer:
 
     @property
     def dense(self) -> int:
-        """Elements of the gradient as a matrix."""
+        """Number of elements of the gradient as a matrix."""
         return self.rows * self.columns
 
     @property
     def factors(self) -> int:
-        """Elements of the vectors of one batch."""
+        """Number of elements of the factors of one batch."""
         return self.products * (self.rows + self.columns)
 
     def within(self, part: slice) -> tuple[Layer, slice] | None:
-        """The whole rows of it that lie in a part of the array, as a layer of that part, and which rows those are."""
+        """Return the layer's whole rows that lie in a slice of the array, as a layer of that slice, and the rows'
+        numbers.
+
+        None if no whole row lies in the slice.
+        """
         first = max(0, -((self.offset - part.start) // self.columns))
         last = min(self.rows, (part.stop - self.offset) // self.columns)
         if first >= last:
@@ -43,16 +47,16 @@ class Layer:
 
 
 class Packing:
-    """A flat gradient (K,) with some layers' matrices replaced by their factors: the rest, then U and V of each layer.
+    """A flat gradient (K,) with some layers' matrices replaced by factors: the rest, then U and V of each layer.
 
-    U is (products, rows), V (products, columns), and the layer's gradient Uᵀ V.
+    U is (products, rows), V (products, columns), and the layer's gradient is Uᵀ V.
     """
 
     def __init__(self, size: int, layers: Sequence[Layer]):
-        """`layers` are parts of an array of `size` elements.
+        """Describe the packing of an array of `size` elements with the given layers.
 
         Raises:
-            ConfigurationError: they overlap or do not lie in it.
+            ConfigurationError: layers overlap or do not lie in the array.
         """
         self.layers = sorted(layers)
         bounds = [0]
@@ -65,19 +69,21 @@ class Packing:
             raise ConfigurationError(f"{self.layers[-1]} does not lie in {size} elements; use the layers of this model")
         self.parts = [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
         self.rest = sum(part.stop - part.start for part in self.parts)
-        """Elements that are sent as they are."""
+        """Number of elements that are sent dense."""
         self.size = self.rest + sum(layer.factors for layer in self.layers)
-        """Elements of a packed gradient."""
+        """Number of elements of a packed gradient."""
 
     def pack(self, dense: FlatArray, factors: Sequence[tuple[FlatArray, FlatArray]], out: FlatArray) -> None:
-        """Write the packed gradient into the first `size` elements of `out`, not the memory of `dense`."""
+        """Write the packed gradient into the first `size` elements of `out`, which must not share memory with
+        `dense`.
+        """
         pieces = [dense[part] for part in self.parts]
         for u, v in factors:
             pieces += [u.reshape(-1), v.reshape(-1)]
         namespace(dense).concatenate(pieces, out=out[: self.size])
 
     def factors(self, packed: FlatArray) -> list[tuple[FlatArray, FlatArray]]:
-        """U (products, rows) and V (products, columns) of each layer, in order, as views."""
+        """Return U (products, rows) and V (products, columns) of each layer, in order, as views."""
         found, position = [], self.rest
         for layer in self.layers:
             middle, end = position + layer.products * layer.rows, position + layer.factors
@@ -87,11 +93,13 @@ class Packing:
         return found
 
     def dense(self, packed: FlatArray) -> FlatArray:
-        """The flat gradient (K,) that one packed gradient stands for."""
+        """Return the flat gradient (K,) of a packed gradient."""
         return self.total(packed[: self.rest], [packed[self.rest :]])
 
     def total(self, rest: FlatArray, factors: Sequence[FlatArray]) -> FlatArray:
-        """The flat gradient (K,) with that rest, and layers that are the sums of several packed gradients' products."""
+        """Return the flat gradient (K,) with the given rest, and layers that sum the products of several packed
+        gradients.
+        """
         xp, out = namespace(rest), empty(rest, self.parts[-1].stop)
         position = 0
         for part in self.parts:

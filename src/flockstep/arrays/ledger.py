@@ -10,15 +10,16 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import Diverged
 
 GRID = 2.0**-40
-"""Updates are rounded to multiples of this; 1e-12, far below what a float32 parameter resolves."""
+"""Updates are rounded to multiples of this; it is 1e-12, far below the resolution of a float32 parameter."""
 LIMIT = 2.0**13
-"""Below this magnitude a float64 holds every multiple of the grid, so that adding them is exact."""
+"""Magnitude below which a float64 holds every multiple of the grid, so that additions are exact."""
 
 
 def on_grid(update: FlatArray) -> FlatArray:
-    """`update` rounded to multiples of the grid, in its own dtype: what is sent and what the sender itself applies.
+    """Return `update` rounded to multiples of the grid, in its own dtype; sender and receivers apply the rounded
+    update.
 
-    Exact in float32 too: a value of 24 significant bits that is larger than 2^-16 is a multiple of the grid already,
+    The result is exact in float32, too: a value of 24 significant bits above 2^-16 is a multiple of the grid already,
     and a smaller multiple of the grid has at most 24 significant bits.
     """
     exact = cast(update, "float64") * (1 / GRID)
@@ -30,11 +31,11 @@ class Ledger:
     """Parameters as an exact sum: any order of the same additions gives the same bits."""
 
     total: FlatArray
-    """In float64."""
+    """The sum, of shape (K,), in float64."""
 
     @classmethod
     def of(cls, params: FlatArray) -> Ledger:
-        """The sum to begin with."""
+        """Return a sum that starts at `params`."""
         return cls(on_grid(cast(params, "float64")))
 
     def add(self, update: FlatArray) -> None:

@@ -1,4 +1,4 @@
-"""Returns memory that is free to the system."""
+"""Returns free memory to the operating system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def release(collect: bool = True) -> None:
-    """Return free memory to the system, which the C library of Linux would keep; with `collect`, garbage before."""
+    """Return free memory to the system, which Linux's C library would keep; with `collect`, collect garbage first."""
     if collect:
         gc.collect()
     if sys.platform == "linux":

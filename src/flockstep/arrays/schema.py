@@ -1,4 +1,4 @@
-"""What lies where in a model's flat array."""
+"""The layout of a model's flat array: names, shapes and offsets of its tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flockstep.arrays.kernels import FLOATS
 from flockstep.errors import ConfigurationError, SchemaMismatch
 
 FlatArray = npt.NDArray[Any]
-"""A numpy array, or a torch tensor on whatever device; what is no operator comes from its `namespace`."""
+"""A numpy array, or a torch tensor on any device; functions other than operators come from its `namespace`."""
 
 DTYPES = ("float16", "float32", "float64")
 """Names of the dtypes that a flat array may have."""
@@ -31,30 +31,34 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
     dtype: str = ""
-    """Name of the parameter's dtype where it is narrower than the flat array's."""
+    """Name of the parameter's dtype if that is narrower than the flat array's, otherwise ""."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The table of a model's trainable tensors, in order, without gaps; `dtype` is that of the flat array."""
+    """The layout of a model's trainable tensors, in order, without gaps; `dtype` is that of the flat array."""
 
     dtype: str
     entries: tuple[Entry, ...]
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], dtype: str | Mapping[str, str] = "float32") -> Schema:
-        """The schema of tensors laid out one after the other; `dtype` is the flat array's, or name → each parameter's.
+        """Return the schema of tensors laid out one after another.
 
-        For parameters of several dtypes the flat array has the widest; beside bfloat16, which numpy lacks, float32 or
-        float64.
+        For parameters of several dtypes the flat array has the widest of them; for bfloat16, which numpy lacks, it has
+        float32 or float64.
+
+        Args:
+            shapes: name → shape of each parameter.
+            dtype: the dtype of the flat array, or name → dtype of each parameter.
 
         Raises:
-            ConfigurationError: no tensor at all, or a dtype that is not supported.
+            ConfigurationError: there is no tensor, or a dtype is not supported.
         """
         known = DTYPES if isinstance(dtype, str) else FLOATS
         dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
@@ -80,23 +84,25 @@ class Schema:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the flat array."""
+        """Number of bytes of the flat array."""
         return self.size * np.dtype(self.dtype).itemsize
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:
-        """Where each tensor lies in the flat array."""
+        """The slice of each tensor in the flat array."""
         return tuple(slice(entry.offset, entry.offset + entry.size) for entry in self.entries)
 
     @cached_property
     def hash(self) -> str:
-        """16 hexadecimal digits that two models share only if their tables are equal."""
+        """16 hexadecimal digits that two models share only if their schemas are equal."""
         rows = [f"{e.name}:{'x'.join(map(str, e.shape))}@{e.offset}{e.dtype and ' ' + e.dtype}" for e in self.entries]
         return hashlib.sha256("\n".join([self.dtype, *rows]).encode()).hexdigest()[:16]
 
     @lru_cache(maxsize=1024)  # noqa: B019 - schemas are few, and live as long as their run
     def shapes_within(self, start: int, stop: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors that elements start..stop-1 hold, in order; of one that is cut, a flat piece."""
+        """Return the shapes of the tensors in elements start..stop-1, in order; a partly contained tensor counts as
+        flat.
+        """
         shapes: list[tuple[int, ...]] = []
         for entry in self.entries:
             first, last = max(start, entry.offset), min(stop, entry.offset + entry.size)
@@ -105,11 +111,15 @@ class Schema:
         return tuple(shapes)
 
     def views(self, flat: FlatArray) -> dict[str, FlatArray]:
-        """Name → view of `flat` in that tensor's shape."""
+        """Return name → view of `flat` in the tensor's shape."""
         return {e.name: flat[e.offset : e.offset + e.size].reshape(e.shape) for e in self.entries}
 
     def require(self, other: Schema, who: str) -> None:
-        """Raise `SchemaMismatch`, naming the first difference, unless `other` is equal."""
+        """Check that `other` is equal.
+
+        Raises:
+            SchemaMismatch: it is not; the message names the first difference.
+        """
         if self.hash == other.hash:
             return
         mine, theirs = ([each.dtype, *map(_described, each.entries)] for each in (self, other))
@@ -125,19 +135,19 @@ class Schema:
 
 
 def _widest(dtypes: set[str]) -> str:
-    """The dtype of a flat array for parameters of those dtypes."""
+    """Return the dtype of a flat array for parameters of the given dtypes."""
     if "float64" in dtypes:
         return "float64"
     return "float16" if dtypes == {"float16"} else "float32"
 
 
 def _described(entry: Entry) -> tuple[Any, ...]:
-    """What two models must agree on in a tensor."""
+    """Return the properties of a tensor that two models must agree on."""
     return (entry.name, entry.shape, entry.dtype) if entry.dtype else (entry.name, entry.shape)
 
 
 def slices(size: int, parts: int) -> list[slice]:
-    """`parts` contiguous slices that cover range(size) exactly, their lengths differing by at most one."""
+    """Return `parts` contiguous slices that cover range(size) exactly, with lengths that differ by at most one."""
     base, extra = divmod(size, parts)
     bounds = [0]
     for part in range(parts):

@@ -18,20 +18,23 @@ from flockstep.codecs.streamed import Indices, Streamed, plain_bytes, refuse
 from flockstep.errors import ConfigurationError, ProtocolError
 
 CAP = 1.5
-"""Cap on the common value, as a multiple of the mean magnitude it stands for. Up to a factor of 2 the decoded array is
-closer to the original than zeros are; beyond 2 it is not.
+"""Largest ratio of the common value to the mean magnitude that it replaces.
+
+Up to a ratio of 2 the decoded array is closer to the original than zeros are; beyond 2 it is not.
 """
 
 
 @dataclass(frozen=True)
 class AdaComp(Streamed):
-    """Chen et al. (2017, algorithm 2): with G = R + dW and H = G + dW, send in every bin the elements j with |H_j| ≥
-    max |G|, as sign(G_j) times the mean of all bins' max |G|; keep R = G minus what was sent.
+    """AdaComp (Chen et al. 2017, algorithm 2): of every bin, the elements that the newest gradient brings near the
+    largest.
 
-    R is the error kept and dW the array given to `encode_residual`; without an error R = 0. Tensors are encoded
-    separately. `bin` is a number of elements; the paper has 50 for convolutions and 500 for other layers. Two additions
-    to the paper make every encoding a contraction: if no |H_j| of a bin suffices, the largest element is sent, and the
-    mean is capped at 1.5 times the mean of the |G_j| sent, which matters only if bins differ by orders of magnitude.
+    With G = R + dW and H = G + dW, it sends in every bin the elements j with |H_j| ≥ max |G|, as sign(G_j) times the
+    mean of all bins' max |G|, and keeps R = G minus what was sent. R is the error kept and dW the array given to
+    `encode_residual`; without an error R = 0. Tensors are encoded separately. `bin` is a number of elements; the paper
+    has 50 for convolutions and 500 for other layers. Two additions to the paper make every encoding a contraction: if
+    no |H_j| of a bin suffices, the largest element is sent, and the mean is capped at 1.5 times the mean of the |G_j|
+    sent, which matters only if bins differ by orders of magnitude.
 
     The encoding holds the common value (float32; float64 for float64 arrays), the number of elements sent of each bin,
     then each element's place in its bin and its sign, in as few whole bits as needed. If that is not smaller than the
@@ -45,7 +48,7 @@ class AdaComp(Streamed):
             raise ConfigurationError(f"adacomp needs a bin of 1 to 65536 elements, got {self.bin}; 50 is usual")
 
     contraction = True
-    """With delta of at least 1/(2d²) for d elements."""
+    """True, with delta of at least 1/(2d²) for d elements."""
 
     exact_size = False
     """The size depends on the data."""

@@ -24,7 +24,7 @@ SAMPLES = 128
 
 @dataclass(frozen=True)
 class AdaptiveThreshold(Counted):
-    """About `ratio`·d elements: every element whose magnitude reaches a threshold estimated from a sample.
+    """A threshold estimated from a sample, so that about `ratio`·d elements reach it.
 
     `sample`: the threshold is the magnitude that a fraction `ratio` of the sample reaches (Dryden et al. 2016 sample to
     find the threshold of a fixed proportion, separately for either sign, and send means; here one threshold serves both

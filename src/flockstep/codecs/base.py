@@ -75,6 +75,13 @@ class Codec(Component):
     def encode(self, array: FlatArray, random: np.random.Generator) -> Bytes:
         """Return the encoding of `array`, which does not change.
 
+        Args:
+            array: the array to encode, of any shape.
+            random: the generator for codecs with random choices.
+
+        Returns:
+            A flat array of uint8, of at most `wire_bytes` bytes.
+
         Raises:
             Diverged: the array contains a NaN or an infinity, which this codec cannot represent.
         """
@@ -82,6 +89,11 @@ class Codec(Component):
     @abstractmethod
     def decode(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         """Return the array of shape (size,) that `data` encodes.
+
+        Args:
+            data: what `encode` returned.
+            size: number of elements of the encoded array.
+            dtype: name of the encoded array's dtype.
 
         Raises:
             ProtocolError: `data` cannot be the encoding of `size` elements.

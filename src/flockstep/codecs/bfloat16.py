@@ -14,7 +14,7 @@ from flockstep.codecs.rounded import Rounded
 
 @dataclass(frozen=True)
 class Bfloat16(Rounded):
-    """Round to the nearest bfloat16, ties to even: 2 bytes per element, 8 significant bits, the range of float32.
+    """Rounding to the nearest bfloat16, ties to even: 2 bytes per element, 8 significant bits, the range of float32.
 
     Finite values beyond ±3.39e38 become ±3.39e38; infinities and NaN do not change. float64 is rounded to float32
     first. Arrays of float16 and bfloat16, which have 2 bytes per element already, are sent unchanged.
@@ -24,8 +24,8 @@ class Bfloat16(Rounded):
     whole: ClassVar[tuple[str, ...]] = ("float16", "bfloat16")
 
     def error_bound(self, array: FlatArray) -> float:
-        """Sum the squares of half a unit in the last place (2⁻⁸ of the element, at least 2⁻¹³⁴) or the excess over the
-        range.
+        """Return the sum of squares of half a unit in the last place (2⁻⁸ of the element, at least 2⁻¹³⁴) or of the
+        excess over the range.
         """
         if array.dtype.name in LARGEST:
             return 0.0

@@ -27,11 +27,11 @@ class Damped(Codec):
     def __post_init__(self) -> None:
         if self.codec.variance(1) is None:
             raise CompositionError(
-                f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use it as it is"
+                f"damped needs an unbiased codec whose variance has a bound, got {self.codec}; use it without damped"
             )
 
     contraction = True
-    """With delta = 1 / (1 + omega)."""
+    """True, with delta = 1 / (1 + omega)."""
 
     @property
     def exact_size(self) -> bool:

@@ -20,7 +20,7 @@ from flockstep.expression import searched
 
 @dataclass(frozen=True)
 class Dct(Codec):
-    """The `k` largest coefficients of the orthonormal DCT-II of every chunk (Peng, Quesnelle & Kingma 2024, section 3).
+    """DeMo's codec (Peng, Quesnelle & Kingma 2024, section 3): the `k` largest DCT-II coefficients of every chunk.
 
     Tensors of more than one dimension are matrices whose rows are their first dimension, cut into chunk × chunk blocks;
     others are cut into chunks of one row. As in the authors' code, a chunk's side is the largest divisor of the
@@ -38,7 +38,7 @@ class Dct(Codec):
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}; {usual} is usual")
 
     contraction = True
-    """With delta = k / (elements of a chunk), because the transform preserves norms (Parseval)."""
+    """True, with delta = k / (elements of a chunk), because the transform preserves norms (Parseval)."""
 
     def shapes_of(self, size: int) -> tuple[Shape, ...]:
         """Return the shapes of the tensors in an array of that size."""
@@ -103,7 +103,7 @@ class Dct(Codec):
             begin += t.wire_bytes(dtype)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Sum (1 - k / (elements of a chunk)) ||x||² over the tensors; the bound does not depend on the
+        """Return the sum of (1 - k / (elements of a chunk)) ‖x‖² over the tensors; the bound does not depend on the
         direction of x.
         """
         flat, total = array.reshape(-1).astype(np.float64), 0.0

@@ -16,7 +16,7 @@ STAGES = 4
 
 @dataclass(frozen=True)
 class Dgc(Largest):
-    """The `ratio`·d largest elements, found by a sample's threshold and re-selection (Lin et al. 2018, section 3).
+    """Deep gradient compression (Lin et al. 2018, section 3): the `ratio`·d largest elements, found by sampling.
 
     `warmup` is a number of steps: in its four quarters 25 %, 6.25 %, 1.5625 % and 0.4 % of the elements are sent
     (section 3.3: a sparsity of 75, 93.75, 98.4375 and 99.6 %), never fewer than `ratio`. For momentum correction and

@@ -14,7 +14,7 @@ from flockstep.codecs.rounded import Rounded
 
 @dataclass(frozen=True)
 class Half(Rounded):
-    """Round to the nearest IEEE float16: 2 bytes per element, 11 significant bits.
+    """Rounding to the nearest IEEE float16: 2 bytes per element, 11 significant bits.
 
     Finite values beyond ±65504 become ±65504; infinities and NaN do not change. Magnitudes below 2⁻²⁵ become zero.
     Rounding is deterministic, hence biased. It contracts any array of d elements whose largest magnitude lies in [2⁻²⁴,
@@ -26,8 +26,8 @@ class Half(Rounded):
     whole: ClassVar[tuple[str, ...]] = ("float16",)
 
     def error_bound(self, array: FlatArray) -> float:
-        """Sum the squares of half a unit in the last place (2⁻¹¹ of the element, at least 2⁻²⁵) or the excess over
-        ±65504.
+        """Return the sum of squares of half a unit in the last place (2⁻¹¹ of the element, at least 2⁻²⁵) or of the
+        excess over ±65504.
         """
         x = np.abs(array.astype(np.float64))
         off = np.maximum(np.maximum(x * 2.0**-11, 2.0**-25), x - LARGEST["float16"])

@@ -1,4 +1,4 @@
-"""Identity: the array's own bytes."""
+"""Identity: the array's own bytes, without compression."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Identity(Codec):
         return array
 
     def terms(self, data: Bytes, size: int, dtype: str) -> FlatArray:
-        """Return the whole array."""
+        """Return the whole array, all of which may be added up."""
         return self.decode(data, size, dtype)
 
     def error_bound(self, array: FlatArray) -> float:

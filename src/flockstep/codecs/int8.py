@@ -17,7 +17,7 @@ LEVELS = 127
 
 @dataclass(frozen=True)
 class Int8(Levels):
-    """q = round(x / absmax * 127) in 8 bits, absmax being the largest magnitude of a block (Dettmers et al. 2022, §2).
+    """8-bit blocks (Dettmers et al. 2022, §2): q = round(x / absmax * 127), absmax being a block's largest magnitude.
 
     Rounding to the nearest changes an element by at most absmax / 254; `stochastic` rounds up or down at random, so
     that the mean is preserved. 8 + 32 / block bits per element.
@@ -51,7 +51,9 @@ class Int8(Levels):
         return found
 
     def variance(self, size: int) -> float | None:
-        """b / 254² with stochastic rounding: an element's variance is at most (absmax / 127)² / 4. None without."""
+        """Return b / 254² with stochastic rounding: an element's variance is at most (absmax / 127)² / 4. None
+        without.
+        """
         return min(size, self.block) / (4 * LEVELS**2) if self.stochastic else None
 
     def error_bound(self, array: FlatArray) -> float:

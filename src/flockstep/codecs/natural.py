@@ -17,7 +17,7 @@ TOP = {"float32": 127, "float64": 1023}
 
 @dataclass(frozen=True)
 class Natural(Quantiser):
-    """sign(x) 2^⌊log₂|x|⌋ or the power above, so that the mean is preserved (Horváth et al. 2019, definition 2.1).
+    """Natural compression (Horváth et al. 2019, definition 2.1): sign(x) times a power of two next to |x|, at random.
 
     Sign and exponent take 9 bits per element, 12 for float64. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero do
     not change. Magnitudes beyond 2^127 (2^1023 for float64) become that power, and subnormal magnitudes become zero or
@@ -25,10 +25,10 @@ class Natural(Quantiser):
     """
 
     unbiased = True
-    """For magnitudes up to the largest power of two."""
+    """True, for magnitudes up to the largest power of two."""
 
     contraction = True
-    """With delta = 7/8."""
+    """True, with delta = 7/8."""
 
     def coded_bytes(self, size: int, dtype: str) -> int:
         return size + (size * (4 if dtype == "float64" else 1) + 7) // 8
@@ -56,7 +56,7 @@ class Natural(Quantiser):
         self.require(top <= self._top(dtype), size, dtype)
 
     def variance(self, size: int) -> float | None:
-        """1/8."""
+        """Return omega = 1/8, for any size."""
         return 1 / 8
 
     def error_bound(self, array: FlatArray) -> float:

@@ -18,7 +18,8 @@ from flockstep.codecs.quantiser import Quantiser, computed_in, scale_dtype
 
 @dataclass(frozen=True)
 class OneBit(Quantiser):
-    """x ≥ 0 becomes the mean of all such elements, x < 0 the mean of the others (Seide et al. 2014, section 2.2).
+    """1-bit SGD (Seide et al. 2014, section 2.2): x ≥ 0 becomes the mean of all such elements, x < 0 that of the
+    others.
 
     Each column of a matrix has its own two means; any other tensor, and an array whose tensors are unknown, has two
     means. The sum of either side is preserved. Use residual feedback: without it, what an encoding leaves out is lost.
@@ -26,7 +27,7 @@ class OneBit(Quantiser):
     """
 
     contraction = True
-    """Of the side with the larger sum, the means preserve at least ||x||² / d."""
+    """True, with delta = 1/d for d elements: the two means preserve at least ‖x‖² / d."""
 
     def columns(self, size: int) -> int:
         """Return the number of groups of elements that have their own means."""

@@ -20,7 +20,7 @@ from flockstep.expression import searched
 
 @dataclass(frozen=True)
 class PowerSgd(Codec):
-    """One step of subspace iteration from a random start (Vogels, Karimireddy & Jaggi 2019, section 3).
+    """PowerSGD (Vogels, Karimireddy & Jaggi 2019, section 3): one step of subspace iteration from a random start.
 
     Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension. With Gaussian Ω, P
     ← orthonormal(M Ω) and Q ← Mᵀ P are sent, `rank`(n + m) elements of float32 (float64 for float64 arrays), and decode
@@ -35,7 +35,7 @@ class PowerSgd(Codec):
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
 
     contraction = True
-    """With delta = rank / min(n, m), in the mean over Ω."""
+    """True, with delta = rank / min(n, m), in expectation over Ω."""
 
     def layout(self, size: int, dtype: str) -> LowRank:
         """Return the layout of the factors for an array of the given size and dtype."""
@@ -108,10 +108,10 @@ class PowerSgd(Codec):
         return *found, [dense[a:b] for a, b in pairwise(starts)]
 
     def error_bound(self, array: FlatArray) -> float:
-        """Return (1 - rank / min(n, m)) ||M||² for every matrix, in the mean over Ω.
+        """Return (1 - rank / min(n, m)) ‖M‖² for every matrix, in expectation over Ω.
 
-        A Gaussian column captures 1/rank(M) of the energy in the mean, because it weighs directions by their singular
-        values. The remainder has one direction less, and the next column captures its fraction of that.
+        In expectation a Gaussian column captures 1/rank(M) of the energy, because it weighs directions by their
+        singular values. The remainder has one direction less, and the next column captures its fraction of that.
         """
         flat, total = array.reshape(-1).astype(np.float64), 0.0
         for m in self.layout(len(flat), array.dtype.name).matrices:

@@ -17,7 +17,7 @@ from flockstep.expression import searched
 
 @dataclass(frozen=True)
 class Qsgd(Levels):
-    """||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded up or down so that the mean is kept (Alistarh et al. 2017, §3).
+    """QSGD (Alistarh et al. 2017, §3): ||x|| sign(x) ξ / s, ξ being s|x| / ||x|| rounded at random with the mean kept.
 
     One norm per `bucket` of elements, and the integers -s..s in the fewest whole bits that hold them; s is `levels`.
     E||C(x) - x||² ≤ min(d / s², √d / s) ||x||² with d elements in a bucket (lemma 3.1).
@@ -33,7 +33,7 @@ class Qsgd(Levels):
             raise ConfigurationError(f"qsgd needs a bucket that is a multiple of 8, got {self.bucket}; 512 is usual")
 
     unbiased = True
-    """Because the rounding is stochastic."""
+    """True, because the rounding is stochastic."""
 
     @property
     def contraction(self) -> bool:
@@ -49,7 +49,7 @@ class Qsgd(Levels):
         return found
 
     def variance(self, size: int) -> float | None:
-        """min(d / s², √d / s)."""
+        """Return omega = min(d / s², √d / s) for d elements in a bucket."""
         d = min(size, self.bucket)
         return min(d / self.levels**2, math.sqrt(d) / self.levels)
 

@@ -131,7 +131,7 @@ class Quantiser(Codec):
         """
         if not sound:
             name = registry.name_of(type(self))
-            raise ProtocolError(f"{name} got scales or codes that cannot be for {size} {dtype}")
+            raise ProtocolError(f"{name} got scales or codes that are impossible for {size} {dtype}")
 
     def _check_length(self, data: Bytes, size: int, dtype: str) -> None:
         wanted = self.wire_bytes(size, dtype)

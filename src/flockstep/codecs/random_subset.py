@@ -21,7 +21,7 @@ SEED_BYTES = 8
 
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """k = `ratio`·d elements, at least one, each subset as likely (Stich, Cordonnier & Jaggi 2018, definition 2.2).
+    """Random-k (Stich, Cordonnier & Jaggi 2018, definition 2.2): `ratio`·d elements, at least one, drawn uniformly.
 
     The encoding holds the seed, 8 bytes, and the values. The seed follows from the step of the run and is the same for
     all senders, so that the sum of encodings is the encoding of the sum; if values are rounded at random, every sender
@@ -57,12 +57,12 @@ class RandomK(Sparsifier):
         return self.values.lossless or not self.values.unbiased
 
     def variance(self, size: int) -> float | None:
-        """d/k - 1 if `scaled`, more with the variance of the values; None otherwise."""
+        """Return d/k - 1 if `scaled`, more with the variance of the values; None otherwise."""
         more = self.values.variance(self.count(size)) if not self.values.lossless else 0.0
         return self.factor(size) * (1 + more) - 1 if self.unbiased and more is not None else None
 
     def factor(self, size: int) -> float:
-        """d/k if `scaled`, otherwise 1."""
+        """Return d/k if `scaled`, otherwise 1."""
         return size / self.count(size) if self.scaled and size else 1.0
 
     def count(self, size: int) -> int:
@@ -96,7 +96,7 @@ class RandomK(Sparsifier):
         return self.values.terms(data[SEED_BYTES:], self.count(size), dtype)
 
     def left_out(self, array: FlatArray) -> float:
-        """||x||², whichever elements are chosen; if `scaled`, (d/k - 1) ||x||² in the mean over seeds."""
+        """Return ‖x‖², whichever elements are chosen; if `scaled`, (d/k - 1) ‖x‖² in expectation over seeds."""
         return super().left_out(array) * (self.factor(array.size) - 1 if self.scaled else 1)
 
     def error_bound(self, array: FlatArray) -> float:

@@ -18,7 +18,7 @@ from flockstep.codecs.quantiser import Quantiser
 
 @dataclass(frozen=True)
 class Sign(Quantiser):
-    """(||x||₁ / d) sign(x), a scale for every tensor of d elements (Karimireddy et al. 2019, algorithm 2).
+    """signSGD with a scale (Karimireddy et al. 2019, algorithm 2): (||x||₁ / d) sign(x) for every tensor of d elements.
 
     ||C(x) - x||² = (1 - ||x||₁² / (d ||x||²)) ||x||². With `scaled` false only ±1 is sent, as in signSGD (Bernstein et
     al. 2018). The sign of zero is +1. d + 32 bits if scaled, otherwise d bits.
@@ -70,7 +70,7 @@ class Sign(Quantiser):
         kernels.of(data).add_signs(data[self._head(len(out), dtype) :], high, -high, out)
 
     def error_bound(self, array: FlatArray) -> float:
-        """||x||² - ||x||₁² / d, the exact error; without a scale the sum of (|x| - 1)²."""
+        """Return ‖x‖² - ‖x‖₁² / d, the exact error; without a scale the sum of (|x| - 1)²."""
         x = np.abs(array.reshape(-1).astype(np.float64))
         if not self.scaled:
             return float(np.sum(np.square(x - 1)))

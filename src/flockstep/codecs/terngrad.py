@@ -22,7 +22,7 @@ WHOLE = 1 << 62
 
 @dataclass(frozen=True)
 class TernGrad(Levels):
-    """s sign(x) b, b being 1 with probability |x| / s, s = max|x| of the tensor (Wen et al. 2017, §3).
+    """TernGrad (Wen et al. 2017, §3): s sign(x) b with s = max|x| of the tensor, b being 1 with probability |x| / s.
 
     Magnitudes are first cut off at `clip` times the standard deviation; inf does not cut. The deviation is about zero,
     the mean that the paper's argument assumes: about its own mean, a constant tensor would have deviation zero and be
@@ -38,7 +38,7 @@ class TernGrad(Levels):
 
     @property
     def unbiased(self) -> bool:
-        """Whether nothing is cut off."""
+        """Whether no magnitude is cut off."""
         return math.isinf(self.clip)
 
     def grid(self) -> tuple[int, int, bool]:
@@ -55,11 +55,13 @@ class TernGrad(Levels):
         return scale
 
     def variance(self, size: int) -> float | None:
-        """(√d - 1) / 2 if nothing is cut off, the maximum of max|x| ||x||₁ / ||x||² - 1; otherwise None."""
+        """Return (√d - 1) / 2 if nothing is cut off, the maximum of max|x| ‖x‖₁ / ‖x‖² - 1; otherwise None."""
         return (math.sqrt(size) - 1) / 2 if self.unbiased and size else 0.0 if self.unbiased else None
 
     def error_bound(self, array: FlatArray) -> float:
-        """Sum c (s - c), c being an element's magnitude after the cut, and the squares of what was cut off."""
+        """Return the sum of c (s - c), c being an element's magnitude after the cut, and of the squares of what was cut
+        off.
+        """
         if self.as_it_is(array.size, kernels.name_of(array)):
             return 0.0
         x = np.abs(array.reshape(-1).astype(np.float64))

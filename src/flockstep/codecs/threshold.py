@@ -55,7 +55,7 @@ class Counted(Sparsifier):
 
 @dataclass(frozen=True)
 class Threshold(Counted):
-    """Every element with |x| > `t`, or the largest if there is none, so that every message contains something.
+    """A fixed threshold: every element with |x| > `t`, or the largest element if there is none.
 
     Strom (2015) sends the elements beyond a fixed threshold as ±t; here their values are sent, as in Aji & Heafield
     (2017). Sending the largest element is an addition to both: with it, the codec contracts every array, with delta of
@@ -67,7 +67,7 @@ class Threshold(Counted):
 
     def __post_init__(self) -> None:
         if not 0 <= self.t < float("inf"):
-            raise ConfigurationError(f"threshold needs a finite t from 0, got {self.t}; 0.001 sends all above it")
+            raise ConfigurationError(f"threshold needs a finite t >= 0, got {self.t}; 0.001 sends all above it")
 
     def choose(self, array: FlatArray, random: np.random.Generator) -> tuple[Bytes, Indices]:
         """Choose the elements beyond t, or the largest if there is none."""

@@ -1,4 +1,4 @@
-"""Top-k: the largest elements."""
+"""Top-k: the elements of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Largest(Sparsifier):
         return indices, head
 
     def left_out(self, array: FlatArray) -> float:
-        """(1 - k/d) ||x||² for every bucket; with a sample, at least floor(0.8 k) elements are certain, so that
-        replaces k.
+        """Return (1 - k/d) ‖x‖² for every bucket; with a sample, only floor(0.8 k) elements are certain, which replace
+        k.
         """
         squares = np.square(array.reshape(-1).astype(np.float64))
         step = self.bucket or max(1, len(squares))
@@ -90,7 +90,7 @@ class Largest(Sparsifier):
 
 @dataclass(frozen=True)
 class TopK(Largest):
-    """The `ratio`·d elements of the largest magnitude, at least one; of equal elements, the first.
+    """Top-k: the `ratio`·d elements of the largest magnitude, at least one; of equal elements, the first.
 
     With `sampled`, the threshold is estimated from a sample, repeatedly from the same sample until 0.8 to 1.3 times as
     many elements exceed it as wanted; the largest of these are sent (as in the code published with Lin et al. 2018),
@@ -144,7 +144,9 @@ def check_ratio(name: str, ratio: float) -> None:
         ConfigurationError: the ratio does not.
     """
     if not 0 < ratio <= 1:
-        raise ConfigurationError(f"{name} needs a ratio above 0 and up to 1, got {ratio}; 0.01 sends one of a hundred")
+        raise ConfigurationError(
+            f"{name} needs a ratio above 0 and up to 1, got {ratio}; 0.01 sends one element in a hundred"
+        )
 
 
 def wanted(ratio: float, size: int) -> int:

@@ -72,9 +72,9 @@ class Auto(Collective):
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """As of the collective chosen for elements of four bytes."""
+        """Return the elements sent by the collective chosen for elements of four bytes."""
         return self.choose(workers, 4 * size).sent_elements(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """As of the collective chosen for an empty array."""
+        """Return the rounds of the collective chosen for an empty array."""
         return self.choose(workers, 0).rounds(workers)

@@ -27,9 +27,9 @@ class BinomialTree(Collective):
         return costs.tree(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Each node sends K elements to its parent and K to each of its children."""
+        """Return the elements sent: each node sends K to its parent and K to each of its children."""
         return (len(children(rank, workers)) + (rank > 0)) * size
 
     def rounds(self, workers: int) -> int:
-        """2 ⌈log2 P⌉."""
+        """Return 2 ⌈log2 P⌉: the depth of the tree, up and down."""
         return 2 * costs.halvings(workers)

@@ -42,7 +42,7 @@ class Link:
 
 
 def doublings(workers: int) -> int:
-    """Return ⌊log2 P⌋."""
+    """Return ⌊log2 P⌋, the exponent of the largest power of two up to P."""
     return workers.bit_length() - 1
 
 
@@ -52,7 +52,7 @@ def halvings(workers: int) -> int:
 
 
 def tree(workers: int, nbytes: float, link: Link) -> float:
-    """2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ if P is not a power
+    """Return 2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ if P is not a power
     of two.
     """
     return 2 * halvings(workers) * link.message(nbytes)
@@ -69,12 +69,12 @@ def butterfly(workers: int, nbytes: float, link: Link) -> float:
 
 
 def pipeline(workers: int, nbytes: float, link: Link) -> float:
-    """2 L (P-1) + 2 m G (P-1)/P: a ring of chunks."""
+    """Return 2 L (P-1) + 2 m G (P-1)/P: a ring of chunks."""
     return 2 * (workers - 1) * link.message(nbytes / workers)
 
 
 def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
-    """2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more if P is not a power of two."""
+    """Return 2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more if P is not a power of two."""
     rounds, power = doublings(workers), 1 << doublings(workers)
     share = nbytes * (power - 1) / power
     moved = 2 * (rounds * link.message(0) + share * link.per_byte)
@@ -82,7 +82,7 @@ def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
 
 
 def lower_bound(workers: int, nbytes: float, link: Link) -> float:
-    """L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
+    """Return L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
 
 

@@ -36,7 +36,7 @@ def trees(workers: int, rank: int) -> tuple[Node, Node]:
 
 @dataclass(frozen=True)
 class DoubleTree(Collective):
-    """Double binary tree (Sanders, Speck & Träff 2009; NCCL 2.4: Jeaugey 2019).
+    """Double binary tree (Sanders, Speck & Träff 2009; NCCL 2.4: Jeaugey 2019): half of the array along each tree.
 
     Each half of the array is reduced to the root of its own tree and broadcast from there, in `chunks` pipelined
     chunks. An inner rank of one tree is a leaf of the other, so that no network card carries more than K elements up
@@ -79,13 +79,13 @@ class DoubleTree(Collective):
         return 2 * (depth * link.latency + min(2, workers - 1) * (self.chunks + depth - 1) * piece)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """Half of K to the parent and to each child, in both trees."""
+        """Return the elements sent: half of K to the parent and to each child, in both trees."""
         halves = [part.stop - part.start for part in slices(size, 2)]
         links = [len(place.children) + (place.parent is not None) for place in trees(workers, rank)]
         return sum(half * count for half, count in zip(halves, links, strict=True))
 
     def rounds(self, workers: int) -> int:
-        """2 ⌊log2 P⌋: up and down."""
+        """Return 2 ⌊log2 P⌋: the depth of the trees, up and down."""
         return 2 * costs.doublings(workers)
 
 

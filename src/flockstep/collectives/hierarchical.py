@@ -17,7 +17,7 @@ INNER = Ring()
 
 @dataclass(frozen=True)
 class HierarchicalCollective(Collective):
-    """Two-level all-reduce (Jia et al. 2018; NCCL and Horovod name it hierarchical).
+    """Two-level all-reduce (Jia et al. 2018; hierarchical in NCCL and Horovod): inside groups, and between groups.
 
     A group is `group` consecutive ranks, r in what follows. Each group reduce-scatters around a ring; the workers that
     hold the same share, one of each group, sum it with `outer`; then each group gathers the shares around the ring.
@@ -52,7 +52,9 @@ class HierarchicalCollective(Collective):
             me.send(me.rank + r, "unfold", array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """A ring of r workers, plus an all-reduce of m/r over n/r groups; for folding 2 L + (2 + 1/r) m G more."""
+        """Return the time of a ring of r workers and of an all-reduce of m/r over n/r groups; for folding 2 L + (2 +
+        1/r) m G more.
+        """
         r, full = self._grid(workers)
         folds = 2 * link.message(nbytes) + link.occupied(nbytes / r) if full < workers else 0
         return INNER.cost(r, nbytes, link) + self.outer.cost(full // r, nbytes / r, link) + folds
@@ -67,7 +69,7 @@ class HierarchicalCollective(Collective):
         return INNER.sent_elements(r, size, rank % r) + outer + folded * size
 
     def rounds(self, workers: int) -> int:
-        """The rounds of both levels, and two for folding."""
+        """Return the rounds of both levels, and two more for folding."""
         r, full = self._grid(workers)
         return INNER.rounds(r) + self.outer.rounds(full // r) + 2 * (full < workers)
 

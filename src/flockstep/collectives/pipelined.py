@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Pipelined(Collective):
-    """Reduce along the chain 0, 1, …, n-1 and broadcast back, in `chunks` pipelined chunks.
+    """A pipelined chain: reduce along 0, 1, …, n-1 and broadcast back, in `chunks` chunks.
 
     The sum is taken in order of rank, as in a loop over the workers. 2(n-1)K elements over all workers, at most 2K
     each. The last rank sends back once it has all chunks: otherwise earlier chunks on their way back would compete with
@@ -40,15 +40,15 @@ class Pipelined(Collective):
                 me.send(me.rank - 1, "down", chunk)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 for a single worker."""
+        """Return 2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 for a single worker."""
         if workers == 1:
             return 0.0
         return 2 * ((workers - 1) * link.latency + (workers - 2 + self.chunks) * link.occupied(nbytes / self.chunks))
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """K up for all ranks but the last, and K down for all ranks but the first."""
+        """Return the elements sent: K up for all ranks but the last, and K down for all ranks but the first."""
         return size * ((rank < workers - 1) + (rank > 0))
 
     def rounds(self, workers: int) -> int:
-        """2 (P-1)."""
+        """Return 2 (P-1): the length of the chain, up and down."""
         return 2 * (workers - 1)

@@ -48,17 +48,19 @@ class Rabenseifner(Collective):
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 log2 P messages, each of the two phases carrying (P-1)/P of the array; more with folding."""
+        """Return the time of 2 log2 P messages, each of the two phases carrying (P-1)/P of the array; more with
+        folding.
+        """
         return costs.halving_doubling(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """The halves given away, once the halves kept, and the arrays folded."""
+        """Return the elements of the halves given away, of the halves kept (sent once), and of the arrays folded."""
         halves = _halvings(workers, size, rank)
         inner = sum(int(given.stop - given.start + kept.stop - kept.start) for _, kept, given in halves)
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """2 ⌊log2 P⌋, and two more if P is not a power of two."""
+        """Return 2 ⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 2)
 
 

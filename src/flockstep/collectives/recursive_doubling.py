@@ -39,16 +39,16 @@ class RecursiveDoubling(Collective):
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """log2 P messages of the whole array; more with folding."""
+        """Return the time of log2 P messages of the whole array; more with folding."""
         return costs.butterfly(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """K log2 P, and the arrays folded."""
+        """Return K log2 P, and the elements of the arrays folded."""
         inner = costs.doublings(workers) * size if rank < 1 << costs.doublings(workers) else 0
         return inner + sent_in_folds(workers, size, rank)
 
     def rounds(self, workers: int) -> int:
-        """⌊log2 P⌋, and two more if P is not a power of two."""
+        """Return ⌊log2 P⌋, and two more if P is not a power of two."""
         return rounds_with_folds(workers, 1)
 
 

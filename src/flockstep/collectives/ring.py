@@ -13,7 +13,7 @@ from flockstep.transports.shared_group import ring_pieces
 
 @dataclass(frozen=True)
 class Ring(Collective):
-    """All-reduce on a ring (Patarasuk & Yuan 2009; Baidu 2017).
+    """All-reduce on a ring (Patarasuk & Yuan 2009; Baidu 2017): 2(n-1) chunks of about K/n elements per worker.
 
     Each worker sends 2(n-1) chunks of about K/n elements, 2(n-1)K elements over all workers; a chunk of more than 1 MiB
     is sent in several messages. Chunk c is summed once, in the order c, c+1, …, c-1 of ranks, so that all workers end
@@ -55,17 +55,17 @@ class Ring(Collective):
         return slices(size, workers)[(rank + 1) % workers]
 
     def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
-        """2 (P-1) messages of a P-th of the array."""
+        """Return the time of 2 (P-1) messages of a P-th of the array."""
         return costs.pipeline(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:
-        """2K minus the two chunks that the rank never sends; 0 for a single worker."""
+        """Return 2K minus the two chunks that the rank never sends; 0 for a single worker."""
         chunks = [part.stop - part.start for part in slices(size, workers)]
         spared = chunks[(rank + 1) % workers] + chunks[(rank + 2) % workers]
         return 2 * size - spared if workers > 1 else 0
 
     def rounds(self, workers: int) -> int:
-        """2 (P-1)."""
+        """Return 2 (P-1): P-1 rounds of reduce-scatter and P-1 of all-gather."""
         return 2 * (workers - 1)
 
 

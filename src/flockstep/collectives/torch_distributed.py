@@ -107,7 +107,7 @@ class TorchDistributed(Collective):
         meeting = me.rendezvous
         if meeting is None:
             raise CompositionError(
-                f"{self} needs workers in processes of their own, as flockstep train and launch start them; in virtual "
+                f"{self} needs workers in separate processes, as flockstep train and launch start them; in virtual "
                 f"time use ring, which costs the same"
             )
         if self.backend not in meeting.held:

@@ -1,1 +1,1 @@
-"""The public communicator: named arrays from any rank to any other, requests, windows, collectives, from any thread."""
+"""The public communicator: named arrays between any ranks, requests, windows and collectives, from any thread."""

@@ -1,4 +1,4 @@
-"""What the calls of a communicator are made of: how a thread has the engine do something, and waits for it."""
+"""The base of a communicator's calls: how a thread submits work to the engine, and waits for its end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flockstep.messages import Array, Message
 T = TypeVar("T")
 E = TypeVar("E", bound=Encoded)
 LONGEST_NAME = 200
-"""Characters of a name."""
+"""Maximum number of characters of a name."""
 
 
 class Calls:
-    """What all calls of a communicator have in common."""
+    """The base of all calls of a communicator."""
 
     rank: int
-    """This process's number, from 0."""
+    """This process's rank, from 0."""
     workers: int
-    """How many there are."""
+    """Number of ranks in the run."""
     max_bytes: int
-    """The size in bytes of the largest array that travels."""
+    """Size in bytes of the largest array that may be sent."""
 
     def __init__(self, engine: ProgressEngine, max_bytes: int):
         self.rank, self.workers, self.max_bytes = engine.node.rank, engine.node.workers, max_bytes
@@ -39,46 +39,63 @@ class Calls:
         self._uses: Counter[str] = Counter()
         self._memories: dict[str, Any] = {}
         self._holders: dict[str, Callable[[], bool]] = {}
-        """Tag of a window → whether the calling thread holds that window."""
+        """Tag of a window → function that says whether the calling thread holds that window."""
         self._sums: dict[int, Callable[[int, float | None], None]] = {}
-        """Id of a shared array → what replaces it by the sum, divided, within a timeout."""
+        """Id of a shared array → function that replaces the array by the sum, divided by a number, within a timeout."""
 
     def check_rank(self, rank: int) -> None:
-        """Raise `ConfigurationError` unless there is such a rank."""
+        """Check that there is a rank of that number.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
         if not 0 <= rank < self.workers:
             raise ConfigurationError(f"a rank must be one of 0..{self.workers - 1}, got {rank!r}")
 
     def packet(self, array: Any, codec: str | Codec | None, use: str = "") -> Packet:
-        """A copy of the array as it is now, encoded if asked; `use` is what the codec's steps are counted under."""
+        """Return a copy of the array as it is now, encoded if a codec is given.
+
+        Args:
+            array: the array to send.
+            codec: the codec, or None.
+            use: the name under which the codec's steps are counted.
+        """
         given, chosen = checked(array, self.max_bytes), codec_of(codec)
         return packed(given, chosen, 0 if chosen is None else self._count(use), self._random)
 
     def packet_or_nothing(
         self, array: Any, codec: str | Codec | None, kind: type[E], use: str = ""
     ) -> tuple[Array | None, E]:
-        """The same as an array and a note of that kind, or no array."""
+        """As `packet`, but return the array and a note of the given kind; without an array, None and an empty note."""
         if array is None:
             return None, kind()
         packet = self.packet(array, codec, use)
         return packet.data, packet.note.within(kind)
 
     def post(self, to: int, tag: str, array: Array, note: Encoded, closing: bool = False) -> None:
-        """Send a message; `closing` says that a rank which only answers still takes it.
+        """Send a message.
+
+        Args:
+            to: the receiver's rank.
+            tag: the message's tag.
+            array: the flat array to send.
+            note: the note that describes the array.
+            closing: whether a rank that is closing, and only answers, still accepts the message.
 
         Raises:
-            PeerLost: the rank has left, or is dead.
+            PeerLost: the rank has left or died.
         """
         self.require_open()
         node = self._engine.node
         if to in node.departed or (to in node.leaving and not closing):
-            raise PeerLost(f"{node.end_of(to)}; worker {self.rank} has something for it")
+            raise PeerLost(f"{node.end_of(to)}; worker {self.rank} has a message for it")
         self._engine.post(to, array.nbytes, lambda: node.send(to, tag, array, note))
 
     def asked(self, to: int, tag: str, array: Array | None, note: Encoded, timeout: float | None, what: str) -> Message:
-        """Send a request and wait for the reply.
+        """Send a request, and return the reply.
 
         Raises:
-            RunError: the one who was asked says what went wrong.
+            RunError: the rank that was asked answered with an error.
         """
         message = self.run(lambda me: me.ask(to, tag, array, note), timeout, what)
         if message.note.error:
@@ -86,12 +103,12 @@ class Calls:
         return message
 
     def run(self, program: Callable[[Rank], Awaitable[T]], timeout: float | None, what: str) -> T:
-        """Run a program on the engine's thread, and wait for its end."""
+        """Run a program on the engine's thread, and return its result."""
         self.require_open()
         return self._engine.wait(self._engine.start(program), timeout, what)
 
     def together(self, name: str, what: str, program: Callable[[Rank], Awaitable[T]], timeout: float | None) -> T:
-        """The same for a program in which every rank takes part; those of one name are told apart by their order."""
+        """As `run`, for a program in which every rank takes part; calls of the same name are matched by their order."""
         self.require_open()
         with self._lock:
             self._uses[f"call {name}"] += 1
@@ -100,36 +117,48 @@ class Calls:
         return self._engine.wait(future, timeout, what)
 
     def gone(self) -> set[int]:
-        """The ranks that will give nothing more: they have left, are about to, or are dead."""
+        """Return the ranks that will send no more arrays: they have left, are closing, or have died."""
         return {rank for rank in range(self.workers) if self._engine.node.gone(rank)}
 
     def require_here(self, rank: int) -> None:
-        """Raise `PeerLost` if that rank is dead, or has closed its communicator and so have all others."""
+        """Check that the window of a rank can be reached.
+
+        Raises:
+            PeerLost: the rank has died, or all ranks have closed their communicators.
+        """
         if rank in self._engine.node.departed:
             raise PeerLost(f"{self.end_of(rank)}; worker {self.rank} wants to reach its window")
 
     def end_of(self, rank: int) -> str:
-        """How a rank that is gone went."""
+        """Return a text that says how a rank ended."""
         return self._engine.node.end_of(rank)
 
     def book(self, sent: int, received: int, messages: int) -> None:
-        """Put on the record what took the place of so many bytes in so many messages each way."""
+        """Record the bytes and messages that an exchange through shared memory replaced, in each direction."""
         self._engine.ask(lambda: self._engine.runner.account.traffic.moved(sent, received, messages))
 
     def forget(self, tag: str) -> None:
-        """The name of the window with that tag is free again."""
+        """Free the name of the window with the given tag."""
         self._engine.node.forget(tag)
         with self._lock:
             self._holders.pop(tag, None)
 
     def require_open(self) -> None:
-        """Raise what has ended this communicator, or as `require_free`."""
+        """Check that the communicator works and that this thread may call it.
+
+        Raises:
+            FlockstepError: the error that ended the communicator, or that of `require_free`.
+        """
         if self._engine.failure is not None:
             raise self._engine.failure
         self.require_free()
 
     def require_free(self) -> None:
-        """Raise `ConfigurationError` if the calling thread holds a window, for which all that it calls would wait."""
+        """Check that the calling thread holds no window.
+
+        Raises:
+            ConfigurationError: the thread holds one, so that any call would wait for the thread itself.
+        """
         if any(held() for held in list(self._holders.values())):
             raise ConfigurationError(
                 "a window's local() is held here, for which others wait; leave its with block first"
@@ -146,10 +175,10 @@ class Calls:
 
 
 def named(name: str) -> str:
-    """The name itself.
+    """Return the name.
 
     Raises:
-        ConfigurationError: it is too long.
+        ConfigurationError: the name is too long.
     """
     if len(name) > LONGEST_NAME:
         raise ConfigurationError(f"a name has at most {LONGEST_NAME} characters, got {len(name)}; use a shorter one")

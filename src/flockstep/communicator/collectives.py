@@ -1,4 +1,4 @@
-"""The calls that all ranks make together; strategies' collectives run under them, on the rank as on any group."""
+"""The calls that all ranks make together, built on the same collectives as the strategies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Collectives(Calls):
-    """The calls that all ranks make together, in the same order; those in several threads at once need names."""
+    """The calls that all ranks make together, in the same order; calls from several threads at once need names."""
 
     def all_reduce(
         self,
@@ -40,15 +40,24 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array:
-        """The sum (or mean) over all ranks, the same in every bit on all of them; a new array, or `out`.
+        """Return the sum (or mean) over all ranks, the same in every bit on all ranks, in a new array or in `out`.
 
-        `out` may be `array` itself; one made by `shared` is then added up where it lies. What a codec leaves out is
-        kept by the feedback, for the next call of that name with an array of that shape.
+        Args:
+            array: this rank's array, of any shape; the same shape and dtype on all ranks.
+            collective: the algorithm, as an expression such as "ring".
+            codec: the codec to encode arrays with, or None.
+            feedback: what happens to the values that the codec drops; the feedback's memory serves the next call of the
+                same name, with an array of the same shape.
+            average: whether to divide the sum by the number of ranks.
+            out: the array for the result. It may be `array` itself; an array made by `shared` is then summed in place.
+            name: a name that matches calls of several threads.
+            timeout: seconds to wait for the other ranks; None for no limit.
 
         Raises:
-            CompositionError: the feedback would diverge with that codec.
-            PeerLost: a rank has left, or is dead.
-            TimedOut: the others did not come within `timeout` seconds.
+            CompositionError: the feedback would diverge with the codec.
+            ConfigurationError: ranks call different collectives, or with arrays of different shapes or dtypes.
+            PeerLost: a rank has left or died.
+            TimedOut: the other ranks did not call within `timeout` seconds.
         """
         given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
         sum_up = self._sums.get(id(array)) if out is array and chosen is None and by == Ring() else None
@@ -79,7 +88,7 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array | None:
-        """The sum over all ranks, on rank `to`; None on the others. Raises as `all_reduce`."""
+        """Return the sum over all ranks on rank `to`, and None on the others. Raises the errors of `all_reduce`."""
         self.check_rank(to)
         given, by, chosen = checked(array, self.max_bytes), Collective.parse(collective), codec_of(codec)
         what = f"reduce to worker {to} of {_described(given)} by {by}{_by(chosen)}"
@@ -95,9 +104,9 @@ class Collectives(Calls):
     def reduce_scatter(
         self, array: Any, codec: str | Codec | None = None, name: str = "", timeout: float | None = None
     ) -> Array:
-        """The rank-th of n slices of the flat sum over all ranks, their lengths differing by at most one.
+        """Return the rank-th of n slices of the flat sum over all ranks, with lengths that differ by at most one.
 
-        Every slice goes to the one who adds it up, in order of rank. Raises as `all_reduce`.
+        Every rank sends each slice to the rank that sums it, in order of rank. Raises the errors of `all_reduce`.
         """
         given, chosen = checked(array, self.max_bytes), codec_of(codec)
         flat = given.reshape(-1)
@@ -115,9 +124,10 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array:
-        """The array of rank `source`, on every rank as it is or as decoded; the others need not give one.
+        """Return the array of rank `source` on every rank, decoded if a codec is given; other ranks need not give an
+        array.
 
-        Raises as `all_reduce`.
+        Raises the errors of `all_reduce`.
         """
         self.check_rank(source)
         packet = self.packet(array, codec, f"broadcast {name}") if self.rank == source else None
@@ -128,7 +138,9 @@ class Collectives(Calls):
     def all_gather(
         self, array: Any, codec: str | Codec | None = None, name: str = "", timeout: float | None = None
     ) -> list[Array]:
-        """The arrays of all ranks, in order of rank; they may differ in shape and dtype. Raises as `all_reduce`."""
+        """Return the arrays of all ranks, in order of rank; shapes and dtypes may differ. Raises the errors of
+        `all_reduce`.
+        """
         packet = self.packet(array, codec, f"all_gather {name}")
         messages = self.together(name, "all_gather", lambda me: _all_gather(me, packet), timeout)
         return [unpacked(message, self.max_bytes) for message in messages]
@@ -141,12 +153,14 @@ class Collectives(Calls):
         name: str = "",
         timeout: float | None = None,
     ) -> Array:
-        """Row r of W times the arrays of all ranks: the weighted mean over this rank r and those it hears from.
+        """Return the weighted mean of the arrays of this rank r and its neighbors: row r of W times the arrays of all
+        ranks.
 
-        W is the topology's; of one that changes, the calls of one name go through its period. Only what others
-        send is encoded. Raises as `all_reduce`.
+        W is the topology's mixing matrix; with a topology that changes, successive calls of the same name go through
+        its period. The codec applies to what other ranks send, not to this rank's own array. Raises the errors of
+        `all_reduce`.
         """
-        from flockstep.topologies.base import Topology  # loads networkx, which supervisors do without
+        from flockstep.topologies.base import Topology  # loads networkx, which supervisors do not need
 
         given, graph, rank = checked(array, self.max_bytes), Topology.parse(topology), self.rank
         _require_real(given)
@@ -161,15 +175,19 @@ class Collectives(Calls):
         return _mixed(given, weights, rank, arrays)
 
     def barrier(self, name: str = "", timeout: float | None = None) -> None:
-        """Return once every rank has come here. Raises as `all_reduce`."""
+        """Return once every rank has called `barrier`. Raises the errors of `all_reduce`."""
         self.together(name, "barrier", signal_all, timeout)
 
     def agree(self, what: str, timeout: float | None = None) -> None:
-        """Return once every rank has come here with the same `what`; raises `ConfigurationError` if one has not."""
+        """Return once every rank has called this with the same `what`.
+
+        Raises:
+            ConfigurationError: a rank called it with another `what`.
+        """
         self.together("", what, signal_all, timeout)
 
     def _kept(self, array: Array, codec: Codec, feedback: Feedback, name: str) -> tuple[Codec, Array]:
-        """The codec as it is for this array and call, and the bytes for the array and what was left out so far."""
+        """Return the codec for this array and call, and the encoding of the array with the feedback's memory."""
         check_composition(codec, feedback)
         step, key = self._count(f"all_reduce {name}"), f"{name} {_described(array)} {codec} {feedback}"
         fit = at_hand(codec, array, step, feedback)
@@ -179,7 +197,7 @@ class Collectives(Calls):
         return fit, np.asarray(data)
 
     def _sum(self, messages: Sequence[Message], like: Array) -> Array:
-        """The sum of the arrays that messages stand for, in that order."""
+        """Return the sum of the arrays in the messages, in that order."""
         total = np.zeros_like(like, order="C")
         for message in messages:
             total += self._like(message, like)
@@ -196,10 +214,10 @@ class Collectives(Calls):
 
 
 async def fence(me: Rank) -> None:
-    """Return once what any rank has put before is done everywhere.
+    """Return once all puts that any rank made before are done on every rank.
 
-    Messages of a pair arrive in order: whoever has heard everyone has what they put here, and once everyone has said
-    that it heard everyone, so has everybody else.
+    Messages between two ranks arrive in order. A rank that has received "issued" from every rank has all their puts,
+    and once every rank has sent "done", every rank has.
     """
     for tag in ("issued", "done"):
         for rank in me.others:
@@ -209,7 +227,7 @@ async def fence(me: Rank) -> None:
 
 
 async def _all_gather(me: Rank, packet: Packet) -> list[Message]:
-    """The packets of all ranks, in order of rank; around a ring, since they may differ in size."""
+    """Return the packets of all ranks, in order of rank, passed around a ring, because their sizes may differ."""
     n, rank = me.workers, me.rank
     gathered = [Message(rank, "pass", packet.data, packet.note)] * n
     for hop in range(n - 1):
@@ -220,7 +238,7 @@ async def _all_gather(me: Rank, packet: Packet) -> list[Message]:
 
 
 async def _broadcast(me: Rank, packet: Packet | None, source: int) -> Message:
-    """The packet of rank `source`, passed on along a binomial tree."""
+    """Return the packet of rank `source`, passed along a binomial tree."""
     if packet is not None:
         message = Message(me.rank, "down", packet.data, packet.note)
     else:
@@ -230,7 +248,7 @@ async def _broadcast(me: Rank, packet: Packet | None, source: int) -> Message:
 
 
 async def _exchange(me: Rank, packets: Mapping[int, Packet], of: Iterable[int]) -> list[Message]:
-    """Give packets to the ranks that they are meant for, and take one of each rank of `of`, in that order."""
+    """Send each packet to its rank, and return one message from each rank of `of`, in that order."""
     for rank, packet in packets.items():
         if rank != me.rank:
             me.send(rank, "part", packet.data, packet.note)
@@ -244,7 +262,7 @@ async def _exchange(me: Rank, packets: Mapping[int, Packet], of: Iterable[int]) 
 
 
 async def _summed(me: Rank, array: FlatArray, by: Collective, to: int | None = None) -> FlatArray:
-    """The sum of the flat arrays of all ranks, in `array` itself: everywhere, or on rank `to`."""
+    """Sum the flat arrays of all ranks into `array`: on every rank, or on rank `to`."""
     if me.workers > 1:
         await (by.all_reduce(me, array) if to is None else by.reduce(me, array, to))
     return array
@@ -252,12 +270,12 @@ async def _summed(me: Rank, array: FlatArray, by: Collective, to: int | None = N
 
 @lru_cache(maxsize=64)
 def _mixing(topology: Topology, workers: int) -> tuple[npt.NDArray[np.float64], ...]:
-    """The mixing matrices of one period of a topology."""
+    """Return the mixing matrices of one period of a topology."""
     return topology.schedule(workers)
 
 
 def _mixed(own: Array, weights: npt.NDArray[np.float64], rank: int, arrays: dict[int, Array]) -> Array:
-    """Row `rank` of W times the arrays of all ranks, added in order of rank."""
+    """Return row `rank` of W times the arrays of all ranks, added in order of rank."""
     kind = own.dtype.type
     total = np.zeros_like(own)
     for other in range(len(weights)):
@@ -280,7 +298,7 @@ def _require_real(array: Array) -> None:
 
 
 def _scratch(array: Array, out: Array | None) -> Array:
-    """A flat array to compute in: the array's own memory if the result goes there anyway, else a copy."""
+    """Return a flat array to compute in: the array's own memory if the result goes there anyway, otherwise a copy."""
     if out is array and array.flags.c_contiguous and array.flags.writeable:
         return array.reshape(-1)
     return np.array(array, order="C").reshape(-1)

@@ -1,4 +1,4 @@
-"""The communicator of a script: any array from any rank to any other, encoded as asked, from any thread."""
+"""The communicator of a script: any array from any rank to any other, optionally encoded, from any thread."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ from flockstep.transports.bus import Bus
 from flockstep.transports.shared_memory import SharedMemory
 
 MAX_BYTES = 1 << 30
-"""The largest array, in bytes, that a communicator takes unless it is told otherwise."""
+"""Default size in bytes of the largest array that a communicator accepts."""
 LINGER, LOST_LINGER = 2.0, 0.3
-"""Seconds in which what was sent last is still delivered after the end; the same if a rank is dead."""
+"""Seconds in which the last messages are still delivered after the end, and the same if a rank has died."""
 LONGEST = 4000
-"""Characters of an error that travel."""
+"""Maximum number of characters of an error that is sent."""
 
 
 class Sockets(Protocol):
-    """What a communicator sends and receives by."""
+    """What a communicator sends and receives with."""
 
     bus: Bus
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """The next message, from anyone; None if there is none within that time, or `also` can be read."""
+        """Return the next message from any rank; None if none arrives within `seconds` or if `also` becomes
+        readable.
+        """
 
     def close(self, linger: float) -> None:
-        """Leave; what was sent is still delivered within `linger` seconds."""
+        """Leave; messages sent before are still delivered within `linger` seconds."""
 
 
 class Communicator(Collectives):
-    """Moves arrays between the ranks of a run; any thread may call its methods. Made by `flockstep.join`."""
+    """Moves arrays between the ranks of a run; any thread may call its methods. Create it with `flockstep.join`."""
 
     def __init__(
         self,
@@ -58,11 +60,14 @@ class Communicator(Collectives):
         patience: float = 0.0,
         place: Place | None = None,
     ):
-        """For `join`.
+        """Create the communicator; called by `join`.
 
         Args:
+            node: this process's rank.
+            sockets: what the communicator sends and receives with.
+            max_bytes: size in bytes of the largest array.
             patience: seconds for which a connection may be broken before its rank counts as dead.
-            place: the process's part in a run; None: nobody launched it.
+            place: the process's part in a run, or None if the script was not launched.
         """
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
         self._sockets, self._place = sockets, place
@@ -74,30 +79,45 @@ class Communicator(Collectives):
         atexit.register(self._at_exit)
 
     def send(self, to: int, name: str, array: Any, codec: str | Codec | None = None) -> None:
-        """Send an array to a rank under a name; it may change afterwards. Arrays of one name arrive in order.
+        """Send an array to a rank under a name; the array may change after the call.
 
-        Waits only while much is under way to that rank already.
+        Arrays of the same name arrive in order. The call waits only while many bytes to that rank are already in
+        transit.
+
+        Args:
+            to: the receiver's rank.
+            name: the name under which the receiver asks for the array.
+            array: the array, of any shape, or a number or list that numpy converts.
+            codec: the codec to encode the array with, or None.
 
         Raises:
-            ConfigurationError: no such rank, or an array that cannot travel.
-            PeerLost: that rank has left, or is dead.
+            ConfigurationError: there is no such rank, or the array cannot be sent.
+            PeerLost: the rank has left or died.
         """
         self.check_rank(to)
         packet = self.packet(array, codec)
         self.post(to, SEND + named(name) + "/", packet.data, packet.note)
 
     def receive(self, name: str, source: int | None = None, timeout: float | None = None) -> Array:
-        """The next array of that name from `source` (None: from anyone), as its sender had it, or as decoded.
+        """Return the next array of the given name.
+
+        Args:
+            name: the name under which the array was sent.
+            source: the sender's rank; None for any rank.
+            timeout: seconds to wait; None for no limit.
+
+        Returns:
+            A new array with the shape and dtype that the sender's array had, decoded if it was encoded.
 
         Raises:
-            PeerLost: the source has left, or is dead, and there is no such array.
-            ProtocolError: what arrived does not go together.
-            TimedOut: none has come within `timeout` seconds.
+            PeerLost: the source has left or died, and no such array has arrived.
+            ProtocolError: the received message is inconsistent.
+            TimedOut: no array arrived within `timeout` seconds.
         """
         return self.receive_from(name, source, timeout)[1]
 
     def receive_from(self, name: str, source: int | None = None, timeout: float | None = None) -> tuple[int, Array]:
-        """The same, and who has sent it."""
+        """As `receive`, but return the sender's rank and the array."""
         if source is not None:
             self.check_rank(source)
         message = self.run(lambda me: me.receive(SEND + named(name), source), timeout, repr(name))
@@ -106,12 +126,19 @@ class Communicator(Collectives):
     def request(
         self, to: int, name: str, array: Any = None, codec: str | Codec | None = None, timeout: float | None = None
     ) -> Array | None:
-        """Ask a rank for what goes by that name there, which `array` may be needed for; its answer.
+        """Ask a rank for the answer that goes by a name there, and return the answer.
+
+        Args:
+            to: the rank to ask.
+            name: the name of the request.
+            array: an array to send with the request, or None.
+            codec: the codec to encode the array with, or None.
+            timeout: seconds to wait for the answer; None for no limit.
 
         Raises:
-            RunError: that rank's handler has raised an error, which is named.
-            PeerLost: it has left, or is dead.
-            TimedOut: it has not answered within `timeout` seconds.
+            RunError: the rank's handler raised an error; the message has its text.
+            PeerLost: the rank has left or died.
+            TimedOut: the rank did not answer within `timeout` seconds.
         """
         self.check_rank(to)
         data, note = self.packet_or_nothing(array, codec, Encoded)
@@ -120,10 +147,10 @@ class Communicator(Collectives):
         return None if message.array is None else unpacked(message, self.max_bytes)
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Let `handler(source, array)` answer what is asked under that name: an array, or None.
+        """Answer requests of the given name with `handler(source, array)`, which returns an array or None.
 
-        It is called on a thread of its own, once at a time; what it raises is raised by the one who asked. What was
-        asked before is answered now.
+        The handler runs on its own thread, one request at a time. Errors that it raises are raised in the rank that
+        asked. Requests that arrived earlier are answered, too.
         """
         with self._lock:
             if name in self._servers:
@@ -132,29 +159,35 @@ class Communicator(Collectives):
         self._engine.ask(lambda: self._engine.node.handle(f"{REQUEST}{name}/", server.take))
 
     def next_request(self, name: str, source: int | None = None, timeout: float | None = None) -> Request:
-        """The next request under a name that nothing serves; answer it with `reply`.
+        """Return the next request of a name that has no handler; answer it with `reply`.
 
         Raises:
-            PeerLost: the source has left, or is dead.
-            TimedOut: none has come within `timeout` seconds.
+            PeerLost: the source has left or died.
+            TimedOut: no request arrived within `timeout` seconds.
         """
         message = self.run(lambda me: me.receive(REQUEST + named(name), source), timeout, f"a request for {name!r}")
         array = None if message.array is None else unpacked(message, self.max_bytes)
         return Request(message.source, name, array, message)
 
     def reply(self, request: Request, array: Any = None, codec: str | Codec | None = None) -> None:
-        """Answer a request, with an array or with nothing."""
+        """Answer a request, with an array or with None."""
         self._reply(request.message, array, codec)
 
     def shared(self, shape: int | Sequence[int], dtype: str = "float32", timeout: float | None = None) -> Array:
-        """An array of zeros in memory that all ranks of this host reach; all call it, with the same shape and dtype.
+        """Return an array of zeros in memory that all ranks on this host share.
 
-        `all_reduce(array, out=array)` adds up in place, from one thread at a time and in the same order on all ranks; a
-        window on it needs no messages: what it is told to do is done at once. It lives as long as the communicator.
+        All ranks call this with the same arguments. `all_reduce(array, out=array)` then sums in place, from one thread
+        at a time and in the same order on all ranks. A window on the array needs no messages: its operations are done
+        when the call returns. The array lives as long as the communicator.
+
+        Args:
+            shape: the array's shape, or its length.
+            dtype: "float32" or "float64".
+            timeout: seconds to wait for the other ranks; None for no limit.
 
         Raises:
             CompositionError: the ranks are not on one host.
-            ConfigurationError: the dtype is not float32 or float64, the shapes differ, or it is larger than max_bytes.
+            ConfigurationError: the dtype is not float32 or float64, the shapes differ, or the array exceeds max_bytes.
         """
         wanted = (shape,) if isinstance(shape, int) else tuple(shape)
         if array_bytes(wanted, dtype) > self.max_bytes:
@@ -175,13 +208,18 @@ class Communicator(Collectives):
             failure = error
         here = self.all_gather(np.array([failure is None]), timeout=timeout)
         if memory is None or not all(map(np.all, here)):
-            raise failure or CompositionError("another rank cannot attach to shared memory; use arrays of your own")
+            raise failure or CompositionError("another rank cannot attach to shared memory; use ordinary arrays")
         found = SharedArray(memory, self, wanted, dtype)
         self._arrays[id(found.local)], self._sums[id(found.local)] = found, found.all_reduce
         return found.local
 
     def window(self, name: str, array: Array, timeout: float | None = None) -> Window:
-        """Let all ranks read, write and add to `array`, which stays where it is; all have to call it.
+        """Let all ranks read, write and add to `array`, which is not copied; all ranks must call this.
+
+        Args:
+            name: the window's name, the same on all ranks.
+            array: this rank's array, of the same shape and dtype on all ranks.
+            timeout: seconds to wait for the other ranks; None for no limit.
 
         Raises:
             ConfigurationError: shape or dtype differ between ranks, or the array is not writable and contiguous.
@@ -204,13 +242,14 @@ class Communicator(Collectives):
         return window
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave: nothing can be asked of this communicator any more. Others are served until they close theirs too.
+        """Leave: this communicator accepts no more calls, and answers other ranks until they close theirs, too.
 
-        What was sent is delivered first. In a script without a strategy the process's part in the run ends with it.
+        Everything sent before is delivered first. In a script without a strategy, the process's part in the run ends
+        here.
 
         Raises:
-            TimedOut: the others have not closed theirs, or not taken what was sent to them, within `timeout` seconds;
-                this one is closed all the same.
+            TimedOut: within `timeout` seconds, other ranks did not close theirs or did not receive what was sent to
+                them; this communicator is closed nevertheless.
             Interrupted: the run was ended.
         """
         self.require_free()
@@ -237,7 +276,7 @@ class Communicator(Collectives):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close; after an error only once the process ends, so that nobody hears of the end before the error."""
+        """Close; after an error only when the process ends, so that the error is reported before the end."""
         if kind is None or self._place is None:
             self.close()
 
@@ -246,21 +285,21 @@ class Communicator(Collectives):
         await self._engine.flush()
 
     def _handle(self, message: Message, handler: Handler, name: str) -> None:
-        """Answer a request with what a handler says; on that handler's thread."""
+        """Answer a request with the handler's result, on the handler's thread."""
         try:
             given = None if message.array is None else unpacked(message, self.max_bytes)
             self._reply(message, handler(message.source, given), None)
-        except Exception as error:  # noqa: BLE001 - it is for the one who asked
+        except Exception as error:  # noqa: BLE001 - raised in the rank that asked
             answer = Answer(error=f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"[:LONGEST])
             self._engine.ask(lambda: self._engine.node.reply(message, None, answer))
 
     def _reply(self, message: Message, array: Any, codec: str | Codec | None) -> None:
-        """Answer a request; from any thread."""
+        """Answer a request, from any thread."""
         data, note = self.packet_or_nothing(array, codec, Answer, "replies")
         self._engine.ask(lambda: self._engine.node.reply(message, data, note))
 
     def _end(self) -> dict[int, int]:
-        """End the engine, and leave; how many bytes could not be delivered, by rank."""
+        """End the engine and leave; return the number of undelivered bytes by rank."""
         self._engine.stop()
         for server in self._servers.values():
             server.stop()
@@ -269,7 +308,7 @@ class Communicator(Collectives):
         return waiting
 
     def _at_exit(self) -> None:
-        """A script that does not close still leaves properly, unless it is failing."""
-        with suppress(FlockstepError):  # the supervisor has been told
+        """Close the communicator of a script that did not, unless the script is failing."""
+        with suppress(FlockstepError):  # already reported to the supervisor
             if getattr(sys, "last_value", None) is None:
                 self.close()

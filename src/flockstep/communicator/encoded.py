@@ -1,4 +1,4 @@
-"""Arrays of any shape as messages: the note says what the flat payload stands for; nothing of it is believed."""
+"""Arrays of any shape as messages: the note describes the flat payload; every part of it is checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flockstep.messages import Array, Message, Note, frozen, node_name
 from flockstep.transports.wire import DTYPES
 
 LONGEST_TEXT = 500
-"""Characters of a codec's expression that a message may bring."""
+"""Maximum number of characters of a codec's expression in a message."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 E = TypeVar("E", bound="Encoded")
 _NONE = NoFeedback()
@@ -31,26 +31,28 @@ _codec = lru_cache(maxsize=256)(Codec.parse)
 
 
 class Encoded(Note, frozen=True, omit_defaults=True):
-    """Which array a payload stands for: flat as it is, or what `codec` has made of it at the step `at`."""
+    """Note that describes a payload: an array of `shape`, flat and unchanged, or encoded by `codec` for the
+    step `at`.
+    """
 
     shape: Annotated[tuple[Count, ...], Meta(max_length=32)] = ()
     codec: Annotated[str, Meta(max_length=LONGEST_TEXT)] = ""
     dtype: str = ""
     at: Count = 0
     call: str = ""
-    """What all ranks have to agree on, in a call in which every rank takes part."""
+    """In a call in which every rank takes part, the text that all ranks have to agree on."""
 
     def within(self, kind: type[E], **others: Any) -> E:
-        """The same in a note that says more."""
+        """Return this note's fields in a note with more fields."""
         return kind(**asdict(self), **others)
 
 
 What = Literal["put", "add", "get"]
-"""What a rank does to another's window."""
+"""The operations on another rank's window."""
 
 
 class Access(Encoded, frozen=True, omit_defaults=True):
-    """What is to be done to `size` elements of a window; `codec` is the one to answer with where they are read."""
+    """Note of an operation on `size` elements of a window; for "get", `codec` encodes the answer."""
 
     what: What = "get"
     offset: Count = 0
@@ -59,32 +61,32 @@ class Access(Encoded, frozen=True, omit_defaults=True):
 
 
 class Answer(Encoded, frozen=True, omit_defaults=True):
-    """What the reply to a request says; `error`: why there is no answer."""
+    """Note of the reply to a request; `error` says why there is no answer."""
 
     error: str = ""
 
 
 class Failed(Note, frozen=True):
-    """Why something that a rank began could not be completed; `kind` names an error of ours."""
+    """Note that says why an operation could not be completed; `kind` is the name of one of flockstep's errors."""
 
     kind: str
     why: str
 
 
 SEND, REQUEST, WINDOW, UNDONE, CALLED_OFF = "send:", "request:", "window:", "undone:", "called off:"
-"""What stands before the name in a message's tag; in those of a call that all ranks make stands none of them."""
+"""Prefixes of message tags, followed by the name; messages of collective calls have none of them."""
 CLOSING = "closing/"
-"""Tag of the message of a rank that will send no more arrays, but answers until all others have said so too."""
+"""Tag of the message of a rank that is closing: it sends no more arrays, but answers until all ranks are closing."""
 _KINDS: dict[str, type[Note]] = {WINDOW: Access, UNDONE: Failed, CALLED_OFF: Failed}
 
 
 class _Notes(Mapping[str, type[Note]]):
-    """The kind of note by how a tag begins."""
+    """Tag → type of the note, by the tag's prefix."""
 
     def __getitem__(self, tag: str) -> type[Note]:
         if tag.startswith("reply to "):
             return Answer
-        if "/" not in tag:  # no channel: a message of the node's own
+        if "/" not in tag:  # no channel: one of the node's own messages
             raise KeyError(tag)
         return _KINDS.get(tag[: tag.find(":") + 1], Encoded)
 
@@ -96,22 +98,22 @@ class _Notes(Mapping[str, type[Note]]):
 
 
 NOTES = _Notes()
-"""What travels beside the arrays of a communicator."""
+"""The types of the notes that a communicator sends with arrays."""
 
 
 @dataclass(frozen=True)
 class Packet:
-    """What travels for one array: a flat read-only array and the note that says what it stands for."""
+    """One array to send: a flat read-only array and the note that describes it."""
 
     data: FlatArray
     note: Encoded
 
 
 def checked(array: Any, most: int) -> Array:
-    """`array` as a numpy array that can travel.
+    """Return `array` as a numpy array that can be sent.
 
     Raises:
-        ConfigurationError: its dtype has no place on the wire, or it has more than `most` bytes.
+        ConfigurationError: the wire format does not support its dtype, or it has more than `most` bytes.
     """
     found: Array = np.asarray(array)
     if found.dtype.name not in DTYPES:
@@ -124,12 +126,16 @@ def checked(array: Any, most: int) -> Array:
 
 
 def codec_of(codec: str | Codec | None) -> Codec | None:
-    """The codec that a caller named; None where arrays go as they are."""
+    """Return the codec that a caller named; None if arrays are sent unchanged."""
     return None if codec is None else Codec.parse(codec)
 
 
 def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -> Codec:
-    """The codec as it is for that array at that use; refuses an array that is not of floating-point numbers."""
+    """Return the codec for an array and a step.
+
+    Raises:
+        ConfigurationError: the array is not of floating-point numbers.
+    """
     if array.dtype.name not in FLOATS:
         raise ConfigurationError(
             f"codec {codec} takes {', '.join(FLOATS)}, got {array.dtype}; leave the codec out for other arrays"
@@ -138,7 +144,7 @@ def at_hand(codec: Codec, array: Array, step: int, feedback: Feedback = _NONE) -
 
 
 def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np.random.Generator]) -> Packet:
-    """A copy of the array as it is now, encoded where there is a codec."""
+    """Return a copy of the array as it is now, encoded if there is a codec."""
     if codec is None:
         return Packet(frozen(array.reshape(-1)), Encoded(array.shape))
     text, fit = str(codec), at_hand(codec, array, step)
@@ -150,10 +156,10 @@ def packed(array: Array, codec: Codec | None, step: int, random: Callable[[], np
 
 
 def unpacked(message: Message, most: int) -> Array:
-    """The array that a message stands for: a copy of its own, in its shape and dtype.
+    """Return the array that a message describes, as a copy in its shape and dtype.
 
     Raises:
-        ProtocolError: shape, dtype, codec and payload do not go together, or the array has more than `most` bytes.
+        ProtocolError: shape, dtype, codec and payload are inconsistent, or the array has more than `most` bytes.
     """
     note, data = message.note, message.payload
     size = _size(message)
@@ -165,10 +171,10 @@ def unpacked(message: Message, most: int) -> Array:
 
 
 def add_unpacked(message: Message, out: FlatArray, scale: float, most: int) -> None:
-    """out (size,) += scale * the array that a message stands for.
+    """out (size,) += scale * the array that a message describes.
 
     Raises:
-        ProtocolError: as `unpacked`, or another size or dtype than `out` has.
+        ProtocolError: as of `unpacked`, or the array has another size or dtype than `out`.
     """
     note, who, size = message.note, node_name(message.source), _size(message)
     dtype = note.dtype if note.codec else message.payload.dtype.name
@@ -182,20 +188,28 @@ def add_unpacked(message: Message, out: FlatArray, scale: float, most: int) -> N
 
 
 def _size(message: Message) -> int:
-    """Elements of the array that a message announces, which numpy could hold if it were of no element."""
+    """Return the number of elements of the array that a message describes.
+
+    Raises:
+        ProtocolError: numpy could not hold such a shape.
+    """
     shape = message.note.shape
     if math.prod(axis or 1 for axis in shape) >= 1 << 48:
-        raise ProtocolError(f"{node_name(message.source)} announced the shape {shape}, which nothing can have")
+        raise ProtocolError(f"{node_name(message.source)} announced the shape {shape}, which no array can have")
     return math.prod(shape)
 
 
 def _codec_at(message: Message, most: int) -> Codec:
-    """The codec of an encoded message; nothing is allocated before its size is checked."""
+    """Return the codec of an encoded message; nothing is allocated before the size is checked.
+
+    Raises:
+        ProtocolError: the dtype, the size or the codec is not allowed.
+    """
     who, note, data = node_name(message.source), message.note, message.payload
     if note.dtype not in FLOATS:
         raise ProtocolError(f"{who} announced an encoded array of {note.dtype[:40]!r}; allowed: {', '.join(FLOATS)}")
     nbytes = math.prod(axis or 1 for axis in note.shape) * numpy_dtype(note.dtype).itemsize
-    if nbytes > most:  # an axis of none frees no codec from the others
+    if nbytes > most:  # an axis of length 0 does not make the other axes harmless to a codec
         raise ProtocolError(f"{who} announced an array of {nbytes} bytes; at most {most} are allowed")
     if data.dtype != np.uint8:
         raise ProtocolError(f"{who} sent {data.dtype} where an encoding was announced; encodings are uint8")

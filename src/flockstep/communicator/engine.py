@@ -1,4 +1,4 @@
-"""The progress engine: a thread that moves a rank's messages while the threads of its process compute, or wait."""
+"""The progress engine: a thread that moves a rank's messages while the process's other threads compute or wait."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flockstep.transports.bus import Bus, Traffic
 
 T = TypeVar("T")
 AHEAD = 1 << 26
-"""Bytes that a thread may have handed over for one rank, and that the bus has not taken, before the thread waits."""
+"""Bytes that threads may submit for one rank beyond what the bus has accepted, before they wait."""
 LOOK = 1.0
-"""Seconds after which it is looked whether connections stand."""
+"""Seconds between two checks of the connections."""
 
 
 class Alone:
-    """The sockets, and the bus, of a script that nobody launched: there are no peers."""
+    """The sockets and the bus of a script that was not launched: there are no peers."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -36,32 +36,39 @@ class Alone:
         self.lend = frozen
 
     def receive(self, seconds: float | None, also: int | None = None) -> Message | None:
-        """Wait until `also` can be read."""
+        """Wait until `also` becomes readable."""
         select.select([] if also is None else [also], [], [], seconds)
         return None
 
     def broken(self, seconds: float) -> set[Address]:
-        """None of them."""
+        """Return an empty set: there are no connections."""
         return set()
 
     def close(self, linger: float) -> None:
-        """Nothing is open."""
+        """Do nothing: no socket is open."""
 
 
 class ProgressEngine(Messenger):
-    """Owns a rank and its sockets; the threads of the process hand over what to send, and which calls to make."""
+    """Owns a rank and its sockets; the threads of the process submit messages and calls to it."""
 
     node: Rank
 
     def __init__(self, bus: Bus, receive: Receive, node: Rank, patience: float):
-        """`patience`: seconds for which a connection may be broken before its rank counts as dead."""
+        """Start the engine's thread.
+
+        Args:
+            bus: the bus to send with.
+            receive: returns the next message.
+            node: the rank.
+            patience: seconds for which a connection may be broken before its rank counts as dead.
+        """
         super().__init__(bus, receive, node, None)
         self.failure: FlockstepError | None = None
-        """Why nothing goes on any more."""
+        """The error that ended the engine; None while it works."""
         self._refusal: FlockstepError | None = None
         self._patience = patience
         self.asked: deque[Callable[[], None]] = deque()
-        """What is still to be done on the engine's thread."""
+        """Actions still to be run on the engine's thread."""
         self._room = Condition()
         self._handed: Counter[Address] = Counter()
         self._waker, self._woken = socket.socketpair()
@@ -73,20 +80,20 @@ class ProgressEngine(Messenger):
         self._thread.start()
 
     def ask(self, action: Callable[[], None]) -> None:
-        """Have something done on the engine's thread, after all that was asked before; does not wait."""
+        """Run an action on the engine's thread, after all actions submitted before; does not wait."""
         self.asked.append(action)
         if not self._signalled:
             self._signalled = True
-            with contextlib.suppress(OSError):  # it is signalled already, or nobody listens any more
+            with contextlib.suppress(OSError):  # already signaled, or the engine has ended
                 self._waker.send(b"!")
         if self._over:
             self._do()
 
     def post(self, to: Address, nbytes: int, send: Callable[[], None]) -> None:
-        """Have so much sent to a rank; waits while much waits for that rank already.
+        """Send a message of `nbytes` bytes to a rank; wait while many bytes for that rank are pending.
 
         Raises:
-            ConfigurationError: the communicator was closed before it could be sent.
+            ConfigurationError: the communicator was closed before the message could be sent.
         """
         with self._room:
             while self._refusal is None and not self.node.gone(to):
@@ -106,7 +113,7 @@ class ProgressEngine(Messenger):
             self.ask(action)
 
     def start(self, program: Callable[[Rank], Awaitable[T]], channel: str = "", what: str = "") -> Future[T]:
-        """Start a call; one in a channel is part of what all ranks do there, and `what` is what they agree on."""
+        """Start a call; a call with a channel is made by all ranks, which must agree on `what`."""
         future: Future[T] = Future()
 
         def begin() -> None:
@@ -119,10 +126,10 @@ class ProgressEngine(Messenger):
         return future
 
     def wait(self, future: Future[T], timeout: float | None, what: str) -> T:
-        """What a call returns.
+        """Return the result of a call.
 
         Raises:
-            TimedOut: it has not ended within `timeout` seconds, and was given up.
+            TimedOut: the call did not end within `timeout` seconds, and was canceled.
         """
         if current_thread() is self._thread:
             raise ConfigurationError(f"{what} would wait for itself on the engine's own thread; call it on another")
@@ -130,25 +137,25 @@ class ProgressEngine(Messenger):
             return future.result(timeout)
         except TimeoutError:
             if future.done():
-                return future.result()  # its own error, or it has ended just now
+                return future.result()  # the call's own error, or the call has just ended
         error = TimedOut(f"worker {self.node.rank} waited {timeout:g} s for {what}; the others may be late or stopped")
         self.ask(lambda: self.node.give_up(future, error))
         return future.result()
 
     async def flush(self) -> None:
-        """Return once nothing waits for room; threads that would send more are refused from now on."""
+        """Return once no message waits for room; from now on, threads that send are refused."""
         self._refuse(closed())
         await completed(_Flushed(self))
 
     def undelivered(self) -> dict[Address, int]:
-        """How many bytes wait for the ranks that are still there."""
+        """Return the number of bytes pending for each rank that has not left."""
         there = [rank for rank in self.node.others if rank not in self.node.departed]
         held = {rank: sum(message.payload_bytes for message in self._held.get(rank, ())) for rank in there}
         found = {rank: held[rank] + self._bus.waiting(rank) for rank in there}
         return {rank: nbytes for rank, nbytes in found.items() if nbytes or rank in self._held}
 
     def stop(self) -> None:
-        """End the thread; every call that is under way, and all that come, are refused."""
+        """End the thread; calls in progress and later calls are refused."""
 
         def last() -> None:
             self.node.send_all(self.node.others, BYE)
@@ -160,25 +167,25 @@ class ProgressEngine(Messenger):
         self._woken.close()
 
     def drive(self, runner: Runner) -> None:
-        """Do what is asked, and deliver what arrives, until there is nothing more to do."""
+        """Run actions and deliver messages until the engine has ended."""
         while self.failure is None:
             busy = self.node.poll() or self._held
             message = self._receive(RETRY if busy else LOOK, self._woken.fileno())
             if message is not None:
                 self.take(message)
             self._look()
-            if self._signalled or message is None:  # a byte may come after it was looked for
+            if self._signalled or message is None:  # a byte may arrive after the check
                 with contextlib.suppress(BlockingIOError):
                     self._woken.recv(64)
                 self._signalled = False
             self._do()
 
     def send(self, to: Address, message: Message) -> None:
-        """Send, or let wait: other calls go on meanwhile."""
+        """Send a message, or queue it for a later attempt without blocking other calls."""
         self.hand_over(to, message)
 
     def note_loss(self, address: Address, reason: str) -> None:
-        """The others may go on among themselves."""
+        """Record why a rank was lost; the other ranks may continue."""
         self.node.reasons[address] = reason
 
     def _work(self) -> None:
@@ -186,12 +193,12 @@ class ProgressEngine(Messenger):
             self.drive(self.runner)
         except FlockstepError as error:
             self._end(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for this thread for ever
+        except Exception as error:  # noqa: BLE001 - after any error, no thread may wait for this one
             failure = RunError(f"the communicator of worker {self.node.rank} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._end(failure)
         self._over = True
-        self._do()  # calls that came too late hear of it
+        self._do()  # late calls get the error
 
     def _do(self) -> None:
         for _ in range(len(self.asked)):
@@ -202,7 +209,9 @@ class ProgressEngine(Messenger):
             action()
 
     def _look(self) -> None:
-        """Send what waited; take a rank for lost whose connection broke though the supervisor knows of no death."""
+        """Retry pending messages; mark ranks as lost whose connection is broken, even if the supervisor reports no
+        death.
+        """
         for peer in self._bus.broken(self._patience) - self.node.departed:
             self.note_loss(peer, f"the connection to worker {peer} broke")
             self.runner.lose(peer)
@@ -220,7 +229,7 @@ class ProgressEngine(Messenger):
             self._room.notify_all()
 
     def _end(self, error: FlockstepError) -> None:
-        """Nothing goes on after this; every call that is under way ends with `error`."""
+        """End the engine: every call in progress ends with `error`."""
         self._refuse(error)
         self.failure = self.failure or error
         self.node.give_up_all(self.failure)
@@ -228,19 +237,19 @@ class ProgressEngine(Messenger):
 
 @dataclass
 class _Flushed:
-    """Whether all that was sent has been given to the system."""
+    """An operation that is done once everything sent has been given to the operating system."""
 
     engine: ProgressEngine
 
     def done(self) -> bool:
-        """Whether it has by now."""
+        """Whether everything has been given to the operating system."""
         return not (self.engine.asked or self.engine.undelivered())
 
     def wait(self, seconds: float) -> bool:
-        """Nobody waits for it but the engine itself."""
+        """Return `done()`: only the engine itself waits for this."""
         return self.done()
 
 
 def closed() -> ConfigurationError:
-    """The error of a call that comes too late."""
+    """Return the error of a call after the communicator was closed."""
     return ConfigurationError("this communicator is closed; use it before close(), or inside its with block")

@@ -1,4 +1,4 @@
-"""How a process comes to a communicator: beside its strategy, in place of one, or all alone."""
+"""How a process gets a communicator: in addition to a strategy, instead of one, or as a single process."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from flockstep.errors import ConfigurationError, FlockstepError
 from flockstep.strategies.base import Strategy, Traits
 
 COMMUNICATOR = "communicator"
-"""What a process says about its communicator to the supervisor, and the supervisor to a communicator."""
+"""Tag of messages about communicators between a process and the supervisor."""
 NOTHING = Schema.of({"nothing": (1,)})
-"""The model of a script that has none."""
+"""Schema of the placeholder model of a script without a model."""
 
 
 @dataclass(frozen=True)
 class Unled(Strategy):
-    """What a script follows that only moves arrays: it does as it likes, and goes on when a worker dies."""
+    """The strategy of a script that only moves arrays: the script decides what to do, and continues when a
+    worker dies.
+    """
 
     @property
     def traits(self) -> Traits:
-        """There is no resulting model."""
+        """Class 4, without a resulting model."""
         return Traits(completeness=4, survives=True, results=())
 
     async def worker(self, me: object) -> None:
-        """The script itself is the program."""
+        """Do nothing: the script itself is the program."""
 
 
 def rule_of(text: str) -> Strategy:
-    """The strategy that a process says it follows; "" of one that follows none."""
+    """Return the strategy of an expression; for "", the strategy of a script without one."""
     return Strategy.parse(text) if text else Unled()
 
 
 def sockets_beside(member: Member, max_bytes: int) -> Member:
-    """Sockets of a communicator's own beside those of `member`, connected to all other ranks' of the run.
+    """Return sockets for a communicator in addition to those of `member`, connected to those of all other ranks.
 
     Raises:
-        ConfigurationError: another worker's communicator takes arrays of another size.
+        ConfigurationError: another worker's communicator has a different max_bytes.
         PeerLost: another worker died, or left the run without a communicator.
     """
     ticket = member.ticket
@@ -72,18 +74,22 @@ def sockets_beside(member: Member, max_bytes: int) -> Member:
 
 
 def _private(directory: Path) -> None:
-    """The run's folder for sockets, which is gone once all have met, anew; nobody else may have made it."""
+    """Create the run's folder for sockets again, which was removed once all workers had connected.
+
+    Raises:
+        ConfigurationError: the folder belongs to another user, or other users may access it.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
-        raise ConfigurationError(f"{directory} belongs to somebody else; remove it and start the run again")
+        raise ConfigurationError(f"{directory} belongs to another user; remove it and start the run again")
 
 
 class ScriptPlace(Place):
-    """A script's part in a run where it follows no strategy: let in, watched, recorded, dismissed."""
+    """A script's part in a run without a strategy: admission, supervision, records, and its end."""
 
     def __init__(self, ticket: Ticket):
-        """Take part.
+        """Join the run.
 
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker follows a strategy.
@@ -100,7 +106,7 @@ class ScriptPlace(Place):
             raise
 
     def finish(self, account: Account) -> None:
-        """All is done: write the totals, and wait until everyone else has come to the end."""
+        """Write the totals, and wait until all workers have finished."""
         if self._failed:
             return
         now = time.monotonic() - self._start
@@ -115,7 +121,7 @@ class ScriptPlace(Place):
             self.member.close(0.0)
 
     def fail(self, error: Exception) -> None:
-        """Tell the supervisor why this script cannot go on."""
+        """Report to the supervisor why this script cannot continue."""
         if not self._failed:
             self._failed = True
             with contextlib.suppress(FlockstepError):
@@ -123,15 +129,15 @@ class ScriptPlace(Place):
             self.member.close(0.3)
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The run's own errors are one sentence, which the supervisor prints; others are shown."""
+        """Report a crash; the supervisor prints flockstep's own errors as one sentence, others are printed here."""
         if isinstance(error, Exception):
             self.fail(error)
-        if self._over or not isinstance(error, FlockstepError):  # nobody else would show it
+        if self._over or not isinstance(error, FlockstepError):  # no other process would print it
             self._hook(kind, error, trace)
 
 
 def join(max_bytes: int = MAX_BYTES) -> Communicator:
-    """The communicator of this process: `flockstep.join`, where it is described."""
+    """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
     ticket, place = ticket_from_environment(), place_here()

@@ -1,4 +1,4 @@
-"""A communicator's node: its tasks are the calls of the threads of its process, each with a channel and an end."""
+"""A communicator's node: each of its tasks is a call of a thread of its process, with a channel and an end."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flockstep.programs import Task
 
 T = TypeVar("T")
 KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut)}
-"""Errors that end the calls of all who take part."""
+"""Names of the errors that end a call on all ranks → their classes."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A call in which every rank takes part, as far as this rank knows of it."""
+    """A call in which every rank takes part, as far as this rank knows it."""
 
     what: str = ""
-    """What this rank calls; empty: nothing yet."""
+    """What this rank calls; empty before it has made the call."""
     theirs: dict[str, Address] = field(default_factory=dict)
-    """What others call, while this rank has not come to it, and the first who does."""
+    """What other ranks call, before this rank has made the call → the first rank that does."""
     task: Task | None = None
     off: FlockstepError | None = None
-    """Why another rank could not complete it."""
+    """The error with which another rank ended the call; None if there is none."""
 
 
 class Rank(Peer):
-    """One rank of a communicator. All of it happens on the thread of its engine."""
+    """One rank of a communicator; everything in it runs on the engine's thread."""
 
     def __init__(self, rank: int, workers: int, seed: int):
         self.seeds = np.random.SeedSequence((seed, 0x30FE, rank))
@@ -45,30 +45,32 @@ class Rank(Peer):
         self.others = [other for other in range(workers) if other != rank]
         self.notes = NOTES
         self.reasons: dict[Address, str] = {}
-        """How those who are dead died."""
+        """Rank → how the rank died."""
         self._handlers: dict[str, Callable[[Message], None]] = {CLOSING: self._left}
         self._calls: dict[str, Call] = {}
         self._open: dict[Future[Any], Task] = {}
         self._closing = False
 
     def gone(self, rank: Address) -> bool:
-        """Whether that rank sends no more arrays."""
+        """Whether a rank sends no more arrays, because it has left, is closing or has died."""
         return rank in self.departed or rank in self.leaving
 
     def handle(self, tag: str, handler: Callable[[Message], None]) -> None:
-        """Give every message with that tag to `handler`, those first that are here."""
+        """Pass every message with a tag to `handler`, beginning with those that have arrived already."""
         self._handlers[tag] = handler
         for message in self.mailbox.take_all(Wanted(tag)):
             handler(message)
 
     def forget(self, tag: str) -> None:
-        """Give those messages to nobody any more."""
+        """Stop passing messages with a tag to its handler."""
         self._handlers.pop(tag, None)
 
     def begin(
         self, program: Callable[[Rank], Awaitable[T]], future: Future[T], channel: str = "", what: str = ""
     ) -> None:
-        """Begin a call, whose result goes into the future; all ranks make one that has a channel, and agree on it."""
+        """Start a call whose result goes into `future`; a call with a channel is made by all ranks, which must agree on
+        `what`.
+        """
         call, channel = Call(), f"/{channel}"
         if what:
             call = self._calls.setdefault(channel, call)
@@ -80,28 +82,28 @@ class Rank(Peer):
             self._open[future] = task
 
     def give_up(self, future: Future[Any], error: FlockstepError) -> None:
-        """Raise `error` in a call, where it waits."""
+        """Raise `error` in a call that waits."""
         if future in self._open:
             self._fail(self._open[future], error)
 
     def give_up_all(self, error: FlockstepError) -> None:
-        """The same for every call."""
+        """Raise `error` in every call that waits."""
         for future in list(self._open):
             self.give_up(future, error)
 
     async def leave(self) -> None:
-        """Answer no more requests than handlers do, and wait until all others do the same."""
+        """Stop answering requests except by handlers, and wait until all other ranks have done so, too."""
         self._closing = True
         for tag in [tag for tag in self.mailbox.queues if tag.startswith(REQUEST)]:
             for message in self.mailbox.take_all(Wanted(tag)):
                 self._refuse(message)
         self.send_all(self.others, CLOSING)
         for rank in self.others:
-            with suppress(PeerLost):  # which is how it is told that nothing more will come
+            with suppress(PeerLost):  # raised once the rank can send nothing more
                 await self.receive("word", rank)
 
     def deliver(self, message: Message) -> None:
-        """A message has arrived, or one to oneself was sent."""
+        """Handle a message that has arrived, or that this rank has sent to itself."""
         handler = None if message.reply_to else self._handler(message.tag)
         if handler is not None:
             self.mailbox.hear(message)
@@ -112,7 +114,7 @@ class Rank(Peer):
         super().deliver(message)
 
     def hopeless(self, wanted: Wanted) -> bool:
-        """Whether a message that is not here cannot come any more; a rank that is closing still replies."""
+        """Whether a message that has not arrived can no longer arrive; a rank that is closing still replies."""
         if wanted.reply_to is not None:
             return wanted.source in self.departed
         if wanted.source is not None:
@@ -120,18 +122,18 @@ class Rank(Peer):
         return self.workers > 1 and all(map(self.gone, self.others))
 
     def missed(self, wanted: Wanted) -> PeerLost:
-        """The error for a wait that can never end."""
+        """Return the error for a wait that can never end."""
         who, tag = wanted.source, wanted.tag or ""
         what = repr(tag[len(SEND) : -1]) if tag.startswith(SEND) else "a reply" if wanted.reply_to else "its part"
-        end = "everyone else has left" if who is None else self.end_of(who)
+        end = "all other workers have left" if who is None else self.end_of(who)
         return PeerLost(f"{end}{' while' if who is None else ';'} {node_name(self.rank)} waited for {what}")
 
     def end_of(self, rank: Address) -> str:
-        """How a rank that is gone went."""
+        """Return a text that says how a rank ended."""
         return self.reasons.get(rank) or f"{node_name(rank)} has {'left' if self.gone(rank) else 'not answered'}"
 
     async def _run(self, program: Callable[[Rank], Awaitable[T]], future: Future[T], call: Call, channel: str) -> None:
-        """Run a call to its end: nothing is raised on the engine's thread."""
+        """Run a call to its end, passing its result or error to `future`."""
         try:
             if call.off is not None:
                 raise call.off
@@ -139,9 +141,9 @@ class Rank(Peer):
                 if theirs != call.what:
                     raise self._disagreement(source, theirs, call.what)
             result = await program(self)
-        except Exception as error:  # noqa: BLE001 - it is for the thread that called
+        except Exception as error:  # noqa: BLE001 - raised in the thread that called
             self._calls.pop(channel, None)
-            if call.what and error is not call.off:  # those who take part need not wait, unless they know
+            if call.what and error is not call.off:  # the other ranks need not wait; they may know already
                 self.send_all(self.others, CALLED_OFF + channel, None, Failed(type(error).__name__, str(error)[:1000]))
             self._open.pop(future, None)
             future.set_exception(error)
@@ -156,7 +158,9 @@ class Rank(Peer):
             task.fail(error)
 
     def _compare(self, channel: str, source: Address, theirs: str) -> None:
-        """Fail a call that another rank understands differently; remember what it said if the call is yet to come."""
+        """Fail a call that another rank makes differently; remember the other's call if this rank has not made
+        it yet.
+        """
         call = self._calls.setdefault(channel, Call())
         if not call.what:
             call.theirs.setdefault(theirs, source)
@@ -170,7 +174,7 @@ class Rank(Peer):
         )
 
     def _handler(self, tag: str) -> Callable[[Message], None] | None:
-        """What takes messages with that tag, instead of a call that asks for them."""
+        """Return the function that handles messages with a tag, or None if a call receives them."""
         if tag in self._handlers:
             return self._handlers[tag]
         if tag.startswith(CALLED_OFF):
@@ -192,7 +196,7 @@ class Rank(Peer):
         self.reply(message, None, Answer(error=f"{node_name(self.rank)} has {how}"))
 
     def _ended(self, task: Task) -> None:
-        """A call has told of its end."""
+        """Do nothing: the call has reported its own end."""
 
     def _post(
         self, to: Address, tag: str, array: Array | None, note: Beside | None, reply_to: int = 0, copied: bool = False

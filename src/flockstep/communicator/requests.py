@@ -1,4 +1,4 @@
-"""Requests between ranks: what is asked, and the threads that answer."""
+"""Requests between ranks, and the threads that answer them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from flockstep.messages import Array, Message
 
 Handler = Callable[[int, Array | None], Any]
-"""Answers a request, given the rank that asks and the array that it gives; returns an array or None."""
+"""Function that answers a request, given the asking rank and its array; returns an array or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What another rank asks: answer it with `reply`."""
+    """A request of another rank: answer it with `reply`."""
 
     source: int
     name: str
@@ -25,20 +25,20 @@ class Request:
 
 
 class Server:
-    """Answers the requests of one name, one after the other, on a thread of its own."""
+    """Answers the requests of one name, one after another, on its own thread."""
 
     def __init__(self, name: str, answer: Callable[[Message], None]):
-        """`answer` raises nothing."""
+        """Start the thread that calls `answer` for each request; `answer` must not raise."""
         self._queue: SimpleQueue[Message | None] = SimpleQueue()
         self._answer = answer
         Thread(target=self._run, name=f"flockstep-serve-{name}", daemon=True).start()
 
     def take(self, message: Message) -> None:
-        """One more request."""
+        """Queue a request for the server's thread."""
         self._queue.put(message)
 
     def stop(self) -> None:
-        """End after what is here by now."""
+        """End the thread once the queued requests are answered."""
         self._queue.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of a communicator that all ranks of a host can reach in memory: sums in place, windows without messages."""
+"""Arrays of a communicator in memory that all ranks on a host share: sums in place, windows without messages."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from flockstep.transports.shared_memory import SharedMemory
 
 
 class SharedArray:
-    """One array for each rank, all in one segment; `local` is this rank's."""
+    """One array for each rank, all in one shared segment; `local` is this rank's."""
 
     def __init__(self, memory: SharedMemory, calls: Calls, shape: Sequence[int], dtype: str):
-        """The segment must hold as many bytes as `segment_bytes` says.
+        """Place the arrays in a segment of `segment_bytes` bytes.
 
         Raises:
-            ProtocolError: it does not.
+            ProtocolError: the segment has another size.
         """
         size = math.prod(shape)
         self.group = SharedGroup(memory, calls.rank, calls.workers, size * np.dtype(dtype).itemsize)
         self.flat = self.group.allocate(size, dtype)
         self.local: Array = self.flat.reshape(shape)
         self.lock = Lock()
-        """Held by the thread of this process that is in anybody's array, or keeps others out of its own."""
+        """Lock held by the thread of this process that accesses any rank's array, or keeps other threads out of its
+        own.
+        """
         self._calls = calls
         self._gone: set[int] = set()
         self._turn = Lock()
         self._given_up = ""
 
     def all_reduce(self, divisor: int, timeout: float | None) -> None:
-        """Replace every rank's array by the sum, divided.
+        """Replace every rank's array by the sum divided by `divisor`.
 
         Raises:
-            PeerLost: a rank has left, or is dead.
-            ProtocolError: the ranks do not do the same.
-            TimedOut: the others did not come within `timeout` seconds, or not for an earlier sum.
+            PeerLost: a rank has left or died.
+            ProtocolError: the ranks do not call the same operation.
+            TimedOut: the other ranks did not call within `timeout` seconds, or did not for an earlier sum.
         """
         until = None if timeout is None else time.monotonic() + timeout
 
@@ -68,13 +70,17 @@ class SharedArray:
             self._gone = set()
             try:
                 self.group.all_reduce(self.flat, look, divisor)
-            except BaseException as error:  # whatever ends it, the others may have come half way
+            except BaseException as error:  # after any error, the other ranks may be half way through
                 self._given_up = str(error) or type(error).__name__
                 raise
         self._calls.book(*self.group.moved(self.flat))
 
     def _look(self) -> None:
-        """Whether everyone is still there; who has just left may have taken part in this sum."""
+        """Check that all ranks are still present; a rank that has just left may have taken part in this sum.
+
+        Raises:
+            PeerLost: a rank was gone at the previous check already.
+        """
         self._calls.require_open()
         gone = self._calls.gone()
         for rank in sorted(gone & self._gone):
@@ -83,15 +89,15 @@ class SharedArray:
 
 
 def segment_bytes(workers: int, shape: Sequence[int], dtype: str) -> int:
-    """Bytes of the segment of a shared array."""
+    """Return the number of bytes of the segment of a shared array."""
     return needed(workers, array_bytes(shape, dtype))
 
 
 def array_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of one rank's array.
+    """Return the number of bytes of one rank's array.
 
     Raises:
-        ConfigurationError: it cannot be shared.
+        ConfigurationError: an array of that shape and dtype cannot be shared.
     """
     if dtype not in SUMMED:
         raise ConfigurationError(f"a shared array must be one of {', '.join(SUMMED)}, got {dtype}; convert it")
@@ -101,7 +107,7 @@ def array_bytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def attached(address: str, size: int) -> SharedMemory:
-    """The segment of `size` bytes that rank 0 has made.
+    """Return the segment of `size` bytes that rank 0 has created.
 
     Raises:
         CompositionError: this rank is on another host.
@@ -109,16 +115,18 @@ def attached(address: str, size: int) -> SharedMemory:
     try:
         return SharedMemory.attach(address, size)
     except CompositionError as error:
-        raise CompositionError(f"{error}; use arrays of your own, which travel in messages") from None
+        raise CompositionError(f"{error}; use ordinary arrays, which are sent in messages") from None
 
 
 class SharedWindow(Window):
-    """A window on a shared array: the caller does it in the owner's memory, and it is done when the call returns."""
+    """A window on a shared array: the caller works in the owner's memory, and an operation is done when the call
+    returns.
+    """
 
     def __init__(self, calls: Calls, name: str, shared: SharedArray):
-        """For `Communicator.window`."""
+        """Create the window; called by `Communicator.window`."""
         super().__init__(calls, name, shared.local)
-        self._lock = shared.lock  # the system keeps processes out of each other's arrays, not a process's own threads
+        self._lock = shared.lock  # the segment's locks are between processes, not between threads of one
         self._shared = shared
 
     def _give(self, what: What, rank: int, array: Any, offset: int, scale: float, codec: str | Codec | None) -> None:
@@ -141,7 +149,6 @@ class SharedWindow(Window):
         codec: str | Codec | None = None,
         timeout: float | None = None,
     ) -> Array:
-        """A copy of `size` elements (None: all) of the window of `rank`; in its shape if that is all of it."""
         self._calls.require_open()
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
@@ -153,7 +160,6 @@ class SharedWindow(Window):
 
     @contextmanager
     def local(self) -> Iterator[Array]:
-        """This rank's own array, while nobody else reaches it: be brief, and call no communicator inside."""
         with self._alone(self._calls.rank):
             self._holder = get_ident()
             try:
@@ -168,7 +174,7 @@ class SharedWindow(Window):
             yield
 
     def _through(self, codec: str | Codec, array: Array) -> Array:
-        """What a receiver would see of `array`."""
+        """Return `array` encoded and decoded, as a receiver would get it."""
         chosen = codec_of(codec)
         assert chosen is not None
         packet = self._calls.packet(array, chosen, f"window {self.name}")

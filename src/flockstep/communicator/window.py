@@ -1,4 +1,4 @@
-"""Windows: named arrays that every rank can read, write and add to without the owner's doing anything."""
+"""Windows: named arrays that every rank can read, write and add to without action by the owner."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from flockstep.messages import Array, Message, Wanted, node_name
 
 
 class Window:
-    """A named array of the same shape and dtype on every rank; `put`, `get` and `accumulate` reach any of them.
+    """A named array of the same shape and dtype on every rank; `put`, `get` and `accumulate` access that of any rank.
 
-    The owner's communicator does what others ask, one call after the other, whatever the owner's own threads are doing.
+    The owner's communicator executes the operations of other ranks one after another, whatever the owner's threads do.
     """
 
     def __init__(self, calls: Calls, name: str, array: Array):
-        """For `Communicator.window`, which has checked the array."""
+        """Create the window; called by `Communicator.window`, which has checked the array."""
         self.name, self.tag, self._undone = name, f"{WINDOW}{name}/", f"{UNDONE}{name}/"
         self.array = array
         self._calls = calls
@@ -45,24 +45,37 @@ class Window:
         self._holder = 0
 
     def put(self, rank: int, array: Any, offset: int = 0, codec: str | Codec | None = None) -> None:
-        """Write `array` into the window of `rank`, from element `offset` of the flat array on; done at the next fence.
+        """Write `array` into the window of `rank`; done at the next fence.
+
+        Args:
+            rank: the window's owner.
+            array: the values, converted to the window's dtype and flattened.
+            offset: first element of the owner's flat array to write to.
+            codec: the codec to encode the values with, or None.
 
         Raises:
-            ConfigurationError: it does not fit.
-            PeerLost: that rank is dead.
+            ConfigurationError: the array does not fit.
+            PeerLost: the rank has died.
         """
         self._give("put", rank, array, offset, 1.0, codec)
 
     def accumulate(
         self, rank: int, array: Any, offset: int = 0, scale: float = 1.0, codec: str | Codec | None = None
     ) -> None:
-        """Add `scale` × `array` to the window of `rank`, from element `offset` on; done at the next fence.
+        """Add `scale` × `array` to the window of `rank`; done at the next fence.
 
-        No other call takes effect in the middle of it, so that what several ranks add is all in the sum.
+        The operation is atomic with respect to other calls, so that the sum contains what every rank adds.
+
+        Args:
+            rank: the window's owner.
+            array: the values, converted to the window's dtype and flattened.
+            offset: first element of the owner's flat array to add to.
+            scale: factor of the values.
+            codec: the codec to encode the values with, or None.
 
         Raises:
-            ConfigurationError: it does not fit.
-            PeerLost: that rank is dead.
+            ConfigurationError: the array does not fit.
+            PeerLost: the rank has died.
         """
         self._give("add", rank, array, offset, scale, codec)
 
@@ -74,11 +87,21 @@ class Window:
         codec: str | Codec | None = None,
         timeout: float | None = None,
     ) -> Array:
-        """A copy of `size` elements (None: all there are) of the window of `rank`; in its shape if that is all of it.
+        """Return a copy of elements of the window of `rank`.
+
+        Args:
+            rank: the window's owner.
+            offset: first element of the owner's flat array to read.
+            size: number of elements; None for all from `offset` on.
+            codec: the codec to encode the answer with, or None.
+            timeout: seconds to wait for the answer; None for no limit.
+
+        Returns:
+            A copy of the whole window in the window's shape, or of a part of it as a flat array.
 
         Raises:
-            PeerLost: that rank is dead.
-            TimedOut: it has not answered within `timeout` seconds.
+            PeerLost: the rank has died.
+            TimedOut: the rank did not answer within `timeout` seconds.
         """
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
@@ -93,12 +116,12 @@ class Window:
         return array.reshape(self.array.shape) if count == len(self._flat) else array
 
     def fence(self, timeout: float | None = None) -> None:
-        """Wait for every rank to come here; what anyone has put or added before is then done everywhere.
+        """Wait until every rank has called `fence`; all puts and additions made before are then done on every rank.
 
         Raises:
-            PeerLost: a rank is dead.
-            TimedOut: not everyone has come within `timeout` seconds.
-            ProtocolError: what this rank had put or added could not be used by its receiver.
+            PeerLost: a rank has died.
+            TimedOut: not every rank called within `timeout` seconds.
+            ProtocolError: a receiver could not use what this rank had put or added.
         """
 
         async def program(me: Rank) -> list[Message]:
@@ -111,9 +134,9 @@ class Window:
 
     @contextmanager
     def local(self) -> Iterator[Array]:
-        """This rank's own array, while no call of others takes effect on it: for changes that must not be interrupted.
+        """Yield this rank's own array, while no operation of another rank takes effect on it, for atomic changes.
 
-        The communicator waits meanwhile: be brief, and do not call it inside.
+        The communicator waits meanwhile: be brief, and do not call the communicator inside.
         """
         with self._lock:
             self._holder = get_ident()
@@ -123,7 +146,7 @@ class Window:
                 self._holder = 0
 
     def close(self, timeout: float | None = None) -> None:
-        """Fence, then give the name back; the array stays as it is."""
+        """Fence, then free the name; the array does not change."""
         self.fence(timeout)
         self._calls.forget(self.tag)
 
@@ -132,7 +155,7 @@ class Window:
         return self._holder == get_ident()
 
     def hear(self, message: Message, me: Rank) -> None:
-        """Do what another rank asks; on the engine's thread."""
+        """Execute another rank's operation, on the engine's thread."""
         what = message.note.what
         try:
             if what == "get":
@@ -184,7 +207,7 @@ class Window:
         self._calls.post(rank, self.tag, packet.data, note, closing=True)
 
     def _given(self, rank: int, array: Any, offset: int) -> Array:
-        """What a caller gives, flat and in the window's dtype."""
+        """Return a caller's array, flat and in the window's dtype."""
         given: Array = np.asarray(array).astype(self._flat.dtype, copy=False).reshape(-1)
         self._check(rank, offset, given.size)
         return given

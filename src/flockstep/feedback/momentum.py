@@ -25,7 +25,8 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Momentum(Feedback):
-    """u ← m u + g, v ← v + u, send C(v), keep v less what was sent (Lin et al. 2018, DGC, sections 3.1 to 3.3).
+    """DGC's momentum correction (Lin et al. 2018, sections 3.1 to 3.3): u ← m u + g, v ← v + u, send C(v), keep the
+    rest.
 
     Momentum correction in the sense of Lin et al.: what is kept back is velocity, so that an element that is sent late
     has moved as far as momentum SGD would have moved it. The momentum correction of Goyal et al. 2017 is a different

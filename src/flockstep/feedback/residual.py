@@ -15,7 +15,7 @@ from flockstep.feedback.base import Feedback
 
 @dataclass(frozen=True)
 class Residual(Feedback):
-    """Error feedback: send C(e + x), keep e ← (e + x) - C(e + x) (Seide et al. 2014; Karimireddy et al. 2019).
+    """Error feedback (Seide et al. 2014; Karimireddy et al. 2019): send C(e + x), keep e ← (e + x) - C(e + x).
 
     The sum of everything sent plus the error kept equals the sum of all arrays given to `encode`.
     """

@@ -1,1 +1,1 @@
-"""Gradients and evaluations of a model, whoever wrote it."""
+"""Gradients and evaluations of a model, for each framework that models are written in."""

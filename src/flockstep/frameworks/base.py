@@ -1,4 +1,4 @@
-"""What a driver needs of a framework: gradients at given flat parameters, and evaluations."""
+"""The interface between drivers and frameworks: gradients at given flat parameters, and evaluations."""
 
 from __future__ import annotations
 
@@ -46,13 +46,24 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What to train: everything that is the same whichever strategy coordinates the workers.
+    """What to train: everything that does not depend on the strategy that coordinates the workers.
 
-    `model` builds one replica: a `torch.nn.Module`, or a `flockstep.frameworks.numpy.Model`. `loss(outputs, targets)`
-    and `metric(outputs, targets)` are means over a batch. `optimizer` is an `Optimizer`, an expression such as
-    "sgd(lr=0.1)", or a function params → torch optimiser of a known class. `batch` is per worker; `epochs` counts
-    passes of all workers together over the training set, but each worker takes `least_steps` steps, however many share
-    the passes; `target` is the metric that time-to-target refers to.
+    Args:
+        model: function that builds one replica, a `torch.nn.Module` or a `flockstep.frameworks.numpy.Model`.
+        data: function that returns the training and test samples.
+        optimizer: an `Optimizer`, an expression such as "sgd(lr=0.1)", or a function params → torch optimizer of a
+            known class.
+        loss: function (outputs, targets) → mean loss of a batch; None for a model with its own loss.
+        metric: function (outputs, targets) → mean over a batch, or "accuracy".
+        higher_is_better: whether larger values of the metric are better.
+        batch: number of samples in a worker's batch.
+        epochs: passes of all workers together over the training set.
+        least_steps: minimum number of steps of each worker, however many workers share the passes.
+        target: value of the metric that time-to-target refers to, or None.
+        name: the job's name.
+
+    Raises:
+        ConfigurationError: batch < 1, or epochs is not positive.
     """
 
     model: Callable[[], Any]
@@ -67,7 +78,7 @@ class Job:
     target: float | None = None
     name: str = "job"
     facts: dict[str, str] = field(default_factory=dict)
-    """What must be the same when the run is repeated (for example a hash of the data); kept in the record."""
+    """Facts that must be the same when the run is repeated, such as a hash of the data; kept in the record."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -79,10 +90,10 @@ class Job:
 def metric_of(
     job: Job, data: Data, whole: object, accuracy: Callable[[Any, Any], float]
 ) -> Callable[[Any, Any], float]:
-    """The job's metric, or the framework's `accuracy`, which is for targets of the dtype `whole`.
+    """Return the job's metric, or for "accuracy" the framework's function, for targets of the dtype `whole`.
 
     Raises:
-        ConfigurationError: there is no such metric, or the targets are no whole numbers.
+        ConfigurationError: there is no such metric, or the targets are not integers.
     """
     if not isinstance(job.metric, str):
         return job.metric
@@ -92,7 +103,7 @@ def metric_of(
         )
     if data.test_y.dtype != whole:
         raise ConfigurationError(
-            f"accuracy needs whole-number targets, got {data.test_y.dtype}; pass metric=a function "
+            f"accuracy needs integer targets, got {data.test_y.dtype}; pass metric=a function "
             f"(outputs, targets) → float"
         )
     return accuracy
@@ -100,7 +111,7 @@ def metric_of(
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """Models to learn from: `teachers`, (M, K), and how much the distance to their predictions counts."""
+    """Models to learn from: `teachers`, of shape (M, K), and the weight of the distance to their predictions."""
 
     teachers: FlatArray
     weight: float
@@ -109,8 +120,8 @@ class Lesson:
 class Engine(ABC):
     """One job in one process: computes gradients for any number of replicas, given their flat parameters.
 
-    Non-trainable buffers (batch-norm statistics) belong to the replica and are never exchanged; an evaluation uses
-    the mean of the named replicas' floating-point buffers and the first one's integer buffers.
+    Non-trainable buffers (batch-norm statistics) belong to the replica and are never exchanged; an evaluation uses the
+    mean of the named replicas' floating-point buffers and the first replica's integer buffers.
     """
 
     schema: Schema
@@ -118,54 +129,69 @@ class Engine(ABC):
     higher_is_better: bool
     train_size: int
     labels: npt.NDArray[np.int64] | None
-    """Class of every training sample, or None where there are no classes."""
+    """Class of every training sample, of shape (samples,), or None if there are no classes."""
 
     @property
     def batching(self) -> str:
-        """'batched', or 'one by one: …' with why gradients of several replicas are not computed in one call."""
+        """Either "batched", or "one by one: …" with the reason why gradients of several replicas take several calls."""
         return "batched"
 
     @abstractmethod
     def initial(self) -> FlatArray:
-        """A copy of the parameters that every replica starts from."""
+        """Return a copy of the parameters (K,) that every replica starts from."""
 
     def home(self) -> FlatArray:
-        """An array for one replica's parameters from which gradients are computed without a copy."""
+        """Return an array (K,) for one replica's parameters, from which gradients are computed without a copy."""
         return self.initial()
 
     @abstractmethod
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
+        """Write the mean gradient over a batch into `out`; return the mean loss.
 
-        `replica` and `step` select buffers and seed whatever is random in the model.
+        Args:
+            params: the parameters, of shape (K,).
+            indices: the samples of the batch, of shape (batch,).
+            out: the array for the gradient, of shape (K,).
+            replica: the replica whose buffers are used, and which seeds random layers.
+            step: the number of the step, which seeds random layers.
         """
 
     @abstractmethod
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> npt.NDArray[np.float64]:
-        """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
+        """Write the mean gradients of R replicas into `out`; return the R mean losses.
+
+        Args:
+            params: the parameters, of shape (R, K).
+            indices: the samples of the batches, of shape (R, batch).
+            out: the array for the gradients, of shape (R, K).
+            replicas: the R replicas, as in `gradient`.
+            steps: the R numbers of steps, as in `gradient`.
+        """
 
     def layers(self, batch: int) -> tuple[Layer, ...]:
-        """The fully connected layers whose gradient over `batch` samples can be had as factors; none if in doubt."""
+        """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; none if in
+        doubt.
+        """
         return ()
 
     def factored(
         self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
     ) -> float:
-        """As `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` in the beginning of `out`.
+        """As `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` at the beginning of `out`.
 
         Raises:
-            CompositionError: this framework gives no factors.
+            CompositionError: this framework computes no factors.
         """
-        raise CompositionError("this framework gives no factors of gradients; use torch, or another strategy")
+        raise CompositionError("this framework computes no factors of gradients; use torch, or another strategy")
 
     def buffers(self, replica: int) -> FlatArray:
-        """A replica's buffers that change in training, one after the other in float64; empty where there are none."""
+        """Return a replica's buffers that change in training, concatenated in float64; empty if there are none."""
         return np.empty(0)
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Set a replica's buffers to what `buffers` said, perhaps in another process."""
+        """Set a replica's buffers to what `buffers` returned, possibly in another process."""
         if len(values):
             raise ConfigurationError(
                 f"the model has no buffers that change, got {len(values)} values; build the same model"
@@ -176,16 +202,16 @@ class Engine(ABC):
     ) -> float:
         """As `gradient`, of the loss plus the weighted distance to the mean prediction of the lesson's teachers.
 
-        The distance is the cross-entropy with the mean of the teachers' probabilities where there are classes,
-        otherwise the mean squared difference of the outputs. Returns the mean loss without it.
+        With classes, the distance is the cross-entropy with the mean of the teachers' probabilities, otherwise the mean
+        squared difference of the outputs. Returns the mean loss without the distance.
 
         Raises:
-            CompositionError: this framework or model cannot.
+            CompositionError: this framework or model does not support it.
         """
         raise CompositionError("this framework cannot learn from the predictions of other models; use torch")
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Loss and metric of the mean prediction of `members`, (M, K): of class probabilities where there are classes.
+        """Return loss and metric of the mean prediction of `members`, (M, K); with classes, the mean of probabilities.
 
         Raises:
             CompositionError: this framework cannot average predictions.
@@ -194,4 +220,4 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        """Loss and metric of the model `params` on the test set."""
+        """Return loss and metric of the model `params` (K,) on the test set."""

@@ -1,4 +1,4 @@
-"""From a user's file to a job, and from a job to the engine that computes it."""
+"""Loading a job from a user's file, and creating the engine that computes it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flockstep.frameworks.numpy import Model, NumpyEngine
 
 
 def make_engine(job: Job, seed: int) -> Engine:
-    """The engine for the kind of model that the job builds (which is built once more to find out).
+    """Return the engine for the kind of model that the job builds; the model is built once more to find out.
 
     Raises:
         MissingDependency: the model needs torch, which is not installed.
-        ConfigurationError: the model cannot be built, or is of a kind without an engine.
+        ConfigurationError: the model cannot be built, or there is no engine for its kind.
     """
     model = build_model(job)
     if isinstance(model, Model):
@@ -30,7 +30,7 @@ def make_engine(job: Job, seed: int) -> Engine:
     if torch is not None and isinstance(model, torch.nn.Module):
         from flockstep.frameworks.torch import TorchEngine
 
-        del model  # before the engine builds one with its own random numbers
+        del model  # freed before the engine builds a model with its own seed
         release()
         return TorchEngine(job, seed)
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -41,13 +41,13 @@ def make_engine(job: Job, seed: int) -> Engine:
 
 
 def load_job_file(path: str | Path) -> Job:
-    """The job that the function `job()` of a Python file returns.
+    """Return the job that the function `job()` of a Python file returns.
 
-    The file's folder is added at the end of Python's search path, so that the file can import its neighbours.
+    The file's folder is appended to Python's search path, so that the file can import its neighbors.
 
     Raises:
         MissingDependency: the file needs torch, which is not installed.
-        ConfigurationError: there is no such file, it has no `job()`, or that raises or returns something else.
+        ConfigurationError: there is no such file, it has no `job()`, or `job()` raises or returns something else.
     """
     file = Path(path)
     if file.suffix != ".py":
@@ -69,10 +69,10 @@ def load_job_file(path: str | Path) -> Job:
 
 
 def import_components(files: Iterable[str]) -> None:
-    """Run Python files that register strategies, codecs or other components of one's own; each once a process.
+    """Run Python files that register custom strategies, codecs or other components; each file once per process.
 
     Raises:
-        ConfigurationError: there is no such file, or it raises.
+        ConfigurationError: there is no such file, or the file raises an error.
     """
     for text in files:
         file = Path(text)
@@ -83,7 +83,7 @@ def import_components(files: Iterable[str]) -> None:
 
 
 def imported(file: Path, where: str) -> ModuleType:
-    """The module that a user's Python file makes; `where` names the file in errors.
+    """Return the module of a user's Python file; `where` names the file in errors.
 
     Raises:
         FlockstepError: running the file fails.
@@ -105,10 +105,10 @@ def imported(file: Path, where: str) -> ModuleType:
 
 
 def build_model(job: Job) -> Any:
-    """What the job's `model()` returns; torch's random numbers go on as if it had not been called.
+    """Return what the job's `model()` returns; torch's random state does not change.
 
     Raises:
-        FlockstepError: it fails.
+        FlockstepError: `model()` fails.
     """
     try:
         torch = sys.modules.get("torch")
@@ -123,7 +123,9 @@ def build_model(job: Job) -> Any:
 
 
 def failure(error: BaseException, where: str, file: Path | None, what: str) -> FlockstepError:
-    """The one sentence for what a user's code raised, with the last line of `file` that it came through."""
+    """Return the error for what a user's code raised, in one sentence, with the last line of `file` in the
+    traceback.
+    """
     if isinstance(error, FlockstepError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":

@@ -1,4 +1,4 @@
-"""The layers of a job's model, whichever framework it is written for."""
+"""The layers of a job's model, for each framework."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flockstep.frameworks.job import build_model, failure, imported, load_job_fi
 from flockstep.frameworks.numpy import Model, SoftmaxRegression
 
 SAMPLES = 4
-"""How many of the job's training samples a torch module is run on."""
+"""Number of the job's training samples on which a torch module is run."""
 
 
 def job_shape(job: Job) -> ModelShape:
-    """The layers of the job's model, found on a few samples of its training data.
+    """Return the layers of the job's model, found on a few samples of its training data.
 
     Raises:
-        ConfigurationError: the model cannot be built or run, or is of a kind that is not known.
+        ConfigurationError: the model cannot be built or run, or is of an unknown kind.
     """
     model = build_model(job)
     if isinstance(model, Model):
@@ -40,9 +40,9 @@ def job_shape(job: Job) -> ModelShape:
 
 
 def file_shape(path: str | Path) -> ModelShape:
-    """The layers of what a Python file declares: a `job()`, or a `model()` and the `inputs()` to call it with.
+    """Return the layers of what a Python file declares: a `job()`, or a `model()` and the `inputs()` to call it with.
 
-    `inputs()` returns a tensor, or a tuple of them, with the samples along the first axis.
+    `inputs()` returns a tensor, or a tuple of tensors, with the samples along the first axis.
 
     Raises:
         ConfigurationError: there is no such file, it declares neither, or a function fails.
@@ -68,7 +68,7 @@ def file_shape(path: str | Path) -> ModelShape:
 
 
 def _samples(job: Job, model: Any) -> Any:
-    """A few training samples, as the engine would hand them to the model."""
+    """Return a few training samples, as the engine would pass them to the model."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ def _samples(job: Job, model: Any) -> Any:
 
 
 def _of_numpy(name: str, model: Model) -> ModelShape:
-    """One layer for a softmax regression; of other models the parameters are all that is known."""
+    """Return the layers of a softmax regression; of other numpy models only the parameters are known."""
     itemsize = np.dtype(model.dtype).itemsize
     if isinstance(model, SoftmaxRegression):
         layers = [

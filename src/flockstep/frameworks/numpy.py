@@ -1,7 +1,7 @@
-"""Problems in plain numpy: a contract for models with an exact gradient, two of them, and their engine.
+"""Models in plain numpy: their contract, two models with exact gradients, and their engine.
 
-Every product is a matmul over stacked matrices, one per replica, and every sum runs inside a replica: a replica's
-gradient has the same bits whichever other replicas are computed in the same call.
+Every product is a matmul over stacked matrices, one per replica, and every sum is within one replica: a replica's
+gradient has the same bits, whichever other replicas are computed in the same call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Le
 from flockstep.optimizers.base import Optimizer
 
 Views = Mapping[str, FlatArray]
-"""Name → array; where several replicas are meant, the first axis runs over them."""
+"""Name → array; for several replicas, the first axis runs over the replicas."""
 
 
 class Model(ABC):
-    """A model whose gradient is written out by hand."""
+    """A model whose gradient is written by hand."""
 
     dtype: str = "float32"
 
@@ -34,33 +34,37 @@ class Model(ABC):
 
     @abstractmethod
     def initial(self, random: np.random.Generator) -> Views:
-        """Name → value that every replica starts from."""
+        """Return name → value of the parameters that every replica starts from."""
 
     @abstractmethod
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """Write the mean gradient of R batches into `out`; return the R mean losses.
+        """Write the mean gradients of R batches into `out`; return the R mean losses.
 
-        params and out: (R, *shape) each; x: (R, batch, …); y: (R, batch, …).
+        Args:
+            params: name → parameters, of shape (R, *shape) each.
+            x: the inputs, of shape (R, batch, …).
+            y: the targets, of shape (R, batch, …).
+            out: name → array for the gradient, of shape (R, *shape) each.
         """
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
-        """For one model, the matrices that are fully connected layers: name → U and V with gradient Uᵀ V."""
+        """Return, for one model, the factors of its fully connected layers: name → U and V with gradient Uᵀ V."""
         return {}
 
     @abstractmethod
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """What one model says of the samples x, first axis over samples."""
+        """Return one model's outputs for the samples x, first axis over samples."""
 
     @abstractmethod
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean loss of one model over the samples that it said `outputs` of."""
+        """Return the mean loss of one model over the samples with the given `outputs`."""
 
 
 class Quadratic(Model):
-    """The bowl ½ (w - x)ᵀ H (w - x), whose minimum over the data is the mean of the samples x.
+    """The quadratic bowl ½ (w - x)ᵀ H (w - x), whose minimum over the data is the mean of the samples x.
 
-    `hessian` is (d, d) and symmetric, or (d,) for a diagonal one. The samples, (N, d), scatter around the optimum:
-    their scatter is the noise of the gradients; without noise they are all the optimum itself. Targets are not used.
+    `hessian` is (d, d) and symmetric, or (d,) for a diagonal matrix. The samples, (N, d), scatter around the optimum,
+    which makes gradients noisy; without noise all samples equal the optimum. Targets are not used.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Quadratic(Model):
         start: npt.ArrayLike | None = None,
         dtype: str = "float32",
     ):
-        """Start at `start`, (d,); None: at a draw from the standard normal distribution."""
+        """Start at `start`, of shape (d,), or if that is None at a draw from the standard normal distribution."""
         self.dtype = dtype
         self.hessian: FlatArray = np.array(hessian, dtype)
         size = self.hessian.shape[0] if self.hessian.ndim else 0
@@ -85,15 +89,14 @@ class Quadratic(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One vector."""
         return {"w": (len(self.hessian),)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """The start, or a random point."""
+        """Return the start, or a random point."""
         return {"w": random.standard_normal(len(self.hessian)) if self.start is None else self.start}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """H (w - mean x), and the mean of ½ (w - x)ᵀ H (w - x)."""
+        """Write H (w - mean x); return the mean of ½ (w - x)ᵀ H (w - x)."""
         apart = params["w"][:, None, :] - x
         slopes = self._times_hessian(apart)
         np.mean(slopes, axis=1, out=out["w"])
@@ -101,12 +104,12 @@ class Quadratic(Model):
         return losses
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """w - x for every sample, (N, d)."""
+        """Return w - x for every sample, of shape (N, d)."""
         difference: FlatArray = params["w"] - x
         return difference
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean of ½ (w - x)ᵀ H (w - x)."""
+        """Return the mean of ½ (w - x)ᵀ H (w - x)."""
         return float(np.sum(outputs * self._times_hessian(outputs[None])[0], axis=1).mean(dtype=np.float64) / 2)
 
     def _times_hessian(self, rows: FlatArray) -> FlatArray:
@@ -128,15 +131,14 @@ class SoftmaxRegression(Model):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """W and b."""
         return {"weight": (self.features, self.classes), "bias": (self.classes,)}
 
     def initial(self, random: np.random.Generator) -> Views:
-        """Zeros: the loss is convex."""
+        """Return zeros, because the loss is convex."""
         return {name: np.zeros(shape) for name, shape in self.shapes.items()}
 
     def gradients(self, params: Views, x: FlatArray, y: FlatArray, out: Views) -> FlatArray:
-        """xᵀ (softmax - onehot) / batch + l2 W, and the mean loss."""
+        """Write xᵀ (softmax - onehot) / batch + l2 W, and the sum of the errors for b; return the mean losses."""
         scalar, weight = x.dtype.type, params["weight"]
         losses, error = self._error(params, x, y)
         np.matmul(x.transpose(0, 2, 1), error, out=out["weight"])
@@ -147,7 +149,7 @@ class SoftmaxRegression(Model):
         return losses
 
     def factors(self, params: Views, x: FlatArray, y: FlatArray) -> Mapping[str, tuple[FlatArray, FlatArray]]:
-        """x and (softmax - onehot) / batch make up the slope of W, unless W is penalised."""
+        """Return (softmax - onehot) / batch and x as factors of W's gradient; none with an l2 penalty."""
         if self.l2:
             return {}
         batched = {name: array[None] for name, array in params.items()}
@@ -157,24 +159,24 @@ class SoftmaxRegression(Model):
         return cross_entropies(x @ params["weight"] + params["bias"][:, None, :], y)
 
     def outputs(self, params: Views, x: FlatArray) -> FlatArray:
-        """The logits, (N, classes)."""
+        """Return the logits, of shape (N, classes)."""
         logits: FlatArray = x @ params["weight"] + params["bias"]
         return logits
 
     def loss(self, params: Views, outputs: FlatArray, y: FlatArray) -> float:
-        """The mean cross-entropy, and the penalty."""
+        """Return the mean cross-entropy plus the penalty."""
         penalty = self.l2 / 2 * np.sum(params["weight"].astype(np.float64) ** 2) if self.l2 else 0.0
         return float(penalty + cross_entropy(outputs, y))
 
 
 class NumpyEngine(Engine):
-    """Gradients and evaluations of a job whose model is a `Model`; nothing in it is random, and it has no buffers."""
+    """Gradients and evaluations of a job whose model is a `Model`; it has no randomness and no buffers."""
 
     def __init__(self, job: Job, seed: int, model: Model | None = None):
-        """Build the job's model (unless it is given) and load its data; `seed` is for the initial parameters.
+        """Build the job's model (unless `model` is given) and load its data; `seed` is for the initial parameters.
 
         Raises:
-            ConfigurationError: the job asks for something that a numpy model does not have.
+            ConfigurationError: the job needs something that a numpy model does not have.
         """
         built = job.model() if model is None else model
         if not isinstance(built, Model):
@@ -204,23 +206,20 @@ class NumpyEngine(Engine):
             view[...] = values[name]
 
     def initial(self) -> FlatArray:
-        """A copy of the parameters that every replica starts from."""
         return self._start.copy()
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
-        """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss."""
         return float(self.gradients(params[None], indices[None], out[None], (replica,), (step,))[0])
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> npt.NDArray[np.float64]:
-        """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
         x, y = self._data.train_x[indices], self._data.train_y[indices]
         losses = self.model.gradients(self._rows(params), x, y, self._rows(out))
         return np.asarray(losses, np.float64)
 
     def layers(self, batch: int) -> tuple[Layer, ...]:
-        """Those that the model names."""
+        """Return the layers for which the model computes factors."""
         indices = np.arange(batch) % self.train_size
         factors = self._factors(self._start, indices)
         offsets = {entry.name: entry.offset for entry in self.schema.entries}
@@ -229,7 +228,6 @@ class NumpyEngine(Engine):
     def factored(
         self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
     ) -> float:
-        """As `gradient`, packed."""
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)
         factors, names = self._factors(params, indices), {entry.offset: entry.name for entry in self.schema.entries}
@@ -241,7 +239,6 @@ class NumpyEngine(Engine):
         return self.model.factors(self.schema.views(params), x, y)
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        """Loss and metric of the model `params` on the test set."""
         views = self.schema.views(params)
         outputs = self.model.outputs(views, self._data.test_x)
         loss = self.model.loss(views, outputs, self._data.test_y)
@@ -250,7 +247,11 @@ class NumpyEngine(Engine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
-        """The same of the loss plus the weighted cross-entropy with the mean probabilities of the teachers."""
+        """As `gradient`, of the loss plus the weighted cross-entropy with the mean probabilities of the teachers.
+
+        Raises:
+            CompositionError: the model has no classes.
+        """
         if not isinstance(self.model, SoftmaxRegression):
             raise CompositionError(
                 f"{type(self.model).__name__} has no classes to learn from other models' predictions"
@@ -266,7 +267,6 @@ class NumpyEngine(Engine):
         return loss
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Loss and metric of the mean prediction of `members`, (M, K)."""
         x, y = self._data.test_x, self._data.test_y
         every = np.stack([self.model.outputs(self.schema.views(params), x) for params in members])
         outputs = every.mean(0) if self.labels is None else _mean_probabilities(every)
@@ -274,14 +274,14 @@ class NumpyEngine(Engine):
         return Evaluation(loss, float(self._metric(outputs, y)))
 
     def _rows(self, matrix: FlatArray) -> dict[str, FlatArray]:
-        """Name → view (R, *shape) of an (R, K) matrix."""
+        """Return name → view (R, *shape) of an (R, K) matrix."""
         return {
             e.name: matrix[:, e.offset : e.offset + e.size].reshape(len(matrix), *e.shape) for e in self.schema.entries
         }
 
 
 def _mean_probabilities(logits: FlatArray) -> FlatArray:
-    """The logarithm of the mean softmax over the first axis."""
+    """Return the logarithm of the mean softmax over the first axis."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     mean: FlatArray = (np.exp(shifted) / np.exp(shifted).sum(axis=-1, keepdims=True)).mean(0)
     logarithms: FlatArray = np.log(np.maximum(mean, np.finfo(mean.dtype).tiny))
@@ -289,18 +289,23 @@ def _mean_probabilities(logits: FlatArray) -> FlatArray:
 
 
 def accuracy(outputs: FlatArray, targets: FlatArray) -> float:
-    """Share of the samples whose largest output (last axis) is the target's."""
+    """Return the fraction of the samples whose largest output (last axis) is the target's."""
     return float(np.mean(outputs.argmax(axis=-1) == targets))
 
 
 def cross_entropy(logits: FlatArray, y: FlatArray) -> float:
-    """The mean of -log softmax(logits)[y]; logits (N, classes), y (N,)."""
+    """Return the mean of -log softmax(logits)[y]; logits (N, classes), y (N,)."""
     shifted, logarithms = _shifted(logits)
     return -float((np.take_along_axis(shifted, y[:, None], axis=1) - logarithms).mean(dtype=np.float64))
 
 
 def cross_entropies(logits: FlatArray, y: FlatArray) -> tuple[FlatArray, FlatArray]:
-    """That of R batches, (R,), and (softmax - onehot) / batch, its slope; logits (R, batch, classes), y (R, batch)."""
+    """Return the mean cross-entropies (R,) of R batches, and their gradients (softmax - onehot) / batch.
+
+    Args:
+        logits: of shape (R, batch, classes).
+        y: the classes, of shape (R, batch).
+    """
     log_p = _log_softmax(logits)
     chosen = np.take_along_axis(log_p, y[..., None], axis=2)
     error = np.exp(log_p)
@@ -317,9 +322,9 @@ def _log_softmax(logits: FlatArray) -> FlatArray:
 
 
 def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
-    """The logits less their largest, over the last axis, and the logarithm of the sum of their exponentials.
+    """Return the logits minus their maximum over the last axis, and the logarithm of the sum of their exponentials.
 
-    The largest of a few classes each are found class by class, which is many times as fast.
+    The maximum is computed class by class, which is many times faster for few classes.
     """
     top = np.ascontiguousarray(logits.reshape(-1, logits.shape[-1]).T).max(axis=0)
     shifted = logits - top.reshape(*logits.shape[:-1], 1)
@@ -327,7 +332,7 @@ def _shifted(logits: FlatArray) -> tuple[FlatArray, FlatArray]:
 
 
 def _converted(data: Data, dtype: str) -> Data:
-    """The data with whole numbers as int64 and everything else in the model's dtype."""
+    """Return the data with integers as int64 and everything else in the model's dtype."""
 
     def convert(values: npt.ArrayLike) -> FlatArray:
         array = np.asarray(values)

@@ -27,11 +27,11 @@ from flockstep.frameworks.torch_optimizers import from_torch
 __all__ = ["TorchEngine", "accuracy", "from_torch"]
 
 LARGEST_CHUNK = 64
-"""Replicas in one batched call: more would not be faster, and need more memory."""
+"""Maximum number of replicas in one batched call: more would not be faster, and would need more memory."""
 CHUNK_BYTES = 128 << 20
-"""Memory that the gradients and saved activations of one batched call should not exceed."""
+"""Approximate limit in bytes of the gradients and saved activations of one batched call."""
 TOLERANCE = {"bfloat16": 1e-1, "float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Largest relative distance between a batched gradient and a plain one that is put down to rounding."""
+"""Largest relative distance between a batched gradient and a plain one that is attributed to rounding, by dtype."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,20 +39,21 @@ Tensors = dict[str, torch.Tensor]
 class TorchEngine(FactoringEngine):
     """Gradients and evaluations of a job whose model is a torch module on the CPU.
 
-    Gradients are taken in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
-    under `torch.func.vmap` and one backward pass; a replica's gradient has the same bits whichever others are computed
-    in the same call of `gradients` (`gradient` agrees up to rounding). Replicas are computed one by one, and
-    `batching` says why, where the model draws random numbers in training (each gradient has its own stream, made from
-    seed, replica and step), where its buffers change in training (each replica has its own), or where batching fails
-    or gives another gradient in a trial with two replicas, made when `batching` is first asked for. A gradient at
-    `params`, the module's own flat array, needs no copy.
+    Gradients are computed in training mode, evaluations in evaluation mode. Many replicas go through one forward pass
+    under `torch.func.vmap` and one backward pass; a replica's gradient has the same bits, whichever other replicas are
+    computed in the same call of `gradients` (`gradient` agrees up to rounding).
+
+    Replicas are computed one by one, with the reason in `batching`, in three cases: the model draws random numbers in
+    training (each gradient has its own random stream, from seed, replica and step); its buffers change in training
+    (each replica has its own); or batching fails or gives a different gradient in a trial with two replicas, made when
+    `batching` is first read. A gradient at `params`, the module's own flat array, needs no copy.
     """
 
     def __init__(self, job: Job, seed: int):
         """Build the model with torch's random numbers seeded (and restored afterwards), and load the data.
 
         Raises:
-            ConfigurationError: model, loss, data, optimiser and metric do not fit together.
+            ConfigurationError: model, loss, data, optimizer and metric do not fit together.
         """
         self._seed = seed
         with _seeded(seed):
@@ -73,7 +74,7 @@ class TorchEngine(FactoringEngine):
                 "for flockstep.distribute, may be on a GPU"
             )
         self.schema = self.flat.schema
-        self._start: FlatArray | None = None  # as long as the module's own parameters are the initial ones
+        self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
         self._given_away = False
         self._backward = Backward(self.flat)
         self.optimizer = optimizer_of(job, self.flat)
@@ -95,30 +96,33 @@ class TorchEngine(FactoringEngine):
 
     @property
     def params(self) -> FlatArray:
-        """The module's own parameters."""
+        """The module's own parameters, of shape (K,)."""
         self._keep_start()
         return self.flat.params
 
     def initial(self) -> FlatArray:
-        """A copy of the parameters that every replica starts from; those of `home` once that was asked for."""
+        """Return a copy of the parameters that every replica starts from; after a call of `home`, of the
+        module's own.
+        """
         return (self.flat.params if self._start is None else self._start).copy()
 
     def home(self) -> FlatArray:
-        """The module's own parameters, the initial ones; a process that trains in place keeps no other copy of them."""
+        """Return the module's own parameters, the initial ones; a process that trains in place keeps no other copy of
+        them.
+        """
         self._given_away = True
         return self.flat.params
 
     def gradient(self, params: FlatArray, indices: Indices, out: FlatArray, replica: int = 0, step: int = 0) -> float:
         """Write the mean gradient over the samples `indices` at `params` into `out`; return the mean loss.
 
-        `params` that are not the module's own are copied into it.
+        `params` that are not the module's own are copied into the module.
         """
         return self.distil(params, indices, out, Lesson(self.flat.params[None, :][:0], 0.0), replica, step)
 
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
-        """The same of the loss plus the weighted distance to the mean prediction of the lesson's teachers."""
         if params is not self.flat.params:
             self._keep_start()
             np.copyto(self.flat.params, params)
@@ -138,14 +142,13 @@ class TorchEngine(FactoringEngine):
         return float(loss.item())
 
     def _keep_start(self) -> None:
-        """Before the module's own parameters change: keep the initial ones."""
+        """Keep a copy of the initial parameters before the module's own parameters change."""
         if self._start is None and not self._given_away:
             self._start = self.flat.params.copy()
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> npt.NDArray[np.float64]:
-        """The same for R replicas: params and out (R, K), indices (R, batch); return R losses."""
         count = len(params)
         losses = np.empty(count, np.float64)
         if self.batching != "batched":
@@ -157,11 +160,11 @@ class TorchEngine(FactoringEngine):
         return losses
 
     def evaluate(self, params: FlatArray, replicas: Sequence[int] = (0,)) -> Evaluation:
-        """Loss and metric of the model `params` on the test set, with the mean of the replicas' buffers."""
+        """Return loss and metric of the model `params` on the test set, with the mean of the replicas' buffers."""
         return self._evaluate([self._state_of(params) | self._mean_buffers(replicas)])
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Loss and metric of the mean prediction of `members`, (M, K), each with its own replica's buffers."""
+        """Return loss and metric of the mean prediction of `members`, (M, K), each with its own replica's buffers."""
         pairs = zip(members, replicas, strict=True)
         return self._evaluate([self._state_of(params) | self._mean_buffers([replica]) for params, replica in pairs])
 
@@ -179,7 +182,9 @@ class TorchEngine(FactoringEngine):
         return self._loss(functional_call(self.module, params, (x,)), y)
 
     def _batch(self, params: FlatArray, indices: Indices, out: FlatArray) -> FlatArray:
-        """One batched call. A lone replica goes through it twice: some kernels differ for a batch of one."""
+        """Compute one batched call; a single replica is computed twice, because some kernels differ for a
+        batch of one.
+        """
         count = len(params)
         matrix, index = as_tensor(params), as_tensor(indices)
         if count == 1:
@@ -196,13 +201,11 @@ class TorchEngine(FactoringEngine):
         return result
 
     def buffers(self, replica: int) -> FlatArray:
-        """A replica's buffers that change in training, one after the other in float64."""
         values = [buffer.reshape(-1).to(torch.float64) for buffer in self._buffers_of(replica).values()]
         flat: FlatArray = torch.cat(values).numpy() if values else np.empty(0)
         return flat
 
     def restore_buffers(self, replica: int, values: FlatArray) -> None:
-        """Set a replica's buffers to what `buffers` said."""
         start, restored = 0, {}
         for name, buffer in self._buffers_of(replica).items():
             part = torch.from_numpy(np.array(values[start : start + buffer.numel()]))
@@ -214,14 +217,14 @@ class TorchEngine(FactoringEngine):
             self._buffers[replica] = restored
 
     def _stream(self, replica: int, step: int) -> contextlib.AbstractContextManager[None]:
-        """torch's random numbers for one gradient, whoever computes it and when."""
+        """Seed torch's random numbers for one gradient, independent of the process and time of its computation."""
         if not self._random:
             return contextlib.nullcontext()
         words = np.random.SeedSequence([self._seed % 2**64, replica, step]).generate_state(1, np.uint64)
         return _seeded(int(words[0]))
 
     def _bring(self, replica: int) -> None:
-        """Exchange the changing buffers in the module for the replica's own."""
+        """Swap the changing buffers in the module for the given replica's."""
         if replica == self._present or not self._initial_buffers:
             return
         self._buffers[self._present] = self._buffers_of(self._present)
@@ -248,7 +251,7 @@ class TorchEngine(FactoringEngine):
         }
 
     def _probe(self, job: Job) -> None:
-        """Compute one gradient, and drop it: does the job work, is it random, which buffers does training change?"""
+        """Compute one gradient and discard it, to find out whether the job works, is random, and changes buffers."""
         before = {name: buffer.clone() for name, buffer in self.flat.buffers().items()}
         with _seeded(0):
             state = torch.get_rng_state()
@@ -280,7 +283,7 @@ class TorchEngine(FactoringEngine):
 
     @cached_property
     def batching(self) -> str:
-        """'batched', or 'one by one: …' with the reason, as gradients of two replicas, plain and batched, show."""
+        """Either "batched", or "one by one: …" with the reason, from trying to batch the gradients of two replicas."""
         if reason := self._hindrance():
             return f"one by one: {reason}"
         indices = (np.arange(2 * self._batch_size) % self.train_size).reshape(2, self._batch_size)
@@ -299,7 +302,7 @@ class TorchEngine(FactoringEngine):
         return f"one by one: {reason}" if reason else "batched"
 
     def _hindrance(self) -> str:
-        """Why batching is not even tried."""
+        """Return the reason not to try batching; "" if there is none."""
         if self._initial_buffers:
             return f"buffer {next(iter(self._initial_buffers))!r} changes in training"
         if not self._random:
@@ -311,7 +314,7 @@ class TorchEngine(FactoringEngine):
         return "the model draws random numbers in training"
 
     def _failure(self, params: FlatArray, indices: Indices, plain: FlatArray, batched: FlatArray) -> str:
-        """Why batching does not work, found out by trying."""
+        """Try batching, and return the reason why it does not work; "" if it does."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -331,7 +334,7 @@ class TorchEngine(FactoringEngine):
 
 
 def plain_attention() -> contextlib.AbstractContextManager[None]:
-    """Attention by plain operations."""
+    """Return a context in which attention is computed by plain operations."""
     context: contextlib.AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
 
@@ -343,7 +346,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers on the CPU start from `seed` inside, and go on as before afterwards."""
+    """Seed torch's random numbers on the CPU inside the context, and restore their state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed % 2**64)
         yield
@@ -351,7 +354,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _saved_bytes() -> Iterator[list[int]]:
-    """Collect the size of every tensor that is saved for a backward pass."""
+    """Collect the size in bytes of every tensor that is saved for a backward pass."""
     sizes: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

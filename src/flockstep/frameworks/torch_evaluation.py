@@ -1,4 +1,4 @@
-"""Evaluation of one torch model, or of several whose predictions are averaged."""
+"""Evaluation of one torch model, or of the averaged predictions of several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flockstep.arrays.schema import slices
 from flockstep.frameworks.base import Data, Evaluation
 
 AT_ONCE = 512
-"""Test samples that go through the model together."""
+"""Number of test samples that go through the model together."""
 
 
 def evaluate(
@@ -24,7 +24,7 @@ def evaluate(
     metric: Callable[[Any, Any], Any],
     classes: bool,
 ) -> Evaluation:
-    """Loss and metric on the test set of the mean prediction of `members` (parameters and buffers by name)."""
+    """Return loss and metric on the test set of the mean prediction of `members` (parameters and buffers by name)."""
     size = len(data.test_x)
     losses = metrics = 0.0
     module.eval()
@@ -41,14 +41,16 @@ def evaluate(
 
 
 def distance(outputs: torch.Tensor, teacher: torch.Tensor, classes: bool) -> torch.Tensor:
-    """How far predictions are from a teacher's, as `combined` gives them: cross-entropy, or mean square."""
+    """Return the distance of outputs to a teacher's, as `combined` returns them: cross-entropy, or mean squared
+    difference.
+    """
     if not classes:
         return torch.nn.functional.mse_loss(outputs, teacher)
     return -(torch.softmax(teacher, -1) * torch.log_softmax(outputs, -1)).sum(-1).mean()
 
 
 def combined(outputs: Sequence[torch.Tensor], classes: bool) -> torch.Tensor:
-    """The mean prediction: of probabilities, as logarithms, where outputs are the logits of classes."""
+    """Return the mean of several models' outputs; with `classes`, the logarithm of the mean probabilities."""
     if len(outputs) == 1:
         return outputs[0]
     stacked = torch.stack(list(outputs))

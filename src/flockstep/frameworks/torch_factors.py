@@ -1,4 +1,4 @@
-"""Which layers of a torch module have gradients that are sums of outer products, and what they are sums of."""
+"""Factors of the gradients of a torch module's fully connected layers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flockstep.frameworks.base import Engine, Indices
 from flockstep.frameworks.torch_flat import FlatModule
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4, "float64": 1e-9}
-"""Largest relative distance between a layer's gradient and the sum of its products that is put down to rounding."""
+"""Largest relative distance between a layer's gradient and the sum of its products attributed to rounding, by dtype."""
 Factors = tuple[FlatArray, FlatArray]
 
 
 class FactoringEngine(Engine):
-    """Factors of the `torch.nn.Linear` modules: what goes into them, and the slopes of what comes out."""
+    """Computes factors for `torch.nn.Linear` modules: their inputs, and the gradients of their outputs."""
 
     module: torch.nn.Module
     flat: FlatModule
     _layers: dict[int, tuple[Layer, ...]]
 
     def layers(self, batch: int) -> tuple[Layer, ...]:
-        """The Linear modules whose weight has no other use, as a trial with the first samples shows."""
+        """Return the Linear modules whose weight has no other use, as a trial with the first samples shows."""
         known = self.__dict__.setdefault("_layers", {})
         if batch not in known:
             known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
@@ -38,7 +38,7 @@ class FactoringEngine(Engine):
     def factored(
         self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
     ) -> float:
-        """As `gradient`, packed; the layers' matrices are computed too, and left out."""
+        """As `gradient`, packed; the layers' matrices are also computed, but not packed."""
         dense = np.empty(self.schema.size, out.dtype)
         modules = dict(self._linear())
         with captured([modules[layer.offset] for layer in layers]) as factors:
@@ -47,7 +47,9 @@ class FactoringEngine(Engine):
         return loss
 
     def _linear(self) -> Iterator[tuple[int, torch.nn.Linear]]:
-        """Offset and module of every Linear whose weight is trainable, nobody else's, and of the flat array's dtype."""
+        """Yield offset and module of every Linear whose weight is trainable, used once, and of the flat
+        array's dtype.
+        """
         modules = list(self.module.modules())
         uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
         pairs = zip(self.schema.entries, self.flat.parameters, strict=True)
@@ -74,7 +76,7 @@ class FactoringEngine(Engine):
 
 
 class Trace:
-    """The factors of one module in one forward and backward pass: a pair of arrays for each time that it is used."""
+    """The factors of one module in one forward and backward pass: a pair of arrays for each time the module is used."""
 
     def __init__(self, module: torch.nn.Linear):
         self._module = module
@@ -82,7 +84,7 @@ class Trace:
         self._slopes: dict[int, torch.Tensor] = {}
 
     def __call__(self) -> Factors:
-        """U (products, rows) and V (products, columns); none where the module was not used."""
+        """Return U (products, rows) and V (products, columns), without rows if the module was not used."""
         calls = sorted(self._slopes)
         u = [self._slopes[call].reshape(-1, self._module.out_features) for call in calls]
         v = [self._inputs[call].reshape(-1, self._module.in_features) for call in calls]
@@ -91,7 +93,7 @@ class Trace:
         return torch.cat(u).numpy(), torch.cat(v).numpy()
 
     def hook(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        """Keep what went in, and the slope of what came out once it is known."""
+        """Store the module's input, and its output's gradient once it is computed."""
         call = len(self._inputs)
         self._inputs.append(inputs[0].detach())
 
@@ -100,12 +102,12 @@ class Trace:
 
         if output.requires_grad:
             output.register_hook(keep)  # type: ignore[no-untyped-call]
-        return output.clone()  # what follows may work in place, and the slope is that of the value from before
+        return output.clone()  # later operations may work in place; the gradient is that of the value before
 
 
 @contextmanager
 def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[Trace]]:
-    """Inside, what goes through the modules is kept; a trace for each module, in order."""
+    """Record the inputs and gradients of the modules inside the context; yield a trace for each module, in order."""
     traces = [Trace(module) for module in modules]
     handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]
     try:

@@ -21,12 +21,12 @@ Named = dict[str, torch.Tensor]
 
 
 RELEASED = 32 << 20
-"""Bytes of parameters that move before the memory they leave is returned to the system."""
+"""Bytes of parameters that are moved before the memory they leave is returned to the system."""
 
 
 @dataclass(frozen=True, eq=False)
 class Narrow:
-    """Consecutive parameters whose dtype is narrower than the flat array's: where they lie in it, and their memory."""
+    """Consecutive parameters whose dtype is narrower than the flat array's: their slice of it, and their own memory."""
 
     indices: range
     part: slice
@@ -34,7 +34,7 @@ class Narrow:
     slopes: torch.Tensor
 
     def views(self, memory: torch.Tensor, schema: Schema) -> list[torch.Tensor]:
-        """The parameters' tensors inside `values` or `slopes`."""
+        """Return the parameters' tensors inside `values` or `slopes`."""
         entries = [schema.entries[index] for index in self.indices]
         return [memory[e.offset - self.part.start :][: e.size].view(e.shape) for e in entries]
 
@@ -42,31 +42,31 @@ class Narrow:
 class FlatModule:
     """Makes the trainable parameters of `module` views of one buffer and their `.grad` views of another, in place.
 
-    `params` and `grads` are those buffers, `schema.size` elements that are the module's memory, as `native` gives them;
-    values and existing gradients are kept, and the parameters stay the same objects, so that an optimiser made before
-    goes on working. The rules:
+    `params` and `grads` are these buffers: `schema.size` elements that share the module's memory, as `native` returns
+    them. Values and existing gradients are kept, and the parameters remain the same objects, so that an optimizer
+    created before continues to work. The rules:
 
-    - A frozen parameter (requires_grad=False) is not in the flat array and is not touched.
-    - A tied parameter is in it once, under its first name; all its names keep working.
-    - A parameter without a gradient after a backward pass has gradient zero: `gather_gradients`.
-    - Non-trainable buffers (batch-norm statistics) are not in it; `buffers` names them.
-    - Parameters narrower than the flat array (bfloat16, or float16 beside float32) have memory of their own, as have
-      their gradients. The flat array is the master copy: `write_parameters` rounds its values into them, and `stepping`
-      takes up what an optimizer makes of them.
-    - A module that is flat already is taken as it is: a second `FlatModule` of it shares the first one's arrays, unless
-      parameters are narrower.
+    * A frozen parameter (requires_grad=False) is not in the flat array and does not change.
+    * A tied parameter is in the flat array once, under its first name; all its names keep working.
+    * A parameter without a gradient after a backward pass has gradient zero; see `gather_gradients`.
+    * Non-trainable buffers (batch-norm statistics) are not in the flat array; `buffers` returns them.
+    * Parameters narrower than the flat array (bfloat16, or float16 in addition to float32) and their gradients have
+      their own memory. The flat array is the master copy: `write_parameters` rounds its values into the parameters, and
+      `stepping` applies an optimizer's changes to it.
+    * A module that is flat already does not change, unless it has narrower parameters: a second `FlatModule` of it
+      shares the first one's arrays.
 
-    Freezing or unfreezing a parameter afterwards needs a new `FlatModule`.
+    After freezing or unfreezing a parameter, a new `FlatModule` is needed.
     """
 
     def __init__(self, module: torch.nn.Module, gradients: bool = True):
         """Lay out the parameters of `module` in the order of `module.named_parameters()`.
 
-        Without `gradients`, those have no buffer here, and no `.grad` is bound.
+        Without `gradients`, gradients have no buffer, and no `.grad` is bound.
 
         Raises:
-            ConfigurationError: no trainable parameter, a dtype that is not supported, several devices, a parameter that
-                has no shape yet, or two parameters that overlap in memory.
+            ConfigurationError: no trainable parameter, a dtype that is not supported, several devices, a parameter
+                without a shape yet, or two parameters that overlap in memory.
         """
         self.module = module
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -75,7 +75,7 @@ class FlatModule:
         dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in named.items()}
         self.schema = Schema.of({name: p.shape for name, p in named.items()}, dtypes)
         self.narrow = self._narrow(gradients)
-        """Those of its parameters that are narrower than the flat array."""
+        """The module's parameters that are narrower than the flat array."""
         self._values, self.places = self._flatten([p.detach() for p in self.parameters], move=True)
         for parameter, place in zip(self.parameters, self.places, strict=True):
             parameter.data = place
@@ -92,15 +92,16 @@ class FlatModule:
         """Indices of the parameters that had no gradient after the last backward pass."""
 
     def write_parameters(self) -> None:
-        """Let the parameters that are narrower than the flat array hold its values, rounded."""
+        """Round the flat array's values into the parameters that are narrower than the flat array."""
         for each in self.narrow:
             each.values.copy_(self._values[each.part])
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around an optimizer's step on the parameters: the flat array takes up what the optimizer makes of them.
+        """Apply an optimizer's step on the parameters, taken inside the context, to the flat array.
 
-        What the flat array had beyond the narrower parameters it still has, added to what they hold after the step.
+        The flat array keeps what it holds beyond the narrower parameters' precision, added to their values after the
+        step.
         """
         self.write_parameters()
         for each in self.narrow:
@@ -112,14 +113,16 @@ class FlatModule:
                 self._values[each.part] += each.values
 
     def write_gradients(self) -> None:
-        """Let the gradients of the parameters that are narrower than the flat array be its gradients, rounded."""
+        """Round the flat array's gradients into the gradients of the parameters that are narrower than the
+        flat array.
+        """
         for each in self.narrow:
             each.slopes.copy_(self._slopes[each.part])
 
     def adopt(self) -> None:
-        """Take up what a script has set parameters to.
+        """Copy the values that a script has set parameters to into the flat array.
 
-        Elements of the flat array stay where narrower parameters hold them, rounded.
+        Elements of the flat array that equal a narrower parameter's value after rounding do not change.
         """
         for parameter, place in zip(self.parameters, self.places, strict=True):
             if parameter.data_ptr() != place.data_ptr():
@@ -130,15 +133,15 @@ class FlatModule:
             values.copy_(torch.where(values.to(each.values.dtype) == each.values, values, each.values))
 
     def master(self) -> Named:
-        """Name → copy of what the flat array has for each parameter that is narrower."""
+        """Return name → copy of the flat array's values of each narrower parameter."""
         views = self.views(self._values)
         return {self.schema.entries[i].name: views[i].clone() for each in self.narrow for i in each.indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Let the flat array, and the parameters, have what `master` returned.
+        """Set the flat array, and the parameters, to what `master` returned.
 
         Raises:
-            ConfigurationError: other names or shapes than those of the parameters that are narrower.
+            ConfigurationError: names or shapes differ from those of the narrower parameters.
         """
         own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
         given = {name: tuple(value.shape) for name, value in values.items()}
@@ -154,24 +157,24 @@ class FlatModule:
         self.write_parameters()
 
     def drop_gradients(self) -> None:
-        """Let no parameter have a gradient."""
+        """Set every parameter's `.grad` to None."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def drop_absent(self) -> None:
-        """Let the parameters that had no gradient, and got none from elsewhere, have none."""
+        """Set `.grad` to None for the parameters that had no gradient, if it is still zero."""
         for index in self.absent:
             if not self._grad_views[index].any():
                 self.parameters[index].grad = None
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero, and bind `.grad` to the flat buffer again where it was replaced."""
+        """Set every gradient to zero, and bind `.grad` to the flat buffer again if it was replaced."""
         self.grads[:] = 0
         self.write_gradients()
         self._bind()
 
     def move_gradients(self, home: FlatArray) -> None:
-        """Let the gradients lie in `home` (K,) from now on; those that are there move along."""
+        """Move the gradients to `home` (K,), with their values."""
         if home is self.grads:
             return
         home[:] = self.grads
@@ -180,11 +183,11 @@ class FlatModule:
         self._bind()
 
     def gather_gradients(self, end: int | None = None) -> FlatArray:
-        """The flat gradient after a backward pass.
+        """Return the flat gradient after a backward pass.
 
-        A gradient that lies elsewhere (after `zero_grad(set_to_none=True)`, autograd makes new ones) is copied in and
-        bound again; a missing one is zero, which is what `zero_grad` would have left there. `absent` names those.
-        Elements from `end` on have been gathered before.
+        A gradient outside the flat array (after `zero_grad(set_to_none=True)`, autograd creates new ones) is copied
+        into the array and bound again; a missing gradient is zero, as after `zero_grad`. `absent` lists the missing
+        ones. Elements from `end` on have been gathered before.
         """
         self.absent = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
         for index in range(len(self.parameters)):
@@ -194,21 +197,21 @@ class FlatModule:
         return self.grads
 
     def gather_gradient(self, index: int) -> None:
-        """The same for one of the parameters."""
+        """As `gather_gradients`, for one parameter."""
         self._bring(index)
         if self.schema.entries[index].dtype:
             part = self.schema.slices[index]
             self._widen(part.start, part.stop)
 
     def _widen(self, start: int, stop: int) -> None:
-        """Read the gradients of narrower parameters into that part of the flat array."""
+        """Copy the gradients of narrower parameters into a slice of the flat array."""
         for each in self.narrow:
             first, last = max(start, each.part.start), min(stop, each.part.stop)
             if first < last:
                 self._slopes[first:last] = each.slopes[first - each.part.start : last - each.part.start]
 
     def _bring(self, index: int) -> None:
-        """Let a parameter's gradient lie where it belongs."""
+        """Move a parameter's gradient to its place."""
         parameter, view = self.parameters[index], self._grad_views[index]
         if parameter.grad is view:
             return
@@ -219,29 +222,33 @@ class FlatModule:
         parameter.grad = view
 
     def in_place(self, index: int) -> bool:
-        """Whether a parameter's `.grad` lies in the flat array."""
+        """Whether a parameter's `.grad` is a view of the flat array."""
         return self.parameters[index].grad is self._grad_views[index]
 
     @property
     def gradient_version(self) -> int:
-        """Grows whenever torch writes to gradients that lie where they belong."""
+        """A number that grows whenever torch writes to gradients that are in their places."""
         return sum(memory._version for memory in (self._slopes, *(each.slopes for each in self.narrow)))
 
     def buffers(self) -> Named:
-        """Name → tensor of every non-trainable buffer (batch-norm statistics), not copied."""
+        """Return name → tensor of every non-trainable buffer (batch-norm statistics), not copied."""
         return dict(self.module.named_buffers())
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' tensors inside a flat tensor (K,), or the replicas' inside a matrix (R, K): (R, *shape)."""
+        """Return the parameters' tensors inside a flat tensor (K,), or R replicas' inside a matrix (R, K): (R,
+        *shape).
+        """
         lead = flat.shape[:-1]
         return [flat[..., e.offset : e.offset + e.size].view(*lead, *e.shape) for e in self.schema.entries]
 
     def values(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The same as the module computes with them: copies in the parameters' own dtypes where these are narrower."""
+        """As `views`, with copies in the parameters' own dtypes for narrower parameters, as the module computes with
+        them.
+        """
         return [view.to(p.dtype) for view, p in zip(self.views(flat), self.parameters, strict=True)]
 
     def narrow_within(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The memory of narrower parameters that belongs to elements start..stop-1 of the flat array."""
+        """Return the memory of narrower parameters that belongs to elements start..stop-1 of the flat array."""
         cut = [(each, max(start - each.part.start, 0), stop - each.part.start) for each in self.narrow]
         return [each.values[first:last] for each, first, last in cut if first < min(last, len(each.values))]
 
@@ -258,7 +265,9 @@ class FlatModule:
         return found
 
     def _places(self, flat: torch.Tensor, narrow: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The memory of each parameter (or its gradient): in the flat tensor, or in one of those that are narrower."""
+        """Return the memory of each parameter (or its gradient): in the flat tensor, or in that of narrower
+        parameters.
+        """
         views = self.views(flat)
         for each, memory in zip(self.narrow, narrow, strict=True):
             views[each.indices.start : each.indices.stop] = each.views(memory, self.schema)
@@ -271,9 +280,10 @@ class FlatModule:
     def _flatten(
         self, values: list[torch.Tensor | None], move: bool = False
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A flat tensor with those values (None: zeros) and where each lies; the one they lie in already, if they do.
+        """Return a flat tensor with the given values (None: zeros) and the place of each; if they are flat already,
+        their own.
 
-        With `move` each parameter leaves its old memory at once, so that there are never two copies of the model.
+        With `move`, each parameter leaves its old memory at once, so that there are never two copies of the model.
         """
         flat = self._already_flat(values)
         if flat is not None:
@@ -310,24 +320,30 @@ class FlatModule:
 
 
 def native(flat: torch.Tensor) -> FlatArray:
-    """A flat tensor as strategies have it: on the CPU as a numpy array that shares its memory, elsewhere as it is."""
+    """Return a flat tensor as strategies use it: on the CPU a numpy array that shares its memory, elsewhere
+    the tensor.
+    """
     array: Any = flat.numpy() if flat.is_cpu else flat
     return array  # type: ignore[no-any-return]
 
 
 class Backward:
-    """Backward passes whose gradients go into a flat array part by part: no second one of that size ever exists."""
+    """Backward passes that write gradients into a flat array one by one, so that there is no second array of
+    that size.
+    """
 
     def __init__(self, flat: FlatModule):
         self._flat = flat
         self._targets: list[torch.Tensor] | None = None
         self._missing: set[int] = set()
         for index, parameter in enumerate(flat.parameters):
-            take = partial(_take, weakref.ref(self), index)  # a module's hooks must not keep alive what made them
+            take = partial(_take, weakref.ref(self), index)  # a module's hooks must not keep this object alive
             parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def __call__(self, loss: torch.Tensor, out: FlatArray | None = None) -> None:
-        """Write the gradient of `loss` to `out`, zeros where it does not depend on a parameter; None: drop it."""
+        """Write the gradient of `loss` to `out`, with zeros for unused parameters; if `out` is None, discard the
+        gradient.
+        """
         self._targets = [] if out is None else self._flat.views(as_tensor(out))
         self._missing = set(range(len(self._targets)))
         try:
@@ -338,7 +354,7 @@ class Backward:
             self._targets = None
 
     def take(self, index: int, parameter: torch.Tensor) -> None:
-        """The gradient of that parameter is complete."""
+        """Handle the completed gradient of a parameter."""
         if self._targets is None or parameter.grad is None:
             return
         if self._targets:
@@ -354,13 +370,17 @@ def _take(of: weakref.ref[Backward], index: int, parameter: torch.Tensor) -> Non
 
 
 def copy_values(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor's values, of a sparse one too."""
+    """Copy a tensor's values, also those of a sparse tensor."""
     source = source.detach()
     target.copy_(source.to_dense() if source.layout != torch.strided else source)
 
 
 def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
-    """Raise `ConfigurationError` for a module that cannot be made flat."""
+    """Check that a module can be made flat.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
     for name, parameter in module.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ConfigurationError(f"parameter {name!r} has no shape yet; run the module on one batch before")
@@ -376,7 +396,9 @@ def _check(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) ->
 
 
 def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Parameter]) -> None:
-    """Refuse distinct tensors that share memory with a trainable parameter: the flat array would part them."""
+    """Refuse distinct tensors that share memory with a trainable parameter, because the flat array would
+    separate them.
+    """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     ranges = sorted((*_extent(tensor), name) for name, tensor in tensors if tensor.numel())
     for (_, end, one), (start, _, other) in _neighbours(ranges):
@@ -388,7 +410,7 @@ def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Param
 
 
 def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
-    """Each range with the one before it that reaches furthest."""
+    """Yield each range together with the earlier range that reaches furthest."""
     furthest = ranges[0] if ranges else (0, 0, "")
     for current in ranges[1:]:
         yield furthest, current
@@ -396,7 +418,7 @@ def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int,
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements and the one after its last."""
+    """Return the first address of a tensor's elements, and the address after its last."""
     if tensor.layout != torch.strided or tensor.is_meta:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""PyTorch's own optimizers as ours: any that acts element by element, with parameter groups, on any slice."""
+"""torch's own optimizers as flockstep optimizers: all elementwise classes, with parameter groups, on any slice."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta"),
     *("Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
 )
-"""Classes of torch.optim that step every element by itself."""
+"""Classes of torch.optim that step every element independently."""
 LINEAR = ("SGD", "ASGD")
-"""Those that are linear in the gradient and the weight decay; the others would undo a smaller gradient."""
+"""Classes that are linear in the gradient and the weight decay; the others would undo a smaller gradient."""
 PER_STEP = ("lr_decay", "momentum_decay", "lambd")
 """Settings that torch multiplies by the number of steps."""
 DECAYS = dict.fromkeys(LINEAR, ("weight_decay",))
-"""Settings that act along with the gradient and not with the learning rate."""
+"""Settings that scale with the gradient and not with the learning rate."""
 FACTORS = {"RMSprop": ("alpha",), "Adadelta": ("rho",)}
-"""What running means keep of themselves in a step, besides `betas`."""
+"""Factors of running means, besides `betas`, by class."""
 SUMS = {"momentum_buffer", "sum"}
-"""What torch remembers of past steps without taking a mean."""
+"""Names of torch's state that sums past steps instead of averaging them."""
 NUMBERS = ("mu_product", "eta", "mu")
-"""What torch remembers of all elements of a parameter as one number, besides the number of steps."""
+"""Names of torch's state that is one number per parameter, besides the number of steps."""
 
 
 @dataclass(eq=False)
 class Pieces:
-    """The torch optimizer of one slice of the parameters, made at its first step."""
+    """The torch optimizer of one slice of the parameters, created at its first step."""
 
     optimizer: torch.optim.Optimizer | None = None
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    """For each of its parameters: first element, one past the last, and group."""
+    """For each of the optimizer's parameters: first element, one past the last, and group."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TorchOptimizer(Optimizer):
     """A step of `torch.optim`'s class `kind`, on the groups of parameters of a script's optimizer.
 
     `groups` holds the settings of each group as JSON, where `lr` is a multiple of the step's learning rate; `spans`
-    says which elements of the flat array belong to which group, as JSON triples [start, stop, group].
+    assigns the elements of the flat array to groups, as JSON triples [start, stop, group].
     """
 
     kind: str = "SGD"
@@ -72,13 +72,12 @@ class TorchOptimizer(Optimizer):
         import torch  # noqa: F401
 
     def init(self, params: FlatArray) -> OptimizerState:
-        """A fresh state, which torch fills at the first step."""
+        """Return a fresh state, which torch fills at the first step."""
         return OptimizerState(foreign=Pieces())
 
     def step(
         self, params: FlatArray, gradient: FlatArray, state: OptimizerState, lr: float, share: float = 1.0
     ) -> None:
-        """Update `params` and `state` in place; `gradient` is left as it is."""
         held: Pieces = state.foreign
         settings = json.loads(self.groups)
         if held.optimizer is None:
@@ -86,13 +85,15 @@ class TorchOptimizer(Optimizer):
         if self.kind in LINEAR:
             gradient = gradient if share == 1 else gradient * share
         else:
-            lr *= math.sqrt(share) if self.kind == "Adagrad" else share  # its sum of squares takes the other root
+            lr *= (
+                math.sqrt(share) if self.kind == "Adagrad" else share
+            )  # the sum of squares contributes the other square root
         for (start, stop, number), group in zip(held.ranges, held.optimizer.param_groups, strict=True):
             rate = lr * settings[number].get("lr", 1.0)
             group.update(self._settings({**held.optimizer.defaults, **settings[number]}, share), lr=rate)
             parameter = group["params"][0]
             parameter.data = as_tensor(params[start:stop])
-            parameter.grad = as_tensor(copied(gradient[start:stop]))  # what arrives in messages is read-only
+            parameter.grad = as_tensor(copied(gradient[start:stop]))  # arrays from messages are read-only
         for own in held.optimizer.state.values():
             if "step" in own:
                 own["step"].fill_(state.steps / share)
@@ -102,7 +103,7 @@ class TorchOptimizer(Optimizer):
         state.steps += share
 
     def remembered(self, state: OptimizerState) -> OptimizerState:
-        """Arrays under torch's names, zero where a group has none; numbers of each group."""
+        """Return the state's arrays under torch's names, zero for groups without one, and the numbers of each group."""
         found = OptimizerState(state.steps)
         size = state.foreign.ranges[-1][1] if state.foreign.ranges else 0
         for part, group, own in self._own(state.foreign):
@@ -115,7 +116,7 @@ class TorchOptimizer(Optimizer):
         return found
 
     def recall(self, params: FlatArray, state: OptimizerState, given: OptimizerState) -> None:
-        """The same arrays and numbers, in a new optimizer of torch."""
+        """Set the state to the given arrays and numbers, in a new torch optimizer."""
         import torch
 
         state.steps, state.foreign = given.steps, Pieces()
@@ -130,7 +131,7 @@ class TorchOptimizer(Optimizer):
                 own["step"] = torch.tensor(float(given.steps))
 
     def _begun(self, held: Pieces, params: FlatArray, start: int) -> torch.optim.Optimizer:
-        """An optimizer of torch for a slice of the parameters that begins with element `start`."""
+        """Return a torch optimizer for a slice of the parameters that begins at element `start`."""
         import torch
 
         settings, held.ranges = json.loads(self.groups), self._ranges(start, len(params))
@@ -142,13 +143,13 @@ class TorchOptimizer(Optimizer):
         return made
 
     def _own(self, held: Pieces) -> Iterator[tuple[slice, int, dict[str, Any]]]:
-        """For each piece where it lies, its group, and what torch remembers of it."""
+        """Yield for each piece its slice, its group, and torch's state of it."""
         if held.optimizer is not None:
             for (start, stop, group), each in zip(held.ranges, held.optimizer.param_groups, strict=True):
                 yield slice(start, stop), group, held.optimizer.state[each["params"][0]]
 
     def _settings(self, whole: dict[str, Any], share: float) -> dict[str, Any]:
-        """A group's settings for a share of a step: running means keep the share-th power of their factors."""
+        """Return a group's settings for a share of a step: running means keep the share-th power of their factors."""
         changed = {name: whole[name] * share for name in (*PER_STEP, *DECAYS.get(self.kind, ())) if name in whole}
         changed.update({name: whole[name] ** share for name in FACTORS.get(self.kind, ())})
         if "betas" in whole:
@@ -156,7 +157,9 @@ class TorchOptimizer(Optimizer):
         return {**whole, **changed}
 
     def _scale(self, optimizer: torch.optim.Optimizer, by: float) -> None:
-        """Multiply the sums that `optimizer` remembers: halved for a share of two, they count what follows twice."""
+        """Multiply the sums in torch's state; scaling before and after a step makes the step add only its share to
+        them.
+        """
         if by == 1 or self.kind in LINEAR:
             return
         for own in optimizer.state.values():
@@ -164,7 +167,7 @@ class TorchOptimizer(Optimizer):
                 own[name].mul_(by)
 
     def _ranges(self, start: int, size: int) -> list[tuple[int, int, int]]:
-        """Which parts of a slice of `size` elements from `start` on belong to which group."""
+        """Return the parts of a slice of `size` elements from `start` on, with their groups."""
         spans = json.loads(self.spans) or [[start, start + size, 0]]
         cut = [(max(a - start, 0), min(b - start, size), group) for a, b, group in spans]
         return [(a, b, group) for a, b, group in cut if a < b]

@@ -1,4 +1,4 @@
-"""What a job says, as torch takes it: its data as tensors, its metric, its optimizer as ours."""
+"""A job in torch's terms: its data as tensors, its metric, and its optimizer as a flockstep optimizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flockstep.optimizers.base import Optimizer
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of the targets, (batch, …), whose class has the largest output; classes on the last axis, or on the second.
+    """Return the fraction of targets (batch, …) whose class has the largest output; classes on the last or second axis.
 
     Raises:
-        ConfigurationError: the shapes do not fit.
+        ConfigurationError: the shapes of outputs and targets do not match.
     """
     if outputs.shape[:-1] == targets.shape:
         guesses = outputs.argmax(-1)
@@ -34,7 +34,11 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
-    """The job's optimiser as ours, after a check that a torch one updates every trainable parameter."""
+    """Return the job's optimizer as a flockstep optimizer; a torch optimizer must update every trainable parameter.
+
+    Raises:
+        ConfigurationError: it leaves a parameter out, or has no counterpart.
+    """
     if isinstance(job.optimizer, (Optimizer, str)):
         return Optimizer.parse(job.optimizer)
     theirs = job.optimizer(list(flat.parameters))
@@ -50,7 +54,7 @@ def optimizer_of(job: Job, flat: FlatModule) -> Optimizer:
 
 
 def tensors_of(data: Data, dtype: torch.dtype) -> Data:
-    """The data as tensors: floating point in the widest dtype of the model, whole numbers as int64."""
+    """Return the data as tensors: floating-point values in the model's widest dtype, integers as int64."""
 
     def convert(values: Any) -> torch.Tensor:
         tensor = as_tensor(values) if isinstance(values, np.ndarray) else torch.as_tensor(values)

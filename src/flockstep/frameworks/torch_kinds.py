@@ -21,7 +21,9 @@ from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a leaf module: what it read and wrote, for `batch` samples; `data`: no input has a gradient."""
+    """One call of a leaf module: its inputs and outputs for `batch` samples; `data` means that no input has a
+    gradient.
+    """
 
     name: str
     module: Any
@@ -32,26 +34,26 @@ class Call:
 
     @property
     def x(self) -> torch.Tensor:
-        """The first input."""
+        """The first input of the module."""
         return self.inputs[0]
 
     @property
     def y(self) -> torch.Tensor:
-        """The first output."""
+        """The first output of the module."""
         return self.outputs[0]
 
     def each(self, count: int) -> Number:
-        """`count` divided by the samples."""
+        """Return `count` divided by the number of samples."""
         return count // self.batch if count % self.batch == 0 else count / self.batch
 
     @property
     def reads(self) -> Number:
-        """Elements of all inputs, per sample."""
+        """Number of elements of all inputs, per sample."""
         return self.each(sum(one.numel() for one in self.inputs))
 
     @property
     def writes(self) -> Number:
-        """Elements of all outputs, per sample."""
+        """Number of elements of all outputs, per sample."""
         return self.each(sum(one.numel() for one in self.outputs))
 
 
@@ -59,23 +61,23 @@ Formula = Callable[[Call], Layer | None]
 
 
 def layer_of(call: Call) -> Layer | None:
-    """The layer that this call of a module is; None where no formula is known."""
+    """Return the layer for this call of a module; None if there is no formula."""
     formula = _formula(call.module)
     return None if formula is None or not call.inputs or not call.outputs else formula(call)
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether a formula stands for the module and all that is inside it."""
+    """Whether there is a formula for the module, including everything inside it."""
     return _formula(module) is not None
 
 
 def register_kind(kind: type[nn.Module], formula: Formula | None = None) -> None:
-    """Let `formula` stand for a module of one's own; None: one operation on every element, as an activation."""
+    """Register `formula` for a custom module; None means one operation per element, as in an activation."""
     _KINDS[kind] = _activation if formula is None else formula
 
 
 def _formula(module: nn.Module) -> Formula | None:
-    """That of the kind that the module is, unless its class computes something else than this kind."""
+    """Return the formula of the module's kind, unless the module's class overrides the kind's computation."""
     for kind, formula in _KINDS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return formula
@@ -171,7 +173,7 @@ def _embedding(call: Call) -> Layer:
 
 
 def _attention(call: Call) -> Layer | None:
-    """Projections of queries, keys and values, attention, and the projection of its outputs."""
+    """Return the projections of queries, keys and values, the attention, and the output projection as one layer."""
     m = call.module
     if len(call.inputs) < 3:
         return None
@@ -190,7 +192,7 @@ def _attention(call: Call) -> Layer | None:
 
 
 def _recurrent(call: Call) -> Layer | None:
-    """Layers one after the other, directions side by side."""
+    """Return the stacked layers as one layer, with the directions of each in parallel."""
     m = call.module
     if m.proj_size:
         return None
@@ -211,7 +213,7 @@ def _cell(call: Call) -> Layer:
 
 
 def _together(call: Call, kind: str, parts: Sequence[Layer], chained: Sequence[int]) -> Layer:
-    """`parts` as one layer; those at the places `chained` wait for one another."""
+    """Return `parts` as one layer; the parts at the indices `chained` run one after another."""
 
     def joined(passes: Sequence[Pass]) -> Pass:
         return Pass(
@@ -234,7 +236,7 @@ def _together(call: Call, kind: str, parts: Sequence[Layer], chained: Sequence[i
 
 
 def _times(layer: Layer, times: Number) -> Layer:
-    """`layer` where a sample goes through it `times` times."""
+    """Return `layer` for samples that go through it `times` times."""
 
     def more(one: Pass) -> Pass:
         return dataclasses.replace(
@@ -254,10 +256,10 @@ def _times(layer: Layer, times: Number) -> Layer:
 
 
 def unknown(call: Call, flops: int, weighed: bool) -> Layer:
-    """A call of a module without a formula: torch's own count of the products in it, or nothing.
+    """Return the layer for a call of a module without a formula: torch's own count of its products, or no work.
 
-    Each product is taken to have two gradients, of weights and inputs (`weighed`) or of two inputs. The chain is that
-    of a sum of as many products as there are for an output, which is exact for a single product of matrices.
+    Each product is assumed to have two gradients, of weights and inputs (`weighed`) or of two inputs. The depth is that
+    of a sum of as many products as there are per output, which is exact for a single matrix product.
     """
     products = call.each(flops // 2)
     depth = log2_ceil(products / call.writes) if call.writes else 0
@@ -274,7 +276,7 @@ def unknown(call: Call, flops: int, weighed: bool) -> Layer:
 
 
 def _classes(module: ModuleType) -> list[Any]:
-    """The public classes of one of torch's modules of layers."""
+    """Return the public classes of one of torch's modules of layers."""
     return [getattr(module, name) for name in module.__all__]
 
 
@@ -308,4 +310,4 @@ _KINDS: dict[Any, Formula] = {
     **dict.fromkeys(_classes(padding), _reshape),
     **{kind: _activation for kind in _classes(activations) if kind not in _SPECIAL},
 }
-"""Class → formula; a class derived from one of them must compute the same."""
+"""Class → formula; a class derived from one of these must compute the same."""

@@ -21,23 +21,27 @@ from flockstep.frameworks.torch_kinds import Call, is_known, layer_of, unknown
 
 NOTE = "found by running the module; layers are taken one after the other"
 WHOLE = "(model)"
-"""Name of what a model computes itself, beside its children."""
+"""Name of the layer for what a model computes itself, besides its children."""
 
 
 def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: str | None = None) -> ModelShape:
-    """The layers of `module`, called with `inputs`, in the mode that it is in.
+    """Return the layers of `module`, called with `inputs`, in its current mode.
 
-    Leaf modules that torch brings along are counted by formulas. For all others, and for what a module computes
-    itself beside its children, torch's flop counter counts the products; where it finds none in a leaf, the layer is
-    marked as unknown. A module that runs again is a layer without parameters, weights used twice belong to the layer
-    that used them first, and parameters that no layer uses are the last layer. What a single element costs outside of
-    modules (sums of branches, masks) is not seen.
+    Leaf modules of torch are counted by formulas. For all others, and for what a module computes itself besides its
+    children, torch's flop counter counts the products; if it finds none in a leaf, the layer is marked as unknown. A
+    module that runs again is a layer without parameters, weights used twice belong to the layer that uses them first,
+    and parameters that no layer uses form the last layer. Elementwise work outside of modules (sums of branches, masks)
+    is not counted. Mode, buffers, attributes and random state are restored afterwards, also after an error.
 
-    `batch` is the number of samples in `inputs` (default: the length of the first tensor). Mode, buffers, attributes
-    and random numbers are afterwards as they were, also after an error.
+    Args:
+        module: the module, which is called once.
+        inputs: the inputs to call it with.
+        batch: number of samples in `inputs`; by default the length of the first tensor.
+        name: the model's name; by default the name of its class.
 
     Raises:
-        ConfigurationError: it is no module, has no parameters yet or no inputs, or fails on these inputs.
+        ConfigurationError: `module` is not a module, has parameters without a shape or no inputs, or fails on these
+            inputs.
     """
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"layers are found in a torch.nn.Module, got {type(module).__name__}; pass the model")
@@ -74,7 +78,7 @@ def shape_of(module: nn.Module, *inputs: Any, batch: int | None = None, name: st
 
 @dataclasses.dataclass
 class _Frame:
-    """A call that is under way."""
+    """A call of a module that is in progress, with the operations counted before it and inside it."""
 
     before: int
     inside: int = 0
@@ -94,12 +98,12 @@ class _Finder:
         self._calls: Counter[str] = Counter()
         self._owners: dict[int, str] = {}
         self._frames: list[_Frame] = []
-        # not where formulas say everything: entering it imports torch's compiler, which takes longer than all else
+        # not if formulas cover everything: the counter imports torch's compiler, which takes longer than all the rest
         counts = any(not is_known(one) and type(one).forward is not nn.Sequential.forward for one in self._names)
         self._counter = FlopCounterMode(display=False) if counts else None
 
     def _visit(self, path: str, module: nn.Module) -> None:
-        """Name the modules to watch; what is inside a leaf is part of it."""
+        """Name the modules to watch; modules inside a leaf are part of the leaf."""
         if module in self._names:
             return
         self._names[module] = path or self.title
@@ -110,7 +114,7 @@ class _Finder:
             self._visit(f"{path}.{name}" if path else name, child)
 
     def run(self, inputs: tuple[Any, ...]) -> None:
-        """Call the module, watched."""
+        """Call the module with the hooks installed."""
         with contextlib.ExitStack() as stack:
             for module in self._names:
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
@@ -123,7 +127,7 @@ class _Finder:
             self.module(*inputs)
 
     def _counted(self) -> int:
-        """Operations of products so far."""
+        """Return the number of operations of products counted so far."""
         return 0 if self._counter is None else self._counter.get_total_flops()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
@@ -144,7 +148,7 @@ class _Finder:
         self._calls[base] += 1
         name = base if self._calls[base] == 1 else f"{base} (call {self._calls[base]})"
         reads, writes = _tensors(inputs), _tensors(outputs)
-        # what a module with children computes itself works on what these made, whatever it was given
+        # what a module computes besides its children works on their outputs, whatever its inputs
         data = module in self._leaves and not any(one.requires_grad for one in reads)
         call = Call(name, module, reads, writes, self.batch, data)
         layer = layer_of(call) if module in self._leaves else None
@@ -163,7 +167,7 @@ class _Finder:
         )
 
     def finished(self) -> tuple[Layer, ...]:
-        """The layers, and what no call used."""
+        """Return the layers, including one for parameters that no call used."""
         rest = [one for one in self.module.parameters() if id(one) not in self._owners]
         if rest:
             count, trained = sum(one.numel() for one in rest), sum(one.numel() for one in rest if one.requires_grad)
@@ -179,7 +183,7 @@ def _tensors(tree: Any) -> tuple[torch.Tensor, ...]:
 
 @contextlib.contextmanager
 def _kept(module: nn.Module, inputs: list[torch.Tensor]) -> Iterator[None]:
-    """Attributes, modes, buffers and random numbers as they were, whatever happens inside."""
+    """Restore attributes, modes, buffers and random state when the context ends, also after an error."""
     attributes = {one: dict(vars(one)) for one in module.modules()}
     buffers = {one: dict(one._buffers) for one in module.modules()}
     values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -1,4 +1,4 @@
-"""torch's optimisers as ours: the same class and hyper-parameters, or a refusal; nothing is guessed."""
+"""torch's optimizers as flockstep optimizers: the same class and hyper-parameters, or an error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from flockstep.optimizers.sgd import SGD
 
 _HOW = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
 _SCHEDULE = {"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""Entries of a param group that say how a step is computed or scheduled, not what it computes."""
+"""Entries of a param group that control how a step is computed or scheduled, not its result."""
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which of our classes a torch class is, the settings they share, and those that must have one value."""
+    """The flockstep class for a torch class, the settings that both have, and the settings that must have one value."""
 
     build: Callable[..., Optimizer]
     same: tuple[str, ...]
@@ -50,18 +50,18 @@ _RULES: dict[type, _Rule] = {
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Our optimiser of the same class with the same hyper-parameters; what it remembers of past steps stays behind.
+    """Return the flockstep optimizer of the same class with the same hyper-parameters and a fresh state.
 
     Raises:
-        ConfigurationError: a class or a hyper-parameter that has no counterpart, or param groups that differ.
+        ConfigurationError: a class or a hyper-parameter has no counterpart, or param groups differ.
     """
     who = type(optimizer).__name__
     rule = _RULES.get(type(optimizer))
     if rule is None:
         known = ", ".join(kind.__name__ for kind in _RULES)
         raise ConfigurationError(
-            f"the optimiser must be one of torch.optim's {known}, got {who}; use one of these, or a strategy whose "
-            f"servers need no optimiser"
+            f"the optimizer must be one of torch.optim's {known}, got {who}; use one of these, or a strategy whose "
+            f"servers need no optimizer"
         )
     group = _one_group(optimizer, who)
     for name, value in group.items():
@@ -78,10 +78,10 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: float = 0.0) -> Optimizer:
-    """The form of a script's optimizer that steps slices of the flat array; `max_norm` > 0: along a clipped gradient.
+    """Return the form of a script's optimizer that steps slices of the flat array, with `max_norm` > 0 after clipping.
 
     Raises:
-        ConfigurationError: it is not known to act element by element.
+        ConfigurationError: the optimizer is not known to be elementwise.
     """
     kind = type(optimizer)
     plain = _RULES.get(kind)
@@ -100,14 +100,14 @@ def for_servers(optimizer: torch.optim.Optimizer, flat: FlatModule, max_norm: fl
 
 
 def same_settings(one: Optimizer, other: Optimizer) -> bool:
-    """Whether two forms of one optimizer differ in the learning rate at most, which travels with each gradient."""
+    """Whether two forms of one optimizer differ at most in the learning rate, which is sent with each gradient."""
     if isinstance(one, Clipped) and isinstance(other, Clipped):
         return one.max_norm == other.max_norm and same_settings(one.optimizer, other.optimizer)
     return type(one) is type(other) and replace(one, lr=1.0) == replace(other, lr=1.0)  # type: ignore[type-var]
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The largest learning rate of its groups."""
+    """Return the largest learning rate of the optimizer's groups."""
     return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
@@ -124,11 +124,11 @@ def _grouped(optimizer: torch.optim.Optimizer, flat: FlatModule) -> TorchOptimiz
 
 
 _spans: weakref.WeakKeyDictionary[FlatModule, tuple[tuple[tuple[int, ...], ...], str]] = weakref.WeakKeyDictionary()
-"""For each module, its parameters by group when it was last looked at, and the spans that follow from them."""
+"""For each module, its parameters by group when last seen, and the spans computed from them."""
 
 
 def _spans_of(members: tuple[tuple[int, ...], ...], flat: FlatModule) -> str:
-    """Which elements of the flat array belong to which group, as `TorchOptimizer` has it."""
+    """Return the group of each range of elements of the flat array, as `TorchOptimizer.spans`."""
     where = {parameter: number for number, own in enumerate(members) for parameter in own}
     spans: list[list[int]] = []
     for parameter, entry in zip(flat.parameters, flat.schema.entries, strict=True):
@@ -140,7 +140,7 @@ def _spans_of(members: tuple[tuple[int, ...], ...], flat: FlatModule) -> str:
 
 
 def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
-    """The param group that stands for all."""
+    """Return the settings that all param groups share."""
     first: dict[str, Any] = optimizer.param_groups[0]
     for number, group in enumerate(optimizer.param_groups[1:], start=1):
         for name in sorted((first.keys() | group.keys()) - _HOW):
@@ -153,5 +153,5 @@ def _one_group(optimizer: torch.optim.Optimizer, who: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number for a tensor that holds one."""
+    """Return the number in a tensor with one element; other values are returned unchanged."""
     return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What torch's optimizers remember of past steps: as the flat state of ours and back, and as bytes for other ranks."""
+"""Conversion of torch optimizers' state to flockstep's flat state and back, and to bytes for other ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flockstep.frameworks.torch_groups import NUMBERS
 from flockstep.optimizers.base import OptimizerState
 
 _NAMES = {"momentum": "momentum_buffer", "mean": "exp_avg", "square": "exp_avg_sq", "square_sum": "sum"}
-"""Name of each slot of our own optimizers → in torch's; slots of torch's on servers have the same names."""
+"""Slot of flockstep's optimizers → torch's name; slots of torch's optimizers on servers have torch's names."""
 
 
 def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool) -> OptimizerState | None:
-    """What `optimizer` remembers, in the layout of the flat array; None before its first step.
+    """Return the state of `optimizer` in the layout of the flat array; None before its first step.
 
-    `foreign`: for servers that step with torch's own class, under torch's names.
+    `foreign` selects torch's names, for servers that step with torch's own class.
     """
     ours = {theirs: name for name, theirs in _NAMES.items()}
     found, groups = OptimizerState(), _groups(optimizer)
@@ -43,7 +43,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Let `optimizer` remember what `state` holds, in views of its slots or, beside narrower parameters, in copies."""
+    """Set the state of `optimizer` to that in `state`, as views of its slots, or copies for narrower parameters."""
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)
@@ -61,10 +61,10 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
 
 
 def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
-    """An optimizer's `state_dict` as bytes (uint8): a line of JSON, then the tensors one after the other.
+    """Return an optimizer's `state_dict` as bytes (uint8): a line of JSON, then the tensors one after another.
 
     Raises:
-        ConfigurationError: it holds what has no such form, and is wanted as a `whole`.
+        ConfigurationError: `whole` is true and the state contains a value that has no such form.
     """
     tensors: list[torch.Tensor] = []
     line = json.dumps(_plain(state, tensors, whole)).encode() + b"\n"
@@ -72,19 +72,19 @@ def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
 
 
 def unpacked(array: FlatArray) -> dict[str, Any]:
-    """The `state_dict` that `packed` made these bytes of."""
+    """Return the `state_dict` that `packed` converted to these bytes."""
     end = int(np.argmax(array == ord("\n"))) + 1
     state: dict[str, Any] = _restored(json.loads(array[:end].tobytes()), array[end:], [0])
     return state
 
 
 def bytes_of(tensor: torch.Tensor) -> FlatArray:
-    """A tensor's elements as bytes (uint8)."""
+    """Return a tensor's elements as bytes (uint8)."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def tensor_of(data: FlatArray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of which `bytes_of` made these bytes."""
+    """Return the tensor that `bytes_of` converted to these bytes."""
     return torch.from_numpy(on_host(data).copy()).view(dtype).reshape(tuple(shape))
 
 
@@ -124,5 +124,5 @@ def _restored(value: Any, data: FlatArray, read: list[int]) -> Any:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Id of a parameter → number of its group."""
+    """Return id of a parameter → number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}

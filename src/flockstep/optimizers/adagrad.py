@@ -12,7 +12,7 @@ from flockstep.optimizers.base import BLOCK, Optimizer, OptimizerState, blocks, 
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """Adagrad (Duchi, Hazan & Singer 2011).
+    """Adagrad (Duchi, Hazan & Singer 2011): steps are divided by the root of the sum of squared gradients.
 
     With g' = g + weight_decay w at step t = 1, 2, ...: s ← s + g'², w ← w - lr / (1 + (t - 1) lr_decay) g' / (sqrt(s) +
     eps); s starts at initial_accumulator_value and never decreases. For a share of a full step, lr and g'² are

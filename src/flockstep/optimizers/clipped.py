@@ -14,7 +14,8 @@ from flockstep.optimizers.sgd import SGD
 
 @dataclass(frozen=True)
 class Clipped(Optimizer):
-    """A step of `optimizer` along g · min(1, max_norm / (‖g‖ + 1e-6)) (Pascanu, Mikolov & Bengio 2013).
+    """Gradient clipping (Pascanu, Mikolov & Bengio 2013): a step of `optimizer` along g · min(1, max_norm / (‖g‖ +
+    1e-6)).
 
     ‖g‖ is the Euclidean norm of the whole gradient, so that no slice of the parameters can be stepped by itself. The
     learning rate and the state are those of `optimizer`.

@@ -1,4 +1,4 @@
-"""Layer-wise adaptive rate scaling."""
+"""LARS: layer-wise adaptive rate scaling."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 
 @dataclass(frozen=True)
 class BatchIncrease(Schedule):
-    """`growth` times the batch where others divide the learning rate by `growth` (Smith et al. 2018, section 4).
+    """A growing batch (Smith et al. 2018, section 4): `growth` times the batch where others divide the learning rate.
 
     Both divide the noise of SGD, about lr × samples / (batch (1 - momentum)), by the same factor and use the same
     number of samples; a larger batch makes fewer updates. After the first `increases` of the fractions `at` of the run

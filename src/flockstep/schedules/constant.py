@@ -1,4 +1,4 @@
-"""A constant learning rate."""
+"""A learning rate that does not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """`scale` times the job's learning rate, from beginning to end."""
+    """A constant learning rate: `scale` times the job's, from beginning to end."""
 
     scale: float = 1.0
 

@@ -11,7 +11,9 @@ from flockstep.schedules.base import Extent, Schedule, check_positive
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """scale × (floor + (1 - floor) (1 + cos(π t)) / 2), t the fraction of the run (Loshchilov & Hutter 2017)."""
+    """A cosine (Loshchilov & Hutter 2017): scale × (floor + (1 - floor) (1 + cos(π t)) / 2), t the fraction of
+    the run.
+    """
 
     floor: float = 0.0
     scale: float = 1.0

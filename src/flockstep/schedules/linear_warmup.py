@@ -10,7 +10,7 @@ from flockstep.schedules.constant import Constant
 
 @dataclass(frozen=True)
 class LinearWarmup(Schedule):
-    """From `start` times the job's learning rate linearly to the rate of the schedule `then`, within `warmup`
+    """A linear warm-up: from `start` times the job's rate to the rate of the schedule `then`, within `warmup`
     epochs.
     """
 

@@ -9,9 +9,7 @@ from flockstep.schedules.base import Extent, Schedule, check_positive, check_sha
 
 @dataclass(frozen=True)
 class StepDecay(Schedule):
-    """`scale` at first, `decay` times as much after each fraction `at` of the run (He et al. 2016: 1/10 at
-    1/2, 3/4).
-    """
+    """Step decay (He et al. 2016): `scale` at first, `decay` times as much after each fraction `at` of the run."""
 
     decay: float = 0.1
     at: tuple[float, ...] = (0.5, 0.75)

@@ -43,7 +43,7 @@ class Timetable:
 
     @property
     def grows(self) -> bool:
-        """Whether batch sizes differ."""
+        """Whether the batch size changes in the course of the run."""
         return len({batch for _, batch in self._stages}) > 1
 
     def lr_at(self, step: int) -> float:

@@ -47,7 +47,7 @@ class Access:
     """How workers obtain parameters from servers: the worker's part and the server's part of one access mode."""
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
-        """Return the worker's next gradient, or None if newer parameters arrived and the worker cancelled the
+        """Return the worker's next gradient, or None if newer parameters arrived and the worker canceled the
         gradient.
         """
         return me.gradient()
@@ -64,6 +64,8 @@ class Access:
         """Push a gradient to all shards; return once `me.params` holds the parameters for the next gradient.
 
         Args:
+            me: the worker.
+            state: the worker's state.
             parts: for each shard, the slice of the parameters that the shard holds.
             pushes: for each shard, the address, array and note to send.
             gradient: the worker's gradient, of shape (K,).
@@ -82,8 +84,10 @@ class Access:
         """Send parameters to the workers that are due to receive some.
 
         Args:
+            me: the server.
+            state: the server's state.
             admitted: the reads that the consistency rule admits now.
-            moved: whether the slowest clock has advanced or a worker has left.
+            moved: whether the slowest clock has moved.
 
         Returns:
             Ranks of the workers that compute on the newest version from now on.

@@ -28,7 +28,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class AllReduce(Strategy):
-    """Synchronous all-reduce SGD (Baidu 2017; Sergeev & Del Balso 2018).
+    """Synchronous all-reduce SGD (Baidu 2017; Sergeev & Del Balso 2018): every step applies the mean of all gradients.
 
     Every worker computes w ← w - η · (1/n) Σ g_i. The replicas are equal in every bit after every step. With a lossy
     `codec`, each worker encodes its g_i once, with `feedback`, and `collective` sums the decoded values: with a linear

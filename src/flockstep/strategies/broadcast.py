@@ -29,7 +29,7 @@ class BroadcastState:
 
 @dataclass(frozen=True)
 class Broadcast(Strategy):
-    """Complete communication between peers (FAST, section 3 and figure 3; its Statement 1).
+    """Complete communication (FAST, section 3 and figure 3; its Statement 1): every update reaches every worker.
 
     Worker i computes its optimizer's step u, adds scale · u to its own replica, and sends the same array to every other
     worker, which adds it on arrival. Every update reaches every worker, so once the queues have drained all replicas

@@ -21,7 +21,7 @@ class Teachers:
 
 @dataclass(frozen=True)
 class Codistillation(Strategy):
-    """Codistillation (Anil et al. 2018, algorithm 1).
+    """Codistillation (Anil et al. 2018, algorithm 1): replicas learn from each other's predictions.
 
     Every worker trains its own model on its own part of the data, and sends a copy of the model to all other workers
     every `period` steps. From step `burn_in` on, a worker minimizes its loss plus `weight` times the distance between
@@ -35,7 +35,7 @@ class Codistillation(Strategy):
 
     def __post_init__(self) -> None:
         if self.period < 1:
-            raise ConfigurationError(f"period must be >= 1 steps, got {self.period}; 50 is a copy now and then")
+            raise ConfigurationError(f"period must be >= 1 steps, got {self.period}; 50 is usual")
         if not 0 <= self.weight < math.inf:
             raise ConfigurationError(f"weight must be >= 0 and finite, got {self.weight}; 1 counts as much as the loss")
         if self.burn_in < 0:

@@ -30,10 +30,10 @@ class Portions:
         self.waiting, self.out, self.losses = list(range(self.count)), {}, {}
 
     def hand_out(self, rank: int) -> int | None:
-        """Assign a portion to an idle worker, and return its number.
+        """Assign a portion to an idle worker, and return its number, or None if there is none.
 
-        The portion is the next waiting one; if none waits, a backup of the portion that has been out longest and has at
-        most `backups` copies. None if there is no such portion.
+        The portion is the next waiting one. If none waits, it is the longest outstanding portion that at most `backups`
+        workers are computing, this worker not among them.
         """
         if self.waiting:
             portion = self.waiting.pop(0)

@@ -28,7 +28,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class Demo(Strategy):
-    """Decoupled momentum optimization (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3).
+    """DeMo, decoupled momentum (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3): exchanges large frequencies.
 
     delta ← beta · delta + lr · g; q, the `k` largest coefficients of the DCT of every chunk × chunk block of delta, is
     subtracted from delta and gathered from all workers; w ← w - lr · sign(mean of the decoded q), with the job's

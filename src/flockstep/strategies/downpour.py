@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass
 class Replica:
-    """A worker's state between steps."""
+    """A Downpour worker's state between steps."""
 
     seen: list[int]
     """For each shard, the version of the worker's parameters: the version fetched plus the worker's own pushes since.
@@ -86,7 +86,7 @@ Request = tuple[Address, FlatArray | None, Sum | None]
 
 @dataclass(frozen=True)
 class Downpour(Strategy):
-    """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1).
+    """Downpour SGD (Dean et al. 2012, section 4.1 and algorithm 7.1): local steps, periodic pushes and fetches.
 
     A worker steps on its replica with the job's optimizer and accumulates its gradients. It pushes their sum every
     `n_push` steps and fetches the servers' parameters every `n_fetch` steps; the paper reports runs with 1 and 1. A
@@ -120,9 +120,9 @@ class Downpour(Strategy):
         check_filters(self.filters, self.codec)
         if self.rule.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
             raise CompositionError(
-                f"{self.rule} goes by what workers have read, but gradients of downpour({self.n_push}, {self.n_fetch}, "
-                f"overlap={self.overlap}) are computed after steps of the worker's own; use downpour(1, 1, "
-                f"overlap=False), or another rule"
+                f"{self.rule} depends on what workers have read, but gradients of downpour({self.n_push}, "
+                f"{self.n_fetch}, overlap={self.overlap}) are computed after steps of the worker's own; use "
+                f"downpour(1, 1, overlap=False), or another rule"
             )
         for name in ("n_push", "n_fetch", "shards"):
             if (got := getattr(self, name)) < 1:

@@ -51,7 +51,7 @@ class ElasticMomentum(ElasticAveraging):
         if not isinstance(me.optimizer, SGD) or me.optimizer.dampening:
             raise CompositionError(
                 f"eamsgd brings the momentum itself and needs sgd without dampening, got {me.optimizer}; use for "
-                f"example sgd(lr=0.01), or easgd with the optimiser that you have"
+                f"example sgd(lr=0.01), or easgd with the optimizer that you have"
             )
         return Velocity(namespace(me.params).zeros_like(me.params))
 

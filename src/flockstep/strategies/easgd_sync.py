@@ -22,7 +22,8 @@ class Gathered:
 
 @dataclass(frozen=True)
 class SynchronousElasticAveraging(Strategy):
-    """Synchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, equations 5 and 6).
+    """Synchronous EASGD (Zhang, Choromanska & LeCun 2015, equations 5 and 6): all replicas exchange with a center at
+    once.
 
     w_i ← w_i - lr g_i - alpha (w_i - center) and center ← (1 - beta) center + beta mean_i w_i, beta = p alpha, where
     every right-hand side is of time t (Jacobi). A dedicated server holds the center and computes center ← center +

@@ -15,7 +15,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass(frozen=True)
 class ElasticAveraging(Strategy):
-    """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
+    """Asynchronous EASGD (Zhang, Choromanska & LeCun 2015, algorithm 1): replicas are pulled towards a center.
 
     Every `period` (tau) steps worker i pulls the center, moves by -delta and pushes delta = alpha (w_i - center), which
     the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the point whose
@@ -73,7 +73,7 @@ class ElasticAveraging(Strategy):
         return self.alpha
 
     async def step(self, me: Worker) -> None:
-        """Take one local step."""
+        """Take one local step with the job's optimizer."""
         me.optimizer_step(await me.gradient())
 
     async def master(self, me: Server) -> None:

@@ -20,7 +20,7 @@ def require_finite_gradient(node: Node, gradient: FlatArray, start: int = 0, sto
         raise Diverged(
             f"the gradient of {node_name(node.address)} must be finite, got {float(gradient[start + where])} in "
             f"{_tensor(node.schema, start + where)} at step {node.run_step}; lower the learning rate, clip the "
-            "gradient, or mend the samples or the loss that it came from"
+            "gradient, or fix the samples or the loss"
         )
 
 

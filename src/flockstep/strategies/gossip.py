@@ -15,7 +15,7 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 
 COLLECTOR = 0
-"""The worker that collects who was sent models, and tells the others at the end."""
+"""Rank of the worker that collects who was sent messages, and tells the others at the end."""
 TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
 
@@ -67,7 +67,7 @@ class GossipState:
 
 @dataclass(frozen=True)
 class Gossip(Strategy):
-    """GoSGD (Blot, Picard, Cord & Thome 2016).
+    """GoSGD (Blot, Picard, Cord & Thome 2016): sum-weighted gossip between random pairs of workers.
 
     After each step, with probability p, a worker halves its mass alpha_i and sends (w_i, alpha_i) to a random other
     worker, which averages the two models weighted by mass and adds the mass to its own. The masses, including those in
@@ -78,9 +78,9 @@ class Gossip(Strategy):
     mass held by dead workers is lost, and that in the last lost message to each peer. If the news of a death arrives
     before an acknowledgement, the mass counts twice until the acknowledgement arrives, and is then given up.
 
-    At the end a worker notifies only the peers it has sent models to. Worker 0 collects these sets from all others, and
-    tells each worker which peers may still send it messages: about 2 n messages, instead of n² for notifying all. If
-    worker 0 is lost, the workers it has not told ask every peer.
+    At the end a worker notifies only the peers it has sent messages to. Worker 0 collects these sets from all others,
+    and tells each worker which peers may still send it messages: about 2 n messages, instead of n² for notifying all.
+    If worker 0 is lost, the workers it has not told ask every peer.
     """
 
     notes: ClassVar[Notes] = {"model": Model, "have": Have, "receivers": Peers, "senders": Peers}

@@ -110,7 +110,9 @@ class GradientCoding(Strategy):
             if message.tag == BYE and message.source in me.lost:
                 state.gone.add(message.source)
                 if len(state.gone) > s:
-                    raise PeerLost(f"{len(state.gone)} workers are lost, gradient coding with s={s} bears {s}; raise s")
+                    raise PeerLost(
+                        f"{len(state.gone)} workers are lost, gradient coding with s={s} tolerates {s}; raise s"
+                    )
             if message.tag != "coded" or message.note.turn != me.version:
                 continue
             state.arrived[message.source] = message.payload
@@ -151,7 +153,7 @@ def decoder(scheme: Literal["cyclic", "fractional"], n: int, s: int, survivors: 
         PeerLost: fewer than n - s workers survive.
     """
     if len(survivors) < n - s:
-        raise PeerLost(f"{n - len(survivors)} of {n} workers are missing, the code with s={s} bears {s}; raise s")
+        raise PeerLost(f"{n - len(survivors)} of {n} workers are missing, the code with s={s} tolerates {s}; raise s")
     if scheme == "fractional":
         groups = [rank // (s + 1) for rank in survivors]
         return tuple(float(groups.index(group) == i) for i, group in enumerate(groups))

@@ -36,7 +36,7 @@ class PushState:
     x: FlatArray
     """The numerator x, of shape (K,); the model z = x / omega is in `me.params`."""
     mass: int = UNIT
-    """omega · 2^48."""
+    """The worker's mass omega, times 2^48."""
     sent: int = 0
     """Number of exchanges that this worker has started."""
     rounds: int = 0
@@ -46,7 +46,7 @@ class PushState:
 
 @dataclass(frozen=True)
 class GradientPush(Strategy):
-    """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1), overlapped for tau > 0 as in the authors' code.
+    """SGP (Assran, Loizou, Ballas & Rabbat 2019, algorithm 1): push-sum averaging on directed graphs.
 
     x_i ← x_i - η g_i(z_i); send (p_ji x_i, p_ji omega_i) to the out-neighbors j of i; sum the received pairs; z_i = x_i
     / omega_i. P is column-stochastic: the sums of x and of omega over the workers, including messages in transit, are
@@ -88,7 +88,7 @@ class GradientPush(Strategy):
         if any(not weights.diagonal().all() for weights in mixing(self.topology, workers)):
             raise ConfigurationError(
                 f"sgp needs workers that keep part of their mass, got one on {self.topology} that sends all of it; "
-                "leave its weights away, or let them sum to less than one"
+                "leave its weights out, or let them sum to less than one"
             )
 
     def worker_state(self, me: Worker) -> PushState:

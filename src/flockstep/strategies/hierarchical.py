@@ -237,8 +237,8 @@ class Hierarchical(Strategy):
             raise ConfigurationError(f"group must be >= 1 workers, got {self.group}; 4 is usual")
         if self.leaf == "asynchronous" and self.root == "synchronous":
             raise CompositionError(
-                "a synchronous root waits for a sum of every leaf, but leaf=asynchronous passes sums on at a rate of "
-                "its own; use root=asynchronous too"
+                "a synchronous root waits for a sum of every leaf, but leaf=asynchronous sends sums at its own rate; "
+                "use root=asynchronous too"
             )
 
     @property

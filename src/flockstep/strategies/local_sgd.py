@@ -32,7 +32,7 @@ class Meetings:
 
 @dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Local SGD, or parameter averaging (McDonald, Hall & Mann 2010; Stich 2019).
+    """Local SGD, parameter averaging (McDonald, Hall & Mann 2010; Stich 2019): local steps, then an average.
 
     Every worker takes `period` (H) steps of its own, then w_i ← mean_j w_j; floor(T/H) averages in T steps. Momentum
     and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding. The

@@ -23,7 +23,7 @@ from flockstep.topologies.ring import RingGraph
 
 @dataclass(frozen=True)
 class NeighbourAveraging(Strategy):
-    """D-PSGD (Lian et al. 2017, algorithm 1).
+    """D-PSGD (Lian et al. 2017, algorithm 1): every worker averages its model with its neighbors' on a graph.
 
     w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. A worker first sends its model,
     computes the gradient while the model travels, and waits for the neighbors' models last: an iteration takes the
@@ -112,7 +112,7 @@ async def _heard(me: Worker, j: int) -> FlatArray:
         return me.params
     if message.step != me.step - 1:
         raise PeerLost(
-            f"the model of {node_name(j)} at step {me.step - 1} got lost: {node_name(me.rank)} got that of step "
+            f"the model of {node_name(j)} at step {me.step - 1} was lost: {node_name(me.rank)} got that of step "
             f"{message.step}; start again from the last checkpoint"
         )
     me.record_update(j, 0)

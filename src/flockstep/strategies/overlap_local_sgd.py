@@ -27,7 +27,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class OverlapLocalSGD(Strategy):
-    """Overlap local SGD (Wang, Liang & Joshi 2020, section 2 and its momentum variant).
+    """Overlap local SGD (Wang, Liang & Joshi 2020, section 2 and its momentum variant): averages overlap local steps.
 
     Every `period` (tau) steps w_i ← w_i - alpha (w_i - z), with the anchor z that all workers share. Then the mean m of
     these w_i is computed in the background, and is waited for only tau steps later: v ← beta v + (m - z), z ← z + v.

@@ -18,7 +18,7 @@ PAIRS = "pairs"
 
 @dataclass(frozen=True)
 class PairwiseAveraging(Strategy):
-    """AD-PSGD (Lian, Zhang, Zhang & Liu 2018, algorithm 1).
+    """AD-PSGD (Lian, Zhang, Zhang & Liu 2018, algorithm 1): random neighbors average their models asynchronously.
 
     While it computes g_i(w_i), a worker on the active side of the graph averages with a random neighbor j, w_i and w_j
     ← (w_i + w_j) / 2, and then steps with the gradient of the model before the average. Workers on the passive side

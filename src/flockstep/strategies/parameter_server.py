@@ -62,8 +62,9 @@ class ParameterServer(Strategy):
             )
         if isinstance(access, Copies) and self.rule.compares_reads:
             raise CompositionError(
-                f"{self.rule} goes by what workers have read, unknown to servers with {self.consistency}: a copy "
-                "and steps of one's own; use a consistency without copies, such as ssp, or another rule"
+                f"{self.rule} depends on what workers have read, which servers do not know with {self.consistency}, "
+                "because workers step copies of their own; use a consistency without copies, such as ssp, or another "
+                "rule"
             )
         if self.filters and (isinstance(access, GivesUp) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
@@ -137,7 +138,7 @@ class ParameterServer(Strategy):
         await super().finish(me)
 
     def gradient(self, me: Worker, state: PushState) -> Awaitable[FlatArray | None]:
-        """Return the worker's next gradient, or None if newer parameters arrived and the worker cancelled the
+        """Return the worker's next gradient, or None if newer parameters arrived and the worker canceled the
         gradient.
         """
         return self._access.gradient(me, state)

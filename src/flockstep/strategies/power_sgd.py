@@ -36,7 +36,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class PowerSgd(Strategy):
-    """PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithms 1 and 2).
+    """PowerSGD (Vogels, Karimireddy & Jaggi 2019, algorithms 1 and 2): an all-reduce of low-rank factors.
 
     Every tensor of more than one dimension is a matrix M (n, m), whose rows are its first dimension. Each worker adds
     its error of earlier steps to its gradient, P ← M Q is all-reduced and orthonormalized, Q ← Mᵀ P is all-reduced to
@@ -57,7 +57,7 @@ class PowerSgd(Strategy):
             raise ConfigurationError(f"rank must be >= 1, got {self.rank}; the paper uses 1 to 4")
         if self.feedback not in (Residual(), NoFeedback()):
             raise CompositionError(
-                f"feedback of powersgd must be residual or none, since it is worked out between two exchanges, got "
+                f"feedback of powersgd must be residual or none, because it is computed between two exchanges, got "
                 f"{self.feedback}; leave it out for residual"
             )
 

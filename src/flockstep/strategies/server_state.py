@@ -58,7 +58,7 @@ class ServerState:
 
     clocks: dict[int, int]
     slowest: int = 0
-    """The smallest clock."""
+    """The smallest clock of the live workers."""
     behind: int = 0
     """Number of clocks equal to `slowest` when last counted, less those that have moved; at 0 the clocks are counted
     again.

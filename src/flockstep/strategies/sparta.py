@@ -17,7 +17,7 @@ from flockstep.strategies.selectors.random import RandomSelector
 
 @dataclass(frozen=True)
 class Sparta(Strategy):
-    """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3).
+    """SPARTA, sparse parameter averaging (Beton et al. 2025, section 3): every step averages a small random part.
 
     After each local step, every worker replaces the same random share p of its parameters by their mean over the
     workers. The selection follows from a common `seed`, so that no index is sent: 2 (n-1)/n p K elements per worker and
@@ -35,7 +35,7 @@ class Sparta(Strategy):
         if not 0 < self.p <= 1:
             raise ConfigurationError(f"p of sparta must be in (0, 1], got {self.p}; 0.005 is usual, 1 averages all")
         if self.seed < 0:
-            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; 0 will do")
+            raise ConfigurationError(f"seed of sparta must be >= 0, got {self.seed}; use 0")
 
     @property
     def traits(self) -> Traits:

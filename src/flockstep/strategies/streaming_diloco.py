@@ -37,7 +37,7 @@ class Fragment:
     begun: int = 0
     under_way: bool = False
     dropped: Any = None
-    """The memory of the feedback."""
+    """The memory of the feedback for this worker's outer gradients of the fragment."""
 
 
 @dataclass(frozen=True)

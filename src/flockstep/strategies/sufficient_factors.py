@@ -14,7 +14,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass(frozen=True)
 class SufficientFactors(Strategy):
-    """Sufficient factor broadcasting, hybrid (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2).
+    """Sufficient factor broadcasting (Xie et al. 2016; Poseidon: Zhang et al. 2017, section 3.2): layers as factors.
 
     The gradient of an M × N layer over B samples is Uᵀ V with U (B, M) and V (B, N). A worker broadcasts U and V, adds
     up all workers' products in order of rank, and all-reduces the rest of the gradient: w ← w - η · (1/n) Σ g_i, as

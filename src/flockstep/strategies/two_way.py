@@ -49,7 +49,7 @@ class TwoWay(Strategy):
         if isinstance(self.feedback, Momentum):
             raise CompositionError(
                 f"two_way would apply the momentum of its feedback twice, to gradients and to their mean, got "
-                f"{self.feedback}; use residual, and momentum in the optimiser"
+                f"{self.feedback}; use residual, and momentum in the optimizer"
             )
 
     # Synchronous: a dead worker stops all workers.

@@ -26,7 +26,7 @@ class RandomRegularGraph(Topology):
         if self.d < 1:
             raise ConfigurationError(f"d must be >= 1, got {self.d}; use 3 for a graph that mixes well")
         if self.seed < 0:
-            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any whole number from 0")
+            raise ConfigurationError(f"seed must be >= 0, got {self.seed}; use any integer from 0")
 
     def graph(self, n: int) -> nx.Graph:
         """Return the first connected graph of at most 100 draws.

@@ -47,7 +47,7 @@ def require_column_stochastic(topology: Topology, n: int, who: str) -> None:
     if not facts(topology, n).column_stochastic:
         raise ConfigurationError(
             f"{who} needs a column-stochastic mixing matrix, got {_off(topology, n)}; let each worker's weights for "
-            "all that hear it and for itself sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
+            "its out-neighbors and itself sum to one, as in one_peer_exponential or graph(edges='0>1 1>2 2>0')"
         )
 
 

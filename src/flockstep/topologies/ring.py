@@ -11,7 +11,7 @@ from flockstep.topologies.base import Topology, require_workers
 
 @dataclass(frozen=True)
 class RingGraph(Topology):
-    """Ring of n workers, weight 1/3 for the worker itself and for each neighbor (D-PSGD: Lian et al. 2017).
+    """A ring of n workers, with weight 1/3 for the worker and for each neighbor (D-PSGD: Lian et al. 2017).
 
     Two workers share one edge, with weights 1/2.
     """

@@ -22,7 +22,7 @@ EXAMPLE = "0-1 1-2 2-3 3-0"
 
 @dataclass(frozen=True)
 class WeightedGraph(Topology):
-    """A fixed graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
+    """A custom graph: `edges` such as '0-1:0.25 1-2:0.5', one-way as '0>1', or a file with them, GraphML or JSON.
 
     An edge's weight is the weight that its end gives to what it receives. The diagonal is given as '0-0:0.5', or is one
     minus the other weights: minus those of what each worker sends if edges are one-way (column-stochastic, for

@@ -105,7 +105,7 @@ class CharLM(Workload):
 
 
 def library() -> list[Path]:
-    """Return the paths of the top-level modules of the standard library, sorted by name."""
+    """Return the paths of the top-level modules of Python's standard library, sorted by name."""
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 

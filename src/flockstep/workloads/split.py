@@ -154,5 +154,7 @@ def _check(labels: Labels | None, size: int, workers: int) -> None:
 
 def _need_labels(name: str, labels: Labels | None) -> Labels:
     if labels is None:
-        raise CompositionError(f"the split {name} needs one class per sample, which this job has not; use split iid")
+        raise CompositionError(
+            f"the split {name} needs one class per sample, which this job does not have; use split iid"
+        )
     return labels

@@ -1,7 +1,7 @@
-"""The primitives that codecs are written over: compiled by numba for numpy arrays, in torch for tensors.
+"""The primitives that codecs are written with: compiled by numba for numpy arrays, and in torch for tensors.
 
-`of(array)` gives the ones for that kind of array; both have the same functions with the same results. Neither numba nor
-torch is imported before it is asked for.
+`of(array)` returns the module for that kind of array; both modules have the same functions with the same results.
+Neither numba nor torch is imported before its module is requested.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Names of the dtypes that codecs take."""
+"""Names of the dtypes that codecs accept."""
 
 
 _loaded = cache(importlib.import_module)
 
 
 def of(array: Any) -> Any:
-    """The module of primitives for `array`, a numpy array or a torch tensor.
+    """Return the module of primitives for `array`, a numpy array or a torch tensor.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `array` is neither.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         return _loaded("flockstep.arrays.kernels.on_numpy")
@@ -34,7 +34,7 @@ def of(array: Any) -> Any:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of that name, bfloat16 among them."""
+    """Return the numpy dtype of the given name, including bfloat16."""
     if name == "bfloat16":
         import ml_dtypes
 
@@ -44,10 +44,10 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def name_of(array: Any) -> str:
-    """The name of an array's dtype, whichever kind of array it is."""
+    """Return the name of the dtype of a numpy array or a torch tensor."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def seed_from(random: np.random.Generator) -> int:
-    """A seed of 32 bits for the counter-based numbers of the kernels."""
+    """Return a seed of 32 bits for the kernels' counter-based random numbers."""
     return int(random.integers(1 << 32, dtype=np.uint64))

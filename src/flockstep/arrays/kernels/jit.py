@@ -1,4 +1,6 @@
-"""numba's compiler, as the kernels use it: machine code is kept on disk, and the interpreter's lock let go."""
+"""numba's compiler with the kernels' settings: machine code is cached on disk, and the interpreter's lock is
+released.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jit(function: F) -> F:
-    """Compile when it is called first. Strict IEEE arithmetic: sums keep their order."""
+    """Compile a function at its first call, with strict IEEE arithmetic: sums keep their order."""
     return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy")(function)))
 
 
 def fast(function: F) -> F:
-    """The same, but sums may be taken in another order, so that they run in vector registers; always the same one."""
+    """As `jit`, but sums may be reordered to use vector registers; the order is the same in every call."""
     reordered = {"reassoc", "contract"}
     return cast(F, _kept(numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=reordered)(function)))
 
 
 def _kept(dispatcher: Any) -> Any:
-    """The compiled function, whose code on disk is good only for the very sources that it was made of.
+    """Make a compiled function's cache on disk valid only for the exact sources that it was compiled from.
 
-    numba looks at the file of a function alone, but code of functions from other files is built into it.
+    numba checks the function's own file only, but code of functions from other files is compiled into it.
     """
     file = dispatcher._cache._cache_file
     file._source_stamp = (*cast(tuple[Any, ...], file._source_stamp), _sources())
@@ -36,7 +38,7 @@ def _kept(dispatcher: Any) -> Any:
 
 @cache
 def _sources() -> str:
-    """What changes when any file does that kernels may come from."""
+    """Return a hash of all files that kernels may come from."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
     for path in sorted([*here.glob("*.py"), *(here.parent.parent / "transports").glob("shared_*.py")]):

@@ -1,4 +1,4 @@
-"""From arrays to bytes and back, for numpy."""
+"""Conversions between arrays and bytes, for numpy."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def as_floats(array: FlatArray) -> FlatArray:
-    """A flat contiguous array to compute with: float64 as it is, everything else as float32. May share memory."""
+    """Return a flat contiguous array to compute with: float64 unchanged, other dtypes as float32. May share memory."""
     kind = np.float64 if array.dtype == np.float64 else np.float32
     return np.ascontiguousarray(array.reshape(-1), dtype=kind)
 
 
 def saturated(array: FlatArray, largest: float) -> FlatArray:
-    """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
+    """Return a copy with finite values clipped to ±largest; infinities and NaN do not change."""
     cut: FlatArray = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
     return cut
 
 
 def as_bytes(array: FlatArray) -> Bytes:
-    """The little-endian bytes of a flat array; may share memory."""
+    """Return the little-endian bytes of a flat array; may share memory."""
     little = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
     return little.view(np.uint8)
 
 
 def from_bytes(data: Bytes, dtype: str) -> FlatArray:
-    """The array whose little-endian bytes are `data`; may share memory."""
+    """Return the array whose little-endian bytes are `data`; may share memory."""
     kind = numpy_dtype(dtype)
     little = np.frombuffer(np.ascontiguousarray(data), kind.newbyteorder("<"))
     return little.astype(kind, copy=False)
 
 
 def join(*parts: Bytes) -> Bytes:
-    """All parts, one after the other."""
+    """Concatenate all parts in the given order."""
     return np.concatenate(parts) if len(parts) != 1 else parts[0]

@@ -1,4 +1,4 @@
-"""Random numbers from a counter, and codes of a few bits in bytes, for numpy."""
+"""Counter-based random numbers, and codes of a few bits packed into bytes, for numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @jit
 def mixed(index: Any, seed: Any) -> Any:
-    """32 well mixed bits for (index, seed): multiply, shift and xor, as vector registers do them."""
+    """Return 32 well mixed bits for (index, seed), by multiplications, shifts and xor that vector registers support."""
     h = np.uint32(np.uint32(np.uint32(index) * np.uint32(0x9E3779B1)) + seed)
     h = np.uint32((h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D))
     h = np.uint32((h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B))
@@ -23,7 +23,7 @@ def mixed(index: Any, seed: Any) -> Any:
 
 @jit
 def fraction(index: Any, seed: Any) -> Any:
-    """A multiple of 2⁻²⁴ in [0, 1), as float32."""
+    """Return a multiple of 2⁻²⁴ in [0, 1), as float32."""
     return np.float32(np.int32(mixed(index, seed) >> np.uint32(8))) * np.float32(2.0**-24)
 
 
@@ -34,7 +34,9 @@ def _uniforms(out: Any, seed: Any) -> None:
 
 
 def uniforms(like: Bytes, size: int, seed: int) -> npt.NDArray[np.float32]:
-    """(size,) multiples of 2⁻²⁴ in [0, 1), those of elements 0, 1, … under that seed; a kind of array as `like`."""
+    """Return (size,) multiples of 2⁻²⁴ in [0, 1) for elements 0, 1, … under the given seed, in the library of
+    `like`.
+    """
     out = np.empty(size, np.float32)
     _uniforms(out, np.uint32(seed))
     return out
@@ -42,7 +44,7 @@ def uniforms(like: Bytes, size: int, seed: int) -> npt.NDArray[np.float32]:
 
 @jit
 def _lanes(bits: int) -> Any:
-    """What in a word is the first of two codes, of two pairs, of two fours."""
+    """Return the masks of a word for the first of two codes, of two pairs, and of two fours."""
     one, b = np.uint64(1), np.uint64(bits)
     singles = ((one << b) - one) * np.uint64(0x0001000100010001)
     pairs = ((one << (b + b)) - one) * np.uint64(0x0000000100000001)
@@ -51,7 +53,7 @@ def _lanes(bits: int) -> Any:
 
 @jit
 def _together(w: Any, bits: int) -> Any:
-    """Eight codes, the bytes of a word, next to each other."""
+    """Pack eight codes, one per byte of a word, next to each other."""
     singles, pairs, fours = _lanes(bits)
     b, gap = np.uint64(bits), np.uint64(8 - bits)
     b2, b4, gap2, gap4 = np.uint64(2 * bits), np.uint64(4 * bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
@@ -62,7 +64,7 @@ def _together(w: Any, bits: int) -> Any:
 
 @jit
 def _apart(w: Any, bits: int) -> Any:
-    """Eight codes next to each other, one in each byte of a word."""
+    """Unpack eight adjacent codes into one byte each of a word."""
     singles, pairs, fours = _lanes(bits)
     gap, gap2, gap4 = np.uint64(8 - bits), np.uint64(16 - 2 * bits), np.uint64(32 - 4 * bits)
     w = (w & fours) | ((w << gap4) & (fours << np.uint64(32)))
@@ -72,7 +74,7 @@ def _apart(w: Any, bits: int) -> Any:
 
 @jit
 def fold(words: Any, bits: int, out: Any) -> None:
-    """Eight codes, the bytes of a word of `words`, into `bits` bytes of `out`."""
+    """Pack eight codes, one per byte of a word of `words`, into `bits` bytes of `out`."""
     if bits == 1:
         for i in range(len(words)):
             out[i] = np.uint8((words[i] * np.uint64(0x0102040810204080)) >> np.uint64(56))
@@ -93,7 +95,9 @@ def fold(words: Any, bits: int, out: Any) -> None:
 
 @jit
 def unfold(data: Any, bits: int, words: Any) -> None:
-    """`bits` bytes of `data` into eight codes, the bytes of a word of `words`; zeros where `data` ends."""
+    """Unpack `bits` bytes of `data` into eight codes, one per byte of a word of `words`; zeros beyond the end of
+    `data`.
+    """
     whole = min(len(words), len(data) // bits)
     if bits == 1:
         for i in range(whole):
@@ -120,12 +124,12 @@ def unfold(data: Any, bits: int, words: Any) -> None:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """The bytes that `count` codes of `bits` bits take."""
+    """Return the number of bytes that `count` codes of `bits` bits take."""
     return (count * bits + 7) // 8
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
-    """Codes below 2^bits, bits 1 to 8, one after the other, the lowest bit first; zeros up to a whole byte."""
+    """Pack codes below 2^bits, for 1 to 8 bits, the lowest bit first, with zeros up to a whole byte."""
     padded = np.zeros((len(codes) + 7) // 8 * 8, np.uint8)
     padded[: len(codes)] = codes
     out = np.empty(len(padded) // 8 * bits, np.uint8)
@@ -134,14 +138,14 @@ def pack(codes: Bytes, bits: int) -> Bytes:
 
 
 def unpack(data: Bytes, count: int, bits: int) -> Bytes:
-    """The `count` codes that `pack` made `data` of."""
+    """Return the `count` codes that `pack` packed into `data`."""
     words = np.empty((count + 7) // 8, np.uint64)
     unfold(locked(data), bits, words)
     return words.view(np.uint8)[:count]
 
 
 def locked(array: Any) -> Any:
-    """A contiguous read-only view: whatever comes, kernels are compiled for this alone."""
+    """Return a contiguous read-only view, the only kind of array that kernels are compiled for."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view

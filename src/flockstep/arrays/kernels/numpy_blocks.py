@@ -1,4 +1,4 @@
-"""Scales of blocks, and elements as whole multiples of a fraction of them, for numpy."""
+"""Scales of blocks, and elements as integer multiples of a fraction of the scale, for numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flockstep.arrays.kernels.numpy_bits import Bytes, fold, fraction, locked, p
 from flockstep.arrays.schema import FlatArray
 
 CHUNK = 1024
-"""Elements at a time, so that what is between two loops stays in the nearest cache."""
+"""Number of elements processed at a time, so that intermediate results stay in the first-level cache."""
 
 
 @fast
@@ -25,7 +25,9 @@ def _squares(x: Any) -> float:
 
 @jit
 def _largest(words: Any, mask: Any) -> Any:
-    """The largest bits without the sign: of floats they are ordered as the magnitudes, NaN and infinity on top."""
+    """Return the largest bits without the sign: floats' bits order like their magnitudes, with infinity and
+    NaN on top.
+    """
     top = words.dtype.type(0)
     for i in range(len(words)):
         top = max(top, words.dtype.type(words[i] & mask))
@@ -119,16 +121,18 @@ def _dequantise(data: Any, steps: Any, block: int, levels: int, bits: int, out: 
 
 
 def _words(x: FlatArray) -> tuple[Any, Any]:
-    """The bits of a flat contiguous array, and those of a magnitude."""
+    """Return the bits of a flat contiguous array, and the mask of the magnitude's bits."""
     if x.dtype == np.float64:
         return x.view(np.uint64), np.uint64((1 << 63) - 1)
     return x.view(np.uint32), np.uint32((1 << 31) - 1)
 
 
 def block_scales(x: FlatArray, block: int, norm: bool = False) -> FlatArray:
-    """Of every block of `x` (float32 or 64) the largest magnitude, or the Euclidean norm; of the dtype of `x`.
+    """Return the largest magnitude or the Euclidean norm of every block of `x` (float32 or float64), in the dtype of
+    `x`.
 
-    What is not finite shows in the scale of its block. A finite norm that the dtype cannot hold is its largest number.
+    The scale of a block that is not finite is not finite. A finite norm beyond the dtype's range is the dtype's largest
+    number.
     """
     x = locked(x)
     scales = np.empty(-(-len(x) // block), x.dtype)
@@ -138,11 +142,11 @@ def block_scales(x: FlatArray, block: int, norm: bool = False) -> FlatArray:
 
 
 def quantise(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int, seed: int = -1) -> Bytes:
-    """q + levels for every element, q = x / scale * levels, in `bits` bits: see the specification of codecs.
+    """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
 
-    Rounded to the nearest, ties to even, where `seed` is negative; otherwise up or down at random so that the mean is
-    kept. Magnitudes beyond a block's scale count as the scale (at random only). `block` is a multiple of 8, or bits
-    is 8, or there is one block.
+    If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
+    random, so that the mean is preserved, and magnitudes beyond a block's scale count as the scale. `block` is a
+    multiple of 8, or bits is 8, or there is one block.
     """
     x = locked(x)
     kind = x.dtype.type
@@ -153,7 +157,7 @@ def quantise(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int
 
 
 def steps(scales: FlatArray, levels: int) -> FlatArray:
-    """scale / levels, rounded so that `levels` of them are finite."""
+    """Return scale / levels, rounded so that `levels` times the result is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         step: FlatArray = scales / scales.dtype.type(levels)
         over = ~np.isfinite(step * scales.dtype.type(levels))
@@ -162,12 +166,14 @@ def steps(scales: FlatArray, levels: int) -> FlatArray:
 
 
 def dequantise(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
-    """(code - levels) * step of every element, and the largest code, which of sound data is at most 2 levels."""
+    """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
+    levels.
+    """
     out = np.empty(size, step.dtype)
     top = _dequantise(locked(data), step, block, levels, bits, out, False)
     return out, top
 
 
 def add_dequantised(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
-    """`dequantise`, added to `out`, flat, contiguous, of the dtype of `step`; the largest code."""
+    """Add the dequantized values to `out`, flat, contiguous, of the dtype of `step`; return the largest code."""
     return int(_dequantise(locked(data), step, block, levels, bits, out, True))

@@ -1,7 +1,7 @@
-"""Between float32 and the formats of 16 bits, float16 and bfloat16, for numpy.
+"""Conversions between float32 and the 16-bit formats float16 and bfloat16, for numpy.
 
-numpy's own conversion to float16 and back goes through branches and, for results that are subnormal, through flags of
-the processor: many times slower. Here every case is computed for every element and one is selected.
+numpy's own conversion to float16 and back uses branches and, for subnormal results, processor flags, and is many times
+slower. Here every case is computed for every element and one is selected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INFINITY = np.uint32(0x7F800000)
 _LEAST_NORMAL = np.uint32(0x38800000)
 """float32's bits of 2⁻¹⁴, float16's smallest normal number."""
 _ONE_HALF = np.uint32(0x3F000000)
-"""float32's bits of 0.5, whose last place is worth 2⁻²⁴: float16's smallest number."""
+"""float32's bits of 0.5, whose last place is 2⁻²⁴, float16's smallest number."""
 
 
 @jit
@@ -30,7 +30,7 @@ def _to_half(x: Any, words: Any, top: Any, out: Any) -> None:
         w = words[i]
         m = np.uint32(w & _MAGNITUDE)
         odd = np.uint32((m >> np.uint32(13)) & np.uint32(1))
-        # The exponent 112 lower, and half a last place less one bit, which the odd ones get, so that ties go to even.
+        # Lower the exponent by 112; add half a last place less one bit, plus that bit if odd, so that ties go to even.
         normal = np.uint32(np.uint32(np.uint32(m + np.uint32(0xC8000FFF)) + odd) >> np.uint32(13))
         tiny = np.uint32(np.float32(abs(x[i]) + np.float32(0.5)).view(np.uint32) - _ONE_HALF)  # the addition rounds
         code = tiny if m < _LEAST_NORMAL else min(normal, top)
@@ -54,7 +54,7 @@ def _to_bfloat16(words: Any, top: Any, out: Any) -> None:
 
 @jit
 def _of_half(h: Any) -> Any:
-    """float32's bits of a float16, whose bits are `h`."""
+    """Return the float32 bits of a float16 with the bits `h`."""
     m = np.uint32(h & np.uint32(0x7FFF))
     shifted = np.uint32(m << np.uint32(13))
     normal = np.uint32(shifted + np.uint32(112 << 23))
@@ -83,11 +83,11 @@ def _add_bfloat16(codes: Any, scale: Any, out: Any) -> None:
 
 
 def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
-    """Float32 or float64 as float16 or bfloat16: the nearest, of two the even one.
+    """Round float32 or float64 to the nearest float16 or bfloat16, ties to even.
 
-    float64 becomes bfloat16 by way of float32. Finite values beyond ±largest, a number of `dtype`, become that;
-    infinities stay, and NaN with its sign: of float16 with the first bits of its fraction or, where they are zero, a 1;
-    of bfloat16 as the quiet one.
+    float64 is rounded to float32 before bfloat16. Finite values beyond ±largest, a number of `dtype`, become ±largest.
+    Infinities do not change. NaN keeps its sign: a float16 NaN has the first bits of the fraction, or 1 if these are
+    zero; a bfloat16 NaN is the quiet one.
     """
     kind = numpy_dtype(dtype)
     if x.dtype == np.float64:
@@ -105,7 +105,7 @@ def narrowed(x: FlatArray, dtype: str, largest: float = np.inf) -> FlatArray:
 
 
 def widened(x: FlatArray, dtype: str) -> FlatArray:
-    """float16 or bfloat16 in the dtype of that name; may share memory."""
+    """Return float16 or bfloat16 values in the named dtype; may share memory."""
     if x.dtype != np.float16 or dtype not in ("float32", "float64"):
         return cast(x, dtype, copy=False)
     out = np.empty(len(x), dtype)
@@ -114,11 +114,11 @@ def widened(x: FlatArray, dtype: str) -> FlatArray:
 
 
 def add_widened(x: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
-    """out += scale * x: float16 or bfloat16 to float32 or float64, flat and contiguous, and computed in that."""
+    """out += scale * x, for x in float16 or bfloat16 and a flat contiguous `out` in float32 or float64."""
     add = _add_half if x.dtype == np.float16 else _add_bfloat16
     add(_aligned(x).view(np.uint16), out.dtype.type(scale), out)
 
 
 def _aligned(x: Any) -> Any:
-    """Contiguous, read-only and aligned, which bytes from the middle of a message need not be."""
+    """Return a contiguous, read-only and aligned array; bytes from the middle of a message may be unaligned."""
     return locked(x if x.flags.aligned else x.copy())

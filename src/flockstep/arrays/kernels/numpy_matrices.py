@@ -14,23 +14,23 @@ Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
 SPARE = 0x5BA2E
-"""Seed of the directions that stand in for columns that depend on the ones before."""
+"""Seed of the directions that replace columns that depend linearly on earlier columns."""
 DEPENDENT = 16
-"""A column of which no larger part is new than this times the dtype's precision is taken to depend on others."""
+"""A column counts as dependent if its new part is at most this times the dtype's precision, relative to the column."""
 BLOCK = 1 << 14
-"""Elements of a product that are made at a time, so that they stay in the first cache."""
+"""Number of elements of a product computed at a time, so that they stay in the first-level cache."""
 
 
 def gaussian(like: FlatArray, rows: int, columns: int, seed: int | tuple[int, ...]) -> FlatArray:
-    """Standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
+    """Return standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(like.dtype)
 
 
 def orthonormal(matrix: FlatArray) -> FlatArray:
-    """An orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`; its own dtype.
+    """Return an orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`, in the dtype of `matrix`.
 
-    Gram-Schmidt in float64, twice over. A column that depends on the ones before is replaced by a fixed direction of
-    no meaning, made orthogonal to them. The same bits for the same matrix, however it lies in memory.
+    This is Gram-Schmidt in float64, applied twice. A column that depends on earlier columns is replaced by a fixed
+    arbitrary direction, made orthogonal to them. The same matrix gives the same bits, whatever its memory layout.
     """
     basis, least = np.zeros(matrix.shape[::-1]), DEPENDENT * float(np.finfo(matrix.dtype).eps)
     for index, column in enumerate(matrix.T.astype(np.float64)):
@@ -48,7 +48,7 @@ def orthonormal(matrix: FlatArray) -> FlatArray:
 
 
 def _without(column: FlatArray, basis: FlatArray) -> FlatArray:
-    """What of `column` is orthogonal to the rows of `basis`."""
+    """Return the part of `column` that is orthogonal to the rows of `basis`."""
     for _ in range(2):
         for row in basis:
             column = column - np.sum(row * column) * row
@@ -56,14 +56,15 @@ def _without(column: FlatArray, basis: FlatArray) -> FlatArray:
 
 
 def norm(array: FlatArray) -> float:
-    """The Euclidean norm."""
+    """Return the Euclidean norm of an array."""
     return float(np.sqrt(np.sum(np.square(array))))
 
 
 def add_product(left: FlatArray, right: FlatArray, out: FlatArray, scale: float = 1.0) -> None:
-    """out (n·m,) += scale left (n, r) rightᵀ (r, m), every element of the product summed in the order of the columns.
+    """out (n·m,) += scale left (n, r) rightᵀ (r, m), with every element of the product summed in the order of the
+    columns.
 
-    What is beyond the range of the dtype of `out` becomes infinite.
+    Values beyond the range of the dtype of `out` become infinite.
     """
     step, width = max(1, BLOCK // max(1, len(right))), len(right)
     columns = np.ascontiguousarray(right.T)
@@ -89,26 +90,30 @@ def _cosines(size: int, dtype: str) -> FlatArray:
 
 
 def cosines(like: FlatArray, size: int) -> FlatArray:
-    """The matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`; read-only."""
+    """Return the read-only matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of
+    `like`.
+    """
     return _cosines(size, like.dtype.name)
 
 
 def tiles(matrix: FlatArray, height: int, width: int) -> FlatArray:
-    """A matrix cut into tiles (tiles, height, width), left to right and from the top; a copy."""
+    """Return a copy of a matrix cut into tiles (tiles, height, width), left to right and from the top."""
     rows, columns = matrix.shape
     cut = matrix.reshape(rows // height, height, columns // width, width)
     return np.ascontiguousarray(cut.transpose(0, 2, 1, 3)).reshape(-1, height, width)
 
 
 def untiled(tiles: FlatArray, rows: int, columns: int) -> FlatArray:
-    """The matrix that `tiles` was cut from."""
+    """Return the matrix that `tiles` was cut from."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.transpose(0, 2, 1, 3).reshape(rows, columns)
 
 
 def largest_of_rows(array: FlatArray, count: int) -> Integers:
-    """Where the `count` largest magnitudes of every row are, (rows, count), ascending; the first among equals."""
+    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row; of equals, the
+    first.
+    """
     rows, size = array.shape
     if count >= size:
         return np.broadcast_to(np.arange(size), (rows, size)).copy()
@@ -122,25 +127,27 @@ def largest_of_rows(array: FlatArray, count: int) -> Integers:
 
 
 def placed(spots: Integers, values: FlatArray, size: int) -> FlatArray:
-    """Rows (rows, size) of zeros, but for `values` (rows, count) in the places `spots` (rows, count)."""
+    """Return rows (rows, size) of zeros with `values` (rows, count) at the positions `spots` (rows, count)."""
     out: FlatArray = np.zeros((len(spots), size), values.dtype)
     np.put_along_axis(out, spots, values, axis=1)
     return out
 
 
 def taken(array: FlatArray, spots: Integers) -> FlatArray:
-    """The elements (rows, count) of the rows of `array` in the places `spots` (rows, count)."""
+    """Return the elements (rows, count) of the rows of `array` at the positions `spots` (rows, count)."""
     return np.take_along_axis(array, spots, axis=1)
 
 
 def packed_integers(numbers: Integers, bits: int) -> Bytes:
-    """Flat integers from 0 to 2^bits - 1, each in that many bits, the lowest first; zeros up to a whole byte."""
+    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, the lowest first, with zeros up to a
+    whole byte.
+    """
     ones = np.unpackbits(numbers.astype("<u4").view(np.uint8).reshape(-1, 4), axis=1, bitorder="little")
     return np.packbits(ones[:, :bits].reshape(-1), bitorder="little")
 
 
 def unpacked_integers(data: Bytes, count: int, bits: int) -> Integers:
-    """The `count` integers of that many bits at the start of `data`."""
+    """Return the `count` integers of `bits` bits at the start of `data`."""
     ones = np.zeros((count, 32), np.uint8)
     ones[:, :bits] = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
     return np.packbits(ones, axis=1, bitorder="little").view("<u4").reshape(-1).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Which elements of an array to send, by magnitude or by chance, and putting them where they belong; for numpy.
+"""Selection of the elements of an array to send, by magnitude or at random, and scattering them back; for numpy.
 
-A key is an element's magnitude as a whole number: the bits of the float without its sign, which order as the
-magnitudes do, with infinity above all numbers and NaN above infinity.
+A key is an element's magnitude as an integer: the bits of the float without its sign, which order like the magnitudes,
+with infinity above all numbers and NaN above infinity.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Indices = npt.NDArray[np.uint32]
 Keys = npt.NDArray[Any]
 
 BLOCK = 16
-"""Elements that are looked at together: most blocks hold nothing to send."""
+"""Number of elements examined together: most blocks contain nothing to send."""
 BLOCKS = 1024
-"""Blocks that stay in the first cache."""
+"""Number of blocks that stay in the first-level cache."""
 
 
 def keys_of(array: FlatArray) -> Keys:
-    """The keys of a flat array: float64 as it is, everything else as float32."""
+    """Return the keys of a flat array: int64 for float64, int32 for other dtypes, which are converted to float32."""
     floats = as_floats(array)
     kind = np.int64 if floats.dtype == np.float64 else np.int32
     keys: Keys = floats.view(kind)
@@ -35,7 +35,7 @@ def keys_of(array: FlatArray) -> Keys:
 
 
 def just_above(like: FlatArray, bound: float) -> float:
-    """The smallest number, of the precision that `like` is computed with, that is above `bound`."""
+    """Return the smallest number above `bound` in the precision that `like` is computed with."""
     if like.dtype == np.float64:
         return float(np.nextafter(bound, np.inf))
     near = np.float32(bound)
@@ -43,14 +43,17 @@ def just_above(like: FlatArray, bound: float) -> float:
 
 
 def sampled(array: FlatArray, offset: int, stride: int) -> FlatArray:
-    """The magnitudes of every `stride`-th element from `offset` on, ascending."""
+    """Return the magnitudes of every `stride`-th element from `offset` on, ascending."""
     magnitudes = np.abs(as_floats(array[offset::stride]))
     magnitudes.sort()
     return magnitudes
 
 
 def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
-    """Ascending indices of all elements with |x| ≥ low, NaN among them, and True; False if they are about `room`."""
+    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether they are at most `room`.
+
+    If they are more, the indices are incomplete.
+    """
     floats = as_floats(array)
     indices = np.empty(room + BLOCK, np.uint32)
     count = int(_above(floats, floats.dtype.type(low), indices))
@@ -58,7 +61,9 @@ def above(array: FlatArray, low: float, room: int) -> tuple[Indices, bool]:
 
 
 def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indices:
-    """Ascending indices of the `count` largest magnitudes; of those that tie, the first. Optionally among some."""
+    """Return the ascending indices of the `count` largest magnitudes, of all elements or `among` some; of ties, the
+    first.
+    """
     keys = keys_of(array if among is None else array[among])
     chosen = np.empty(count, np.uint32)
     _largest(keys, len(keys), np.array([count]), chosen)
@@ -66,7 +71,9 @@ def largest(array: FlatArray, count: int, among: Indices | None = None) -> Indic
 
 
 def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """Ascending indices of the counts[b] largest magnitudes of the b-th `bucket` elements, for every b."""
+    """Return the ascending indices of the counts[b] largest magnitudes of the b-th bucket of `bucket` elements, for
+    every b.
+    """
     keys = keys_of(array)
     chosen = np.empty(int(counts.sum()), np.uint32)
     _largest(keys, bucket, counts, chosen)
@@ -74,7 +81,7 @@ def largest_of_buckets(array: FlatArray, bucket: int, counts: npt.NDArray[np.int
 
 
 def subset(like: Any, size: int, count: int, seed: int) -> Indices:
-    """`count` different indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
+    """Return `count` distinct indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
     if count >= size:
         return np.arange(size, dtype=np.uint32)
     bits = max(1, (size - 1).bit_length())
@@ -85,7 +92,7 @@ def subset(like: Any, size: int, count: int, seed: int) -> Indices:
 
 
 def round_keys(seed: int) -> list[int]:
-    """Eight numbers of 32 bits for the rounds of `subset`, made of a seed of 64 (splitmix64)."""
+    """Return eight numbers of 32 bits for the rounds of `subset`, from a seed of 64 bits (splitmix64)."""
     keys, whole = [], (1 << 64) - 1
     for _ in range(8):
         seed = (seed + 0x9E3779B97F4A7C15) & whole
@@ -96,7 +103,7 @@ def round_keys(seed: int) -> list[int]:
 
 
 def filled_up(found: Indices, count: int) -> Indices:
-    """The indices found, and the lowest others that make them `count`; ascending."""
+    """Return the found indices plus the lowest other indices, `count` in total; ascending."""
     others = np.ones(count, np.bool_)
     others[found[: np.searchsorted(found, count)]] = False
     first = np.flatnonzero(others)[: count - len(found)].astype(np.uint32)
@@ -104,90 +111,95 @@ def filled_up(found: Indices, count: int) -> Indices:
 
 
 def gathered(array: FlatArray, indices: Indices) -> FlatArray:
-    """The elements at `indices`."""
+    """Return the elements at `indices`."""
     return array[indices]
 
 
 def scattered(indices: Indices, values: FlatArray, size: int) -> FlatArray:
-    """Zeros (size,) with `values` at `indices`."""
+    """Return zeros (size,) with `values` at `indices`."""
     out = np.zeros(size, values.dtype)
     out[indices] = values
     return out
 
 
 def put(array: FlatArray, indices: Indices, values: FlatArray | None) -> None:
-    """array[indices] = values, or zero without any."""
+    """Set array[indices] to the values, or to zero if `values` is None."""
     array[indices] = 0 if values is None else values
 
 
 def scatter_add(out: FlatArray, indices: Indices, values: FlatArray, scale: float) -> None:
-    """out[indices] += scale * values; no index twice."""
+    """out[indices] += scale * values; no index occurs twice."""
     if scale != 1:
         values = (values * values.dtype.type(scale)).astype(values.dtype, copy=False)
     if out.dtype in (np.float32, np.float64) and values.dtype == out.dtype:
-        _scatter_add(out, indices.copy(), values.copy())  # copies are aligned and can be written: one machine code
+        _scatter_add(
+            out, indices.copy(), values.copy()
+        )  # copies are aligned and writable, so one compiled version suffices
     else:
         out[indices] += values
 
 
 def ascending(indices: Indices, size: int) -> bool:
-    """Every index is above the one before it, and the last is below `size`."""
+    """Whether the indices are strictly ascending and below `size`."""
     if not len(indices):
         return True
     return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
 
 
 def all_indices(like: Any, size: int) -> Indices:
-    """From 0 up to `size`."""
+    """Return the indices from 0 to `size` - 1."""
     return np.arange(size, dtype=np.uint32)
 
 
 def index_bytes(indices: Indices) -> Bytes:
-    """As uint32, little-endian."""
+    """Return the bytes of the indices as uint32, little-endian."""
     return indices.astype("<u4", copy=False).view(np.uint8)
 
 
 def indices_from(data: Bytes) -> Indices:
-    """The indices whose bytes these are."""
+    """Return the indices whose bytes are `data`."""
     return from_bytes(data, "uint32")
 
 
 def number_bytes(like: Any, number: int, count: int) -> Bytes:
-    """A whole number in so many bytes, little-endian."""
+    """Return an integer as `count` bytes, little-endian."""
     return np.frombuffer(number.to_bytes(count, "little"), np.uint8)
 
 
 def within_buckets(indices: Indices, bucket: int) -> Indices:
-    """Each index counted from the start of its bucket."""
+    """Return each index counted from the start of its bucket."""
     return indices % np.uint32(bucket)
 
 
 def from_buckets(codes: npt.NDArray[Any], bucket: int, counts: npt.NDArray[np.int64]) -> Indices:
-    """The indices of which `within_buckets` gave the codes, counts[b] of them from the b-th bucket."""
+    """Return the indices for which `within_buckets` returned `codes`, counts[b] of them from the b-th bucket."""
     starts = np.repeat(np.arange(len(counts), dtype=np.int64) * bucket, counts)
     return (codes.astype(np.int64) + starts).astype(np.uint32)
 
 
 def shifted(indices: Indices, by: int) -> Indices:
-    """Each index, so much larger."""
+    """Return each index increased by `by`."""
     return indices + np.uint32(by)
 
 
 def as_codes(places: Indices, negative: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """2 · place, and 1 more where the value is negative."""
+    """Return 2 · place, plus 1 for a negative value."""
     return 2 * places.astype(np.int64) + negative
 
 
 def full(like: Any, count: int, value: float, dtype: str) -> FlatArray:
-    """`count` times the value."""
+    """Return `count` copies of the value in the named dtype."""
     return np.full(count, value, numpy_dtype(dtype))
 
 
 def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) -> tuple[Indices, Any, float]:
-    """Of every bin of a flat array those j with |total_j + change_j| ≥ the bin's largest |total|; never a zero.
+    """Choose from every bin of a flat array the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    The largest where there is none; ascending. And how many of each bin; and the mean of the bins' largest, at most
-    `cap` times that of what is sent (NaN or infinite where something is).
+    A zero is never chosen; a bin without such an element gets its largest.
+
+    Returns:
+        The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most
+        `cap` times the mean magnitude chosen (NaN or infinite if an element is).
     """
     bins = -(-len(total) // width)
     g, h = np.zeros((2, bins * width), np.float64 if total.dtype == np.float64 else np.float32)
@@ -207,7 +219,7 @@ def bins_reached(total: FlatArray, change: FlatArray, width: int, cap: float) ->
 
 
 def halved_sum(numbers: Any) -> float:
-    """The sum in one fixed order, the same for any kind of array: the two halves added up, over and over."""
+    """Return the sum in one fixed order, the same for any kind of array: the two halves are added, repeatedly."""
     rest = 0.0
     while len(numbers) > 1:
         half = len(numbers) // 2
@@ -219,7 +231,7 @@ def halved_sum(numbers: Any) -> float:
 
 @jit
 def _above(x: FlatArray, low: Any, indices: Indices) -> Any:
-    """Many blocks are looked at before the few with something in them are searched, both without a branch."""
+    """Write the indices of the elements that are not below `low`; test many blocks, then search the few with a hit."""
     size, room = len(x), len(indices) - BLOCK
     count = np.uint64(0)
     whole = size // BLOCK
@@ -263,7 +275,10 @@ def _count(keys: Keys, least: Keys) -> Any:
 
 @jit
 def _bound(keys: Keys, wanted: int, least: Keys) -> Any:
-    """A key that so many are not below, and how many of those that have it are wanted: by halving, not by sorting."""
+    """Return a key, and the maximum number to take of the elements equal to it.
+
+    These and all elements above the key are `wanted` elements. The key is found by bisection, without sorting.
+    """
     most: Any = np.int64(keys.max())
     low: Any = np.int64(0)
     high: Any = min(most, np.iinfo(np.int64).max - 1) + 1
@@ -303,7 +318,7 @@ def _largest(keys: Keys, bucket: int, counts: npt.NDArray[np.int64], chosen: Ind
 
 @jit
 def _subset(size: Any, bits: int, keys: npt.NDArray[np.uint64], chosen: Indices) -> None:
-    """Rounds of adding, multiplying by an odd number and mixing upper bits into lower, each one-to-one on `bits`."""
+    """Permute by rounds of addition, multiplication by an odd number and xor-shift, each one-to-one on `bits` bits."""
     mask = (np.uint64(1) << np.uint64(bits)) - np.uint64(1)
     half = np.uint64((bits + 1) // 2)
     for i in range(len(chosen)):

@@ -13,12 +13,12 @@ from flockstep.arrays.schema import FlatArray
 
 CHUNK = 1024
 AT_ONCE = 1 << 16
-"""Elements between two looks at Python, few enough for the second cache."""
+"""Number of elements processed per call from Python, few enough for the second-level cache."""
 
 
 @fast
 def _side_sums(x: Any) -> Any:
-    """Sum of what is not below zero, of what is, and how many are."""
+    """Return the sum of the elements >= 0, the sum of the others, and the number of those below 0."""
     above, below, negative = 0.0, 0.0, np.int32(0)
     for i in range(len(x)):
         v = np.float64(x[i])
@@ -96,9 +96,10 @@ def _less_sides(x: Any, high: Any, low: Any) -> None:
 
 
 def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """A bit for every element, 1 if it is below zero; sum of the others, sum of these, how many these are.
+    """Return a bit per element, 1 if it is below zero, and three sums: the other elements, these elements, their
+    number.
 
-    With `added`, that is added to `x` first, in place.
+    If `added` is given, it is first added to `x` in place.
     """
     sums, out = np.zeros(3), np.empty((len(x) + 7) // 8, np.uint8)
     for begin in range(0, len(x), AT_ONCE):
@@ -110,7 +111,7 @@ def signs(x: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDAr
 
 
 def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Bytes, npt.NDArray[np.float64]]:
-    """The same for the columns of a row-major matrix: bits row after row, sums (3, columns)."""
+    """As `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
     sums, codes = np.zeros((3, matrix.shape[1])), np.empty(matrix.shape, np.uint8)
     rows, negative = max(1, AT_ONCE // matrix.shape[1]), np.zeros(matrix.shape[1], np.int32)
     for begin in range(0, len(matrix), rows):
@@ -123,19 +124,19 @@ def column_signs(matrix: FlatArray, added: FlatArray | None = None) -> tuple[Byt
 
 
 def from_signs(data: Bytes, high: float, low: float, size: int, dtype: str) -> FlatArray:
-    """`low` where the bit is 1, `high` elsewhere, as float32 or float64."""
+    """Return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
     out = np.empty(size, dtype)
     _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, False)
     return out
 
 
 def add_signs(data: Bytes, high: float, low: float, out: FlatArray) -> None:
-    """`from_signs`, added to `out`, flat and contiguous."""
+    """Add `low` or `high` for every bit to `out`, flat and contiguous."""
     _set_sides(locked(data), out.dtype.type(high), out.dtype.type(low), out, True)
 
 
 def less_sides(x: FlatArray, high: float, low: float) -> None:
-    """Take `low` off what is below zero and `high` off the rest, in place."""
+    """Subtract `low` from the elements below zero and `high` from the others, in place."""
     _less_sides(x, x.dtype.type(high), x.dtype.type(low))
 
 
@@ -186,15 +187,18 @@ def _from_powers(
 
 
 def _word(dtype: Any) -> tuple[Any, int, int]:
-    """An unsigned integer as long as the float, the bits of its fraction, those of its exponent beyond 8 and sign."""
+    """Return the unsigned integer dtype of a float's size, its fraction's bits, and the bits beyond 8 of exponent and
+    sign.
+    """
     return (np.uint64, 52, 4) if dtype == np.float64 else (np.uint32, 23, 1)
 
 
 def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
-    """Every element rounded at random to one of the two powers of two next to it, so that the mean is kept.
+    """Round every element at random to one of the two nearest powers of two, so that the mean is preserved.
 
-    The low 8 bits of the exponent fields, none beyond `top`; packed in 1 bit (float64: 4), 2 * the bits above these
-    + 1 where it is negative; and whether all elements are finite.
+    Returns:
+        The low 8 bits of the exponent fields, none beyond `top`; the packed remaining bits, 1 bit each (4 for float64),
+        as 2 · the higher exponent bits + 1 if negative; and whether all elements are finite.
     """
     x = locked(x)
     kind, digits, bits = _word(x.dtype)
@@ -206,7 +210,7 @@ def to_powers(x: FlatArray, top: int, seed: int) -> tuple[Bytes, Bytes, bool]:
 
 
 def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add: bool = True) -> int:
-    """The powers of two times `scale`, added to `out` or put there (flat, contiguous); the largest exponent field."""
+    """Add (or with add=False write) the powers of two times `scale` to `out`; return the largest exponent field."""
     kind, digits, bits = _word(out.dtype)
     words, scratch = np.empty(CHUNK, kind), np.empty(CHUNK // 8, np.uint64)
     factor, floats = out.dtype.type(scale), words.view(out.dtype)
@@ -215,13 +219,15 @@ def add_powers(low: Bytes, high: Bytes, out: FlatArray, scale: float = 1.0, add:
 
 
 def from_powers(low: Bytes, high: Bytes, dtype: str) -> tuple[FlatArray, int]:
-    """The powers of two, as float32 or float64, and the largest exponent field."""
+    """Return the powers of two, as float32 or float64, and the largest exponent field."""
     out = np.empty(len(low), dtype)
     return out, add_powers(low, high, out, add=False)
 
 
 def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArray:
-    """(2, columns) of `dtype`, from `column_sides` of so many rows: mean of what is not below zero, of what is."""
+    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0 and of
+    those below.
+    """
     counts = np.stack([rows - sums[2], sums[2]])
     with np.errstate(invalid="ignore"):
         means: FlatArray = (sums[:2] / np.maximum(counts, 1)).astype(dtype)
@@ -229,14 +235,14 @@ def side_means(sums: npt.NDArray[np.float64], rows: int, dtype: str) -> FlatArra
 
 
 def from_column_signs(data: Bytes, means: FlatArray, size: int) -> FlatArray:
-    """Of every column (elements of a row-major matrix of `size`), the first mean, or the second where the bit is 1."""
+    """Return for every element of a row-major matrix its column's first mean, or the second mean for bit 1."""
     out = np.empty(size, means.dtype)
     _columns(data, means, out, False)
     return out
 
 
 def add_column_signs(data: Bytes, means: FlatArray, out: FlatArray) -> None:
-    """`from_column_signs`, added to `out`, flat and contiguous."""
+    """Add the column means of `from_column_signs` to `out`, flat and contiguous."""
     _columns(data, means, out, True)
 
 

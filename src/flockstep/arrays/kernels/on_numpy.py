@@ -1,4 +1,4 @@
-"""Primitives for numpy arrays: every function of these files, which hold a group each."""
+"""The primitives for numpy arrays: all functions of the modules imported here."""
 
 from flockstep.arrays.kernels.numpy_basics import *
 from flockstep.arrays.kernels.numpy_bits import *

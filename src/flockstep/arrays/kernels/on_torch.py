@@ -1,4 +1,4 @@
-"""Primitives for torch tensors, on whatever device they lie: every function of these files, which hold a group each."""
+"""The primitives for torch tensors on any device: all functions of the modules imported here."""
 
 from flockstep.arrays.kernels.torch_basics import *
 from flockstep.arrays.kernels.torch_bits import *

@@ -1,4 +1,4 @@
-"""From tensors to bytes and back; little-endian machines only, as torch itself."""
+"""Conversions between tensors and bytes; for little-endian machines only, as torch itself."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 
 
 def as_floats(array: torch.Tensor) -> torch.Tensor:
-    """A flat contiguous tensor to compute with: float64 as it is, everything else as float32. May share memory."""
+    """Return a flat contiguous tensor to compute with: float64 unchanged, other dtypes as float32. May share memory."""
     kind = torch.float64 if array.dtype == torch.float64 else torch.float32
     return array.detach().reshape(-1).to(kind).contiguous()
 
 
 def saturated(array: torch.Tensor, largest: float) -> torch.Tensor:
-    """A copy with finite values beyond ±largest cut off there; infinities and NaN stay."""
+    """Return a copy with finite values clipped to ±largest; infinities and NaN do not change."""
     return torch.where(torch.isfinite(array), array.clamp(-largest, largest), array)
 
 
 def as_bytes(array: torch.Tensor) -> torch.Tensor:
-    """The bytes of a flat tensor; may share memory."""
+    """Return the bytes of a flat tensor; may share memory."""
     return array.contiguous().as_strided(array.shape, (1,)).view(torch.uint8)  # one element may have any stride
 
 
 def from_bytes(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor whose bytes are `data`; a copy."""
+    """Return a copy, the tensor whose bytes are `data`."""
     return data.clone().view(getattr(torch, dtype))
 
 
 def join(*parts: torch.Tensor) -> torch.Tensor:
-    """All parts, one after the other."""
+    """Concatenate all parts in the given order."""
     return torch.cat(parts) if len(parts) != 1 else parts[0]

@@ -1,4 +1,4 @@
-"""Random numbers from a counter, and codes of a few bits in bytes, for torch."""
+"""Counter-based random numbers, and codes of a few bits packed into bytes, for torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WORD = 0xFFFFFFFF
 
 
 def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
-    """32 well mixed bits for (index, seed), as int64."""
+    """Return 32 well mixed bits for (index, seed), as int64."""
     h = (index * 0x9E3779B1 + seed) & _WORD
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _WORD
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _WORD
@@ -16,27 +16,27 @@ def mixed(index: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def uniforms(like: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """(size,) multiples of 2⁻²⁴ in [0, 1), those of elements 0, 1, … under that seed, where `like` is."""
+    """Return (size,) multiples of 2⁻²⁴ in [0, 1) for elements 0, 1, … under the given seed, on the device of `like`."""
     return (mixed(torch.arange(size, device=like.device), seed) >> 8).to(torch.float32) * 2.0**-24
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """The bytes that `count` codes of `bits` bits take."""
+    """Return the number of bytes that `count` codes of `bits` bits take."""
     return (count * bits + 7) // 8
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes below 2^bits, bits 1 to 8, one after the other, the lowest bit first; zeros up to a whole byte."""
+    """Pack codes below 2^bits, for 1 to 8 bits, the lowest bit first, with zeros up to a whole byte."""
     padded = torch.zeros((len(codes) + 7) // 8 * 8, dtype=torch.int64, device=codes.device)
     padded[: len(codes)] = codes
     places = torch.arange(8, device=codes.device)
-    words = (padded.reshape(-1, 8) << (bits * places)).sum(1)  # no bit twice, so that adding is joining
+    words = (padded.reshape(-1, 8) << (bits * places)).sum(1)  # no bit occurs twice, so the sum is the bitwise or
     out = (words[:, None] >> (8 * places[:bits])) & 0xFF
     return out.to(torch.uint8).reshape(-1)[: packed_bytes(len(codes), bits)]
 
 
 def unpack(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """The `count` codes that `pack` made `data` of."""
+    """Return the `count` codes that `pack` packed into `data`."""
     eights = (count + 7) // 8
     padded = torch.zeros(eights * bits, dtype=torch.int64, device=data.device)
     padded[: len(data)] = data

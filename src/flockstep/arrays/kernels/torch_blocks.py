@@ -1,4 +1,4 @@
-"""Scales of blocks, and elements as whole multiples of a fraction of them, for torch."""
+"""Scales of blocks, and elements as integer multiples of a fraction of the scale, for torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from flockstep.arrays.kernels.torch_bits import pack, uniforms, unpack
 
 
 def _rows(x: torch.Tensor, block: int) -> torch.Tensor:
-    """(blocks, elements of a block), the last filled up with zeros."""
+    """Return the blocks as rows (blocks, elements of a block), the last row padded with zeros."""
     blocks = -(-len(x) // block)
     width = min(block, max(len(x), 1))
     return torch.nn.functional.pad(x, (0, blocks * width - len(x))).reshape(blocks, width)
 
 
 def block_scales(x: torch.Tensor, block: int, norm: bool = False) -> torch.Tensor:
-    """Of every block of `x` (float32 or 64) the largest magnitude, or the Euclidean norm; of the dtype of `x`.
+    """Return the largest magnitude or the Euclidean norm of every block of `x` (float32 or float64), in the dtype of
+    `x`.
 
-    What is not finite shows in the scale of its block. A finite norm that the dtype cannot hold is its largest number.
+    The scale of a block that is not finite is not finite. A finite norm beyond the dtype's range is the dtype's largest
+    number.
     """
-    if norm and x.device.type == "cpu":  # for the same order of the sum as of arrays, hence the same bits
+    if norm and x.device.type == "cpu":  # the same order of the sum as for numpy arrays, hence the same bits
         return torch.from_numpy(numpy_blocks.block_scales(x.detach().numpy(), block, True))
     return device_scales(x, block, norm)
 
 
 def device_scales(x: torch.Tensor, block: int, norm: bool) -> torch.Tensor:
-    """`block_scales` on any device; a norm may be off by its last place."""
+    """As `block_scales`, on any device; a norm may differ in its last place."""
     rows = _rows(x, block)
     if not len(rows):
         return x.new_zeros(0)
@@ -43,15 +45,15 @@ def device_scales(x: torch.Tensor, block: int, norm: bool) -> torch.Tensor:
 
 
 def _of_elements(scales: torch.Tensor, block: int, size: int) -> torch.Tensor:
-    """The scale of each of `size` elements."""
+    """Return the scale of each of `size` elements."""
     return scales.repeat_interleave(min(block, max(size, 1)))[:size]
 
 
 def quantise(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bits: int, seed: int = -1) -> torch.Tensor:
-    """q + levels for every element, q = x / scale * levels, in `bits` bits.
+    """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
 
-    Rounded to the nearest, ties to even, where `seed` is negative; otherwise up or down at random so that the mean is
-    kept. Magnitudes beyond a block's scale count as the scale (at random only).
+    If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
+    random, so that the mean is preserved, and magnitudes beyond a block's scale count as the scale.
     """
     scale = _of_elements(scales, block, len(x))
     ratio = x / torch.where(scale > 0, scale, 1) * levels
@@ -66,7 +68,7 @@ def quantise(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bit
 
 
 def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
-    """scale / levels, rounded so that `levels` of them are finite."""
+    """Return scale / levels, rounded so that `levels` times the result is finite."""
     step = scales / levels
     return torch.where(torch.isfinite(step * levels), step, torch.nextafter(step, torch.zeros_like(step)))
 
@@ -74,7 +76,9 @@ def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
 def dequantise(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, size: int
 ) -> tuple[torch.Tensor, int]:
-    """(code - levels) * step of every element, and the largest code, which of sound data is at most 2 levels."""
+    """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
+    levels.
+    """
     codes = unpack(data, size, bits)
     top = int(codes.max()) if size else 0
     return (codes.to(torch.int64) - levels).to(step.dtype) * _of_elements(step, block, size), top
@@ -83,7 +87,7 @@ def dequantise(
 def add_dequantised(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, out: torch.Tensor
 ) -> int:
-    """`dequantise`, added to `out`, flat, of the dtype of `step`; the largest code."""
+    """Add the dequantized values to `out`, flat, of the dtype of `step`; return the largest code."""
     decoded, top = dequantise(data, step, block, levels, bits, len(out))
     out += decoded
     return top

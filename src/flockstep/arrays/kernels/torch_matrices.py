@@ -1,4 +1,4 @@
-"""Low-rank factors and cosine transforms of matrices, in torch."""
+"""Low-rank factors and cosine transforms of matrices, for torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from flockstep.arrays.kernels import name_of, numpy_matrices
 
 
 def gaussian(like: torch.Tensor, rows: int, columns: int, seed: int | tuple[int, ...]) -> torch.Tensor:
-    """Standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
+    """Return standard normal numbers (rows, columns) in the dtype of `like`, the same for the same seed."""
     drawn = torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, columns)))
     return drawn.to(like.device, like.dtype)
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`; its own dtype.
+    """Return an orthonormal basis (n, r), r ≤ n, whose first columns span those of `matrix`, in the dtype of `matrix`.
 
-    So few numbers that numpy does it.
+    The factors are small enough that numpy computes the basis.
     """
     basis = numpy_matrices.orthonormal(matrix.detach().cpu().numpy())
     return torch.from_numpy(basis).to(matrix.device, matrix.dtype)
 
 
 def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out (n·m,) += scale left (n, r) rightᵀ (r, m), every element of the product summed in the order of the columns.
+    """out (n·m,) += scale left (n, r) rightᵀ (r, m), with every element of the product summed in the order of the
+    columns.
 
-    What is beyond the range of the dtype of `out` becomes infinite.
+    Values beyond the range of the dtype of `out` become infinite.
     """
     block = left[:, :1] * right[:, 0]
     for index in range(1, right.shape[1]):
@@ -35,44 +36,48 @@ def add_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, scal
 
 
 def cosines(like: torch.Tensor, size: int) -> torch.Tensor:
-    """The matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`."""
+    """Return the matrix (size, size) of the orthonormal DCT-II, frequencies in rows, in the dtype of `like`."""
     wide = numpy_matrices.cosines(np.empty(0, name_of(like)), size)
     return torch.tensor(wide, dtype=like.dtype, device=like.device)
 
 
 def tiles(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """A matrix cut into tiles (tiles, height, width), left to right and from the top."""
+    """Return a matrix cut into tiles (tiles, height, width), left to right and from the top."""
     rows, columns = matrix.shape
     cut = matrix.reshape(rows // height, height, columns // width, width)
     return cut.permute(0, 2, 1, 3).reshape(-1, height, width)
 
 
 def untiled(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The matrix that `tiles` was cut from."""
+    """Return the matrix that `tiles` was cut from."""
     height, width = tiles.shape[1:]
     cut = tiles.reshape(rows // height, columns // width, height, width)
     return cut.permute(0, 2, 1, 3).reshape(rows, columns)
 
 
 def largest_of_rows(array: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the `count` largest magnitudes of every row are, (rows, count), ascending; the first among equals."""
+    """Return the ascending positions (rows, count) of the `count` largest magnitudes of every row; of equals, the
+    first.
+    """
     order = torch.sort(array.abs(), dim=1, descending=True, stable=True).indices
     return torch.sort(order[:, :count], dim=1).values
 
 
 def placed(spots: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows (rows, size) of zeros, but for `values` (rows, count) in the places `spots` (rows, count)."""
+    """Return rows (rows, size) of zeros with `values` (rows, count) at the positions `spots` (rows, count)."""
     out = torch.zeros((len(spots), size), dtype=values.dtype, device=values.device)
     return out.scatter_(1, spots, values)
 
 
 def taken(array: torch.Tensor, spots: torch.Tensor) -> torch.Tensor:
-    """The elements (rows, count) of the rows of `array` in the places `spots` (rows, count)."""
+    """Return the elements (rows, count) of the rows of `array` at the positions `spots` (rows, count)."""
     return torch.gather(array, 1, spots)
 
 
 def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Flat integers from 0 to 2^bits - 1, each in that many bits, the lowest first; zeros up to a whole byte."""
+    """Pack flat integers from 0 to 2^bits - 1 into `bits` bits each, the lowest first, with zeros up to a
+    whole byte.
+    """
     shifts = torch.arange(bits, device=numbers.device)
     ones = ((numbers.to(torch.int64)[:, None] >> shifts) & 1).reshape(-1)
     ones = torch.nn.functional.pad(ones, (0, -len(ones) % 8)).reshape(-1, 8)
@@ -80,7 +85,7 @@ def packed_integers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpacked_integers(data: torch.Tensor, count: int, bits: int) -> torch.Tensor:
-    """The `count` integers of that many bits at the start of `data`."""
+    """Return the `count` integers of `bits` bits at the start of `data`."""
     ones = ((data.to(torch.int64)[:, None] >> torch.arange(8, device=data.device)) & 1).reshape(-1)
     ones = ones[: count * bits].reshape(count, bits)
     return (ones << torch.arange(bits, device=data.device)).sum(1)

@@ -1,6 +1,6 @@
-"""Which elements of a tensor to send, by magnitude or by chance, and putting them where they belong; for torch.
+"""Selection of the elements of a tensor to send, by magnitude or at random, and scattering them back; for torch.
 
-The same functions with the same results as for numpy, but for indices, which are int64: what torch indexes with.
+The functions have the same results as those for numpy, except that indices are int64, the type that torch indexes with.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from flockstep.arrays.kernels.torch_basics import as_floats
 
 
 def keys_of(array: torch.Tensor) -> torch.Tensor:
-    """The keys of a flat tensor: float64 as it is, everything else as float32."""
+    """Return the keys of a flat tensor: int64 for float64, int32 for other dtypes, which are converted to float32."""
     floats = as_floats(array)
     kind = torch.int64 if floats.dtype == torch.float64 else torch.int32
     return floats.view(kind) & torch.iinfo(kind).max
 
 
 def just_above(like: torch.Tensor, bound: float) -> float:
-    """The smallest number, of the precision that `like` is computed with, that is above `bound`."""
+    """Return the smallest number above `bound` in the precision that `like` is computed with."""
     if like.dtype == torch.float64:
         return math.nextafter(bound, math.inf)
     near = np.float32(bound)
@@ -31,25 +31,31 @@ def just_above(like: torch.Tensor, bound: float) -> float:
 
 
 def sampled(array: torch.Tensor, offset: int, stride: int) -> torch.Tensor:
-    """The magnitudes of every `stride`-th element from `offset` on, ascending."""
+    """Return the magnitudes of every `stride`-th element from `offset` on, ascending."""
     return as_floats(array[offset::stride]).abs().sort().values
 
 
 def above(array: torch.Tensor, low: float, room: int) -> tuple[torch.Tensor, bool]:
-    """Ascending indices of all elements with |x| ≥ low, NaN among them, and True; False if they are about `room`."""
+    """Return the ascending indices of all elements with |x| ≥ low, including NaN, and whether they are at most
+    `room`.
+    """
     indices = torch.nonzero(~(as_floats(array).abs() < low)).reshape(-1)
     return indices, len(indices) <= room
 
 
 def largest(array: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-    """Ascending indices of the `count` largest magnitudes; of those that tie, the first. Optionally among some."""
+    """Return the ascending indices of the `count` largest magnitudes, of all elements or `among` some; of ties, the
+    first.
+    """
     keys = keys_of(array if among is None else array[among])
     chosen = _largest(keys[None, :], count).reshape(-1)
     return chosen if among is None else among[chosen]
 
 
 def largest_of_buckets(array: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """Ascending indices of the counts[b] largest magnitudes of the b-th `bucket` elements, for every b."""
+    """Return the ascending indices of the counts[b] largest magnitudes of the b-th bucket of `bucket` elements, for
+    every b.
+    """
     keys = keys_of(array)
     whole = len(keys) // bucket
     parts = []
@@ -64,7 +70,7 @@ def largest_of_buckets(array: torch.Tensor, bucket: int, counts: Any) -> torch.T
 
 
 def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """For every row (b, n), the ascending indices (b, count) of its largest keys, the first of those that tie."""
+    """Return for every row (b, n) the ascending indices (b, count) of its largest keys; of ties, the first."""
     if count == 0:
         return torch.zeros((len(keys), 0), dtype=torch.int64, device=keys.device)
     bound = keys.topk(count, dim=1, sorted=True).values[:, -1:]
@@ -75,7 +81,7 @@ def _largest(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def subset(like: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor:
-    """`count` different indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
+    """Return `count` distinct indices below `size`, ascending: a keyed permutation of the first `count` numbers."""
     if count >= size:
         return torch.arange(size, device=like.device)
     bits, keys = max(1, (size - 1).bit_length()), round_keys(seed)
@@ -94,7 +100,7 @@ def subset(like: torch.Tensor, size: int, count: int, seed: int) -> torch.Tensor
 
 
 def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices found, and the lowest others that make them `count`; ascending."""
+    """Return the found indices plus the lowest other indices, `count` in total; ascending."""
     others = torch.ones(count, dtype=torch.bool, device=found.device)
     others[found[found < count]] = False
     first = torch.nonzero(others).reshape(-1)[: count - len(found)]
@@ -102,87 +108,90 @@ def filled_up(found: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def gathered(array: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The elements at `indices`."""
+    """Return the elements at `indices`."""
     return array[indices]
 
 
 def scattered(indices: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros (size,) with `values` at `indices`."""
+    """Return zeros (size,) with `values` at `indices`."""
     out = torch.zeros(size, dtype=values.dtype, device=values.device)
     out[indices] = values
     return out
 
 
 def put(array: torch.Tensor, indices: torch.Tensor, values: torch.Tensor | None) -> None:
-    """array[indices] = values, or zero without any."""
+    """Set array[indices] to the values, or to zero if `values` is None."""
     array[indices] = torch.zeros((), dtype=array.dtype, device=array.device) if values is None else values
 
 
 def scatter_add(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, scale: float) -> None:
-    """out[indices] += scale * values; no index twice."""
+    """out[indices] += scale * values; no index occurs twice."""
     out[indices] += values if scale == 1 else values * scale
 
 
 def ascending(indices: torch.Tensor, size: int) -> bool:
-    """Every index is above the one before it, and the last is below `size`."""
+    """Whether the indices are strictly ascending and below `size`."""
     if not len(indices):
         return True
     return bool(indices[-1] < size) and bool((indices[1:] > indices[:-1]).all())
 
 
 def all_indices(like: torch.Tensor, size: int) -> torch.Tensor:
-    """From 0 up to `size`."""
+    """Return the indices from 0 to `size` - 1."""
     return torch.arange(size, device=like.device)
 
 
 def index_bytes(indices: torch.Tensor) -> torch.Tensor:
-    """As uint32, little-endian."""
+    """Return the bytes of the indices as uint32, little-endian."""
     return indices.contiguous().view(torch.uint8).reshape(-1, 8)[:, :4].reshape(-1)
 
 
 def indices_from(data: torch.Tensor) -> torch.Tensor:
-    """The indices whose bytes these are."""
+    """Return the indices whose bytes are `data`."""
     return data.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 def number_bytes(like: torch.Tensor, number: int, count: int) -> torch.Tensor:
-    """A whole number in so many bytes, little-endian."""
+    """Return an integer as `count` bytes, little-endian."""
     return torch.tensor(list(number.to_bytes(count, "little")), dtype=torch.uint8, device=like.device)
 
 
 def within_buckets(indices: torch.Tensor, bucket: int) -> torch.Tensor:
-    """Each index counted from the start of its bucket."""
+    """Return each index counted from the start of its bucket."""
     return indices % bucket
 
 
 def from_buckets(codes: torch.Tensor, bucket: int, counts: Any) -> torch.Tensor:
-    """The indices of which `within_buckets` gave the codes, counts[b] of them from the b-th bucket."""
+    """Return the indices for which `within_buckets` returned `codes`, counts[b] of them from the b-th bucket."""
     starts = torch.arange(len(counts), device=codes.device) * bucket
     return codes + torch.repeat_interleave(starts, torch.as_tensor(counts, device=codes.device))
 
 
 def shifted(indices: torch.Tensor, by: int) -> torch.Tensor:
-    """Each index, so much larger."""
+    """Return each index increased by `by`."""
     return indices + by
 
 
 def as_codes(places: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """2 · place, and 1 more where the value is negative."""
+    """Return 2 · place, plus 1 for a negative value."""
     return 2 * places + negative
 
 
 def full(like: torch.Tensor, count: int, value: float, dtype: str) -> torch.Tensor:
-    """`count` times the value."""
+    """Return `count` copies of the value in the named dtype."""
     return torch.full((count,), value, dtype=getattr(torch, dtype), device=like.device)
 
 
 def bins_reached(
     total: torch.Tensor, change: torch.Tensor, width: int, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Of every bin of a flat tensor those j with |total_j + change_j| ≥ the bin's largest |total|; never a zero.
+    """Choose from every bin of a flat tensor the elements j with |total_j + change_j| ≥ the bin's largest |total|.
 
-    The largest where there is none; ascending. And how many of each bin; and the mean of the bins' largest, at most
-    `cap` times that of what is sent (NaN or infinite where something is).
+    A zero is never chosen; a bin without such an element gets its largest.
+
+    Returns:
+        The ascending indices, the number chosen of each bin, and the mean of the bins' largest magnitudes, at most
+        `cap` times the mean magnitude chosen (NaN or infinite if an element is).
     """
     bins = -(-len(total) // width)
     g, h = as_floats(total).new_zeros((2, bins * width))
@@ -192,7 +201,7 @@ def bins_reached(
     most = sizes.amax(dim=1)
     chosen = (h.reshape(bins, width) >= most[:, None]) & (sizes > 0)
     empty = torch.nonzero((most > 0) & ~chosen.any(dim=1)).reshape(-1)
-    at_most = (sizes[empty] == most[empty, None]).to(torch.int8).argmax(dim=1)  # the first of those that tie
+    at_most = (sizes[empty] == most[empty, None]).to(torch.int8).argmax(dim=1)  # of ties, the first
     chosen[empty, at_most] = True
     counts = chosen.sum(dim=1)
     sent = max(1, int(counts.sum()))

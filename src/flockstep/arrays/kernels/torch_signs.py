@@ -11,18 +11,19 @@ from flockstep.arrays.kernels.torch_bits import mixed, pack, unpack
 
 
 def signs(x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bit for every element, 1 if it is below zero; sum of the others, sum of these, how many these are.
+    """Return a bit per element, 1 if it is below zero, and three sums: the other elements, these elements, their
+    number.
 
-    With `added`, that is added to `x` first, in place.
+    If `added` is given, it is first added to `x` in place.
     """
-    if x.device.type == "cpu":  # for the same order of the sums as of arrays, hence the same bits
+    if x.device.type == "cpu":  # the same order of the sums as for numpy arrays, hence the same bits
         return _made(numpy_signs.signs(x.detach().numpy(), None if added is None else added.detach().numpy()))
     bits, sums = device_signs(x[:, None], None if added is None else added[:, None])
     return bits, sums[:, 0]
 
 
 def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for the columns of a row-major matrix: bits row after row, sums (3, columns)."""
+    """As `signs`, for the columns of a row-major matrix: bits row after row, and sums (3, columns)."""
     if matrix.device.type == "cpu":
         plain = None if added is None else added.detach().numpy()
         return _made(numpy_signs.column_signs(matrix.detach().numpy(), plain))
@@ -30,12 +31,12 @@ def column_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tup
 
 
 def device_signs(matrix: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`column_signs` on any device; sums may be off by their last place."""
+    """As `column_signs`, on any device; sums may differ in their last place."""
     if added is not None:
         matrix += added
     wide = matrix.to(torch.float64)
     above, below = wide >= 0, wide < 0
-    # What is no number is on neither side, but has to show.
+    # NaN is on neither side, but must appear in the sums.
     sums = [torch.where(below, 0, wide).sum(0), torch.where(above, 0, wide).sum(0), below.sum(0).to(torch.float64)]
     return pack(below.to(torch.uint8).reshape(-1), 1), torch.stack(sums)
 
@@ -45,27 +46,28 @@ def _made(arrays: tuple[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_signs(data: torch.Tensor, high: float, low: float, size: int, dtype: str) -> torch.Tensor:
-    """`low` where the bit is 1, `high` elsewhere, as float32 or float64."""
+    """Return `low` for every bit 1 and `high` for every bit 0, as float32 or float64."""
     pair = torch.tensor([high, low], dtype=getattr(torch, dtype), device=data.device)
     return pair[unpack(data, size, 1).to(torch.int64)]
 
 
 def add_signs(data: torch.Tensor, high: float, low: float, out: torch.Tensor) -> None:
-    """`from_signs`, added to `out`, flat."""
+    """Add `low` or `high` for every bit to `out`, flat."""
     out += from_signs(data, high, low, len(out), str(out.dtype).removeprefix("torch."))
 
 
 def less_sides(x: torch.Tensor, high: float, low: float) -> None:
-    """Take `low` off what is below zero and `high` off the rest, in place."""
+    """Subtract `low` from the elements below zero and `high` from the others, in place."""
     pair = torch.tensor([high, low], dtype=x.dtype, device=x.device)
     x -= pair[(x < 0).to(torch.int64)]
 
 
 def to_powers(x: torch.Tensor, top: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Every element rounded at random to one of the two powers of two next to it, so that the mean is kept.
+    """Round every element at random to one of the two nearest powers of two, so that the mean is preserved.
 
-    The low 8 bits of the exponent fields, none beyond `top`; packed in 1 bit (float64: 4), 2 * the bits above these
-    + 1 where it is negative; and whether all elements are finite.
+    Returns:
+        The low 8 bits of the exponent fields, none beyond `top`; the packed remaining bits, 1 bit each (4 for float64),
+        as 2 · the higher exponent bits + 1 if negative; and whether all elements are finite.
     """
     double = x.dtype == torch.float64
     digits = 52 if double else 23
@@ -78,7 +80,7 @@ def to_powers(x: torch.Tensor, top: int, seed: int) -> tuple[torch.Tensor, torch
 
 
 def from_powers(low: torch.Tensor, high: torch.Tensor, dtype: str) -> tuple[torch.Tensor, int]:
-    """The powers of two, as float32 or float64, and the largest exponent field."""
+    """Return the powers of two, as float32 or float64, and the largest exponent field."""
     digits, wide, bits = (52, torch.int64, 4) if dtype == "float64" else (23, torch.int32, 1)
     rest = unpack(high, len(low), bits)
     power = low.to(wide) | ((rest >> 1).to(wide) << 8)
@@ -87,24 +89,26 @@ def from_powers(low: torch.Tensor, high: torch.Tensor, dtype: str) -> tuple[torc
 
 
 def add_powers(low: torch.Tensor, high: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> int:
-    """The powers of two times `scale`, added to `out` (flat); the largest exponent field."""
+    """Add the powers of two times `scale` to `out` (flat); return the largest exponent field."""
     decoded, top = from_powers(low, high, str(out.dtype).removeprefix("torch."))
     out += decoded * scale
     return top
 
 
 def side_means(sums: torch.Tensor, rows: int, dtype: str) -> torch.Tensor:
-    """(2, columns) of `dtype`, from `column_sides` of so many rows: mean of what is not below zero, of what is."""
+    """Return (2, columns) of `dtype`, from the sums over `rows` rows: the mean of the elements >= 0 and of
+    those below.
+    """
     counts = torch.stack([rows - sums[2], sums[2]])
     return (sums[:2] / counts.clamp(min=1)).to(getattr(torch, dtype))
 
 
 def from_column_signs(data: torch.Tensor, means: torch.Tensor, size: int) -> torch.Tensor:
-    """Of every column (elements of a row-major matrix of `size`), the first mean, or the second where the bit is 1."""
+    """Return for every element of a row-major matrix its column's first mean, or the second mean for bit 1."""
     bits = unpack(data, size, 1).reshape(-1, means.shape[1])
     return torch.where(bits != 0, means[1], means[0]).reshape(-1)
 
 
 def add_column_signs(data: torch.Tensor, means: torch.Tensor, out: torch.Tensor) -> None:
-    """`from_column_signs`, added to `out`, flat."""
+    """Add the column means of `from_column_signs` to `out`, flat."""
     out += from_column_signs(data, means, len(out))

@@ -10,7 +10,9 @@ from flockstep.strategies.consistency.base import ClockRule, Push
 
 @dataclass(frozen=True)
 class Asynchronous(ClockRule):
-    """No bound (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient on arrival, every read."""
+    """Asynchronous (Dean et al. 2012, Downpour SGD with n_push = n_fetch = 1): every gradient on arrival,
+    every read.
+    """
 
     completeness = 3
     survives = True

@@ -91,12 +91,22 @@ class Consistency(Component):
 
     @abstractmethod
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Return the reads that the server answers now."""
+        """Return the reads that the server answers now.
+
+        Args:
+            reads: the waiting reads, in order of arrival.
+            view: the state of the server.
+        """
 
     @abstractmethod
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
-        """Return the groups of gradients to apply now, in order; a group of m gradients makes m / full_step of a step
-        along its mean.
+        """Return the groups of gradients to apply now, in order.
+
+        A group of m gradients makes m / full_step of a step along its mean.
+
+        Args:
+            pending: the gradients that are received and not applied, in order of arrival.
+            view: the state of the server.
         """
 
     def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:

@@ -1,4 +1,4 @@
-"""Bulk synchronous parallel consistency."""
+"""Bulk synchronous parallel consistency: all workers take each step together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flockstep.strategies.consistency.base import ClockRule, Push, by_timestamp
 
 @dataclass(frozen=True)
 class BulkSynchronous(ClockRule):
-    """Bulk synchronous parallel (Valiant 1990): the mean of all workers' gradients of a step, before any worker
+    """Bulk synchronous parallel (Valiant 1990): a step takes one gradient of every worker before any worker
     continues.
     """
 

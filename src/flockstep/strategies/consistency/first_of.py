@@ -23,7 +23,7 @@ class FirstOf(Consistency):
 
     @property
     def survives(self) -> bool | int:
-        """True: any number of workers may die, as long as `needed` workers are left."""
+        """Return True: any number of workers may die, as long as `needed` workers are left."""
         return True
 
     @abstractmethod
@@ -68,7 +68,7 @@ class FirstOf(Consistency):
 
 @dataclass(frozen=True)
 class BackupWorkers(FirstOf):
-    """Synchronous SGD with b backup workers (Chen et al. 2016; Abadi et al. 2016, section 4.4).
+    """Backup workers (Chen et al. 2016; Abadi et al. 2016, section 4.4): the first workers - b gradients make a step.
 
     The first N = workers - b gradients of a version make the next version. The other gradients are dropped, and workers
     that are still computing cancel theirs. A step takes as long as the N-th fastest worker. Up to b workers may die.
@@ -78,16 +78,16 @@ class BackupWorkers(FirstOf):
 
     def __post_init__(self) -> None:
         if self.b < 0:
-            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for everyone")
+            raise ConfigurationError(f"b must be >= 0 backup workers, got {self.b}; 0 waits for all workers")
 
     @property
     def gathers(self) -> int:
-        """-b: a step waits for all workers but b."""
+        """Return -b: a step waits for all workers but b."""
         return -self.b
 
     @property
     def survives(self) -> int:
-        """b: as many workers may die as there are backup workers."""
+        """Return b: as many workers may die as there are backup workers."""
         return self.b
 
     def check(self, workers: int) -> None:
@@ -97,14 +97,14 @@ class BackupWorkers(FirstOf):
             )
 
     def needed(self, workers: int) -> int:
-        """N = workers - b; 1 for a single worker, which has no backup."""
+        """Return N = workers - b; 1 for a single worker, which has no backup."""
         return workers - self.b if workers > 1 else 1
 
 
 @dataclass(frozen=True)
 class KSync(FirstOf):
-    """K-sync SGD (Dutta et al. 2018, section 3.1): the gradients of the first `k` learners make a step; the rest are
-    cancelled.
+    """K-sync SGD (Dutta et al. 2018, section 3.1): the first `k` learners' gradients make a step, the rest are
+    canceled.
     """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
@@ -115,7 +115,7 @@ class KSync(FirstOf):
 
     @property
     def least(self) -> int:
-        """k: a step needs the gradients of k workers."""
+        """Return k: a step needs the gradients of k workers."""
         return self.k
 
     def check(self, workers: int) -> None:
@@ -127,10 +127,9 @@ class KSync(FirstOf):
 
 @dataclass(frozen=True)
 class KBatchSync(FirstOf):
-    """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches make a step, whichever learner computes
-    them.
+    """K-batch-sync SGD (Dutta et al. 2018, section 3.1): the first `k` batches of any learners make a step.
 
-    A learner that is done computes another batch on the same version until there are k batches; the rest are cancelled.
+    A learner that is done computes another batch on the same version until there are k batches; the rest are canceled.
     """
 
     k: int = field(default=1, metadata=SHOWN | searched(1, WORKERS, log=False))
@@ -143,7 +142,7 @@ class KBatchSync(FirstOf):
         return self.k
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Return all reads."""
+        """Return all reads: a learner that has pushed may compute another batch at once."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:

@@ -12,8 +12,7 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 @dataclass(frozen=True)
 class KAsync(Consistency):
-    """K-async SGD (Dutta et al. 2018, section 3.2): the gradients of the first `k` learners make a step; the others go
-    on.
+    """K-async SGD (Dutta et al. 2018, section 3.2): the first `k` learners' gradients make a step, none is canceled.
 
     A worker that has pushed waits until its gradient has been applied; the other workers' gradients arrive later,
     computed on an older version. A gradient counts as 1/k of a step, even when fewer than k workers are left.
@@ -60,9 +59,7 @@ class KAsync(Consistency):
 
 @dataclass(frozen=True)
 class KBatchAsync(KAsync):
-    """K-batch-async SGD (Dutta et al. 2018, section 3.2): a step for every `k` gradients, whichever learners they are
-    from.
-    """
+    """K-batch-async SGD (Dutta et al. 2018, section 3.2): every `k` gradients make a step, none is canceled."""
 
     gathers = 0
 
@@ -70,7 +67,7 @@ class KBatchAsync(KAsync):
         """Accept any number of workers: k gradients may come from fewer than k workers."""
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Return all reads."""
+        """Return all reads: no learner waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:

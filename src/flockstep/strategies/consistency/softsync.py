@@ -12,7 +12,8 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 @dataclass(frozen=True)
 class SoftSync(Consistency):
-    """n-softsync (Gupta, Zhang & Wang 2016; Zhang et al. 2016, section 3).
+    """n-softsync (Gupta, Zhang & Wang 2016; Zhang et al. 2016, section 3): a step for every floor(workers / n)
+    gradients.
 
     The server steps along the mean of c = floor(workers / n) gradients, of any workers and any age; no worker waits. n
     = 1 steps after as many gradients as there are workers; n = workers steps after each gradient, as `asynchronous`
@@ -34,11 +35,11 @@ class SoftSync(Consistency):
             raise ConfigurationError(f"n must be <= workers, {workers}, got {self.n}; use asynchronous for n = workers")
 
     def full_step(self, workers: int) -> int:
-        """c = floor(workers / n)."""
+        """Number of gradients of a step, c = floor(workers / n)."""
         return workers // self.n
 
     def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
-        """Return all reads."""
+        """Return all reads: no worker waits."""
         return list(reads)
 
     def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:

@@ -79,7 +79,7 @@ class CachedStaleSynchronous(StaleSynchronous):
 
 @dataclass(frozen=True)
 class EagerStaleSynchronous(StaleSynchronous):
-    """Eager stale synchronous parallel, ESSP (Dai et al. 2015, section 4).
+    """Eager SSP, ESSP (Dai et al. 2015, section 4): servers send parameters whenever the slowest clock advances.
 
     The bound s is that of `ssp`, but workers request nothing: whenever the slowest clock advances, the servers send the
     new parameters to every worker. A worker computes on the newest copy that has arrived, and waits only if that copy

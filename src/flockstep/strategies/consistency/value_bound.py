@@ -15,7 +15,7 @@ from flockstep.strategies.consistency.base import Consistency, Push, Read, View
 
 @dataclass(frozen=True)
 class ValueBound(Consistency):
-    """Value-bounded asynchronous parallel, VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4).
+    """VAP (Wei et al. 2013; Langer et al. 2020, section 3.3.4): asynchronous, while no value moves by `delta` or more.
 
     Gradients are applied on arrival. A read is admitted while no parameter has moved by `delta` or more since the
     oldest version that some worker still computes on. If no worker computes, all waiting reads are admitted: a single

@@ -1,4 +1,4 @@
-"""Zero entries are not sent."""
+"""The support filter: zero entries are not sent."""
 
 from __future__ import annotations
 

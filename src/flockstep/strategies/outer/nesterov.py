@@ -13,7 +13,7 @@ from flockstep.strategies.outer.base import Outer
 
 @dataclass(frozen=True)
 class Nesterov(Outer):
-    """DiLoCo's outer optimizer (Douillard et al. 2023, section 2 and algorithm 1).
+    """DiLoCo's outer optimizer (Douillard et al. 2023, section 2 and algorithm 1): SGD with Nesterov momentum.
 
     With Delta = theta - mean_i theta_i: v ← momentum v + Delta, theta ← theta - lr (Delta + momentum v), PyTorch's form
     of Nesterov momentum, as in the authors' code. lr = 1 and momentum = 0 give the mean, up to rounding.

@@ -13,7 +13,7 @@ from flockstep.strategies.periods.base import Period
 
 @dataclass(frozen=True)
 class Fixed(Period):
-    """Always the same number of steps (Stich 2019)."""
+    """A fixed period (Stich 2019): always the same number of steps."""
 
     period: int = field(default=10, metadata=searched(1, 128))
 

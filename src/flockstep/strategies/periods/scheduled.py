@@ -1,4 +1,4 @@
-"""A table of periods."""
+"""Periods from a table of steps and lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flockstep.strategies.periods.base import Period
 
 @dataclass(frozen=True)
 class Scheduled(Period):
-    """H = periods[i] from step starts[i] on, as in local SGD with growing or shrinking periods.
+    """A table of periods: H = periods[i] from step starts[i] on.
 
     Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &
     Joshi 2019). H is that of the last step taken.

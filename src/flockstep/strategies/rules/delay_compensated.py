@@ -30,7 +30,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DelayCompensated(Rule):
-    """Delay-compensated asynchronous SGD (Zheng et al. 2017, algorithm 2 and section 5).
+    """DC-ASGD (Zheng et al. 2017, algorithm 2 and section 5): stale gradients are corrected to first order.
 
     The gradient g of worker m, computed at the parameters w_bak(m) that it read, becomes g + lambda g * g * (w -
     w_bak(m)), where g * g approximates the diagonal of the Hessian; then the job's optimizer steps along the result.
@@ -69,7 +69,7 @@ class DelayCompensated(Rule):
         return Memory(initial, {}, me.version, initial, mean_square)
 
     def read(self, me: Server, state: Memory, rank: int) -> None:
-        """w_bak(rank) ← w."""
+        """Store the current parameters as the worker's backup: w_bak(rank) ← w."""
         if state.copied != me.version:
             state.copied, state.latest = me.version, copied(me.params)
         state.backups[rank] = state.latest

@@ -30,8 +30,8 @@ class WithOptimizer(Rule):
     def __post_init__(self) -> None:
         if not self.optimizer.elementwise:
             raise CompositionError(
-                f"the optimizer of with_optimizer must be elementwise, for servers hold slices of the parameters, got "
-                f"{self.optimizer}; use for example adagrad"
+                f"the optimizer of with_optimizer must be elementwise, because servers hold slices of the parameters, "
+                f"got {self.optimizer}; use for example adagrad"
             )
 
     def start(self, me: Server) -> OptimizerState:

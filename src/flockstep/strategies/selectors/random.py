@@ -12,7 +12,10 @@ from flockstep.strategies.selectors.base import Selector
 
 @dataclass(frozen=True)
 class RandomSelector(Selector):
-    """Independent draws: after T turns a parameter has been averaged with probability 1 - (1 - p)^T."""
+    """Independent draws: each parameter is selected with probability p, whatever was selected before.
+
+    After T turns a parameter has been averaged with probability 1 - (1 - p)^T.
+    """
 
     def pick(self, size: int, share: float, seed: int, turn: int) -> npt.NDArray[np.int64]:
         return np.flatnonzero(np.random.default_rng((seed, turn)).random(size) < share)
