@@ -11,16 +11,13 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.binomial_tree import BinomialTree
 from flockstep.collectives.double_tree import DoubleTree, trees
 from flockstep.collectives.hierarchical import HierarchicalCollective
-from flockstep.collectives.neighbours import neighbour_average
 from flockstep.collectives.pipelined import Pipelined
 from flockstep.collectives.rabenseifner import Rabenseifner
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
-from flockstep.errors import ConfigurationError, RunError
+from flockstep.errors import RunError
 from flockstep.strategies.base import Strategy
 from flockstep.testing.strategies import check_strategy, equal_bits, run_strategy
-from flockstep.topologies.base import Topology
-from flockstep.topologies.facts import mixing
 from flockstep.transports import shared_group
 from support.collectives import (
     CASES,
@@ -173,22 +170,6 @@ def test_between_groups_only_shares_travel(n):
         if sent.message.source // r != sent.to // r
     )
     assert crossing == 2 * (n // r - 1) * size * 8
-
-
-def test_neighbours_average_as_their_matrix_says():
-    given = arrays(5, 8, dtype="float32")
-    for topology in ("ring", "complete", "one_peer_exponential"):
-        graph = Topology.parse(topology)
-        for turn in (0, 1):
-            schedule = mixing(graph, 5)
-            matrix = schedule[turn % len(schedule)]
-            _, got = does(lambda me, array, g=graph, t=turn: neighbour_average(me, array, g, t), given)
-            for rank, (_, array) in enumerate(got):
-                row = matrix[rank].astype(np.float32)
-                terms = [row[j] * given[j, 0] for j in range(5) if row[j]]
-                assert equal_bits(chain_sum(terms), array)
-    with pytest.raises(ConfigurationError, match=r"must be \(5, 5\)"):
-        does(lambda me, array: neighbour_average(me, array, np.eye(3)), given)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "auto"])

@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.planning.advice import advise
-from flockstep.planning.page import CELLS, Map, best_map, plan_page, render_plan, scaling_picture, scaling_table
+from flockstep.planning.page import CELLS, Map, best_map, plan_page, scaling_picture, scaling_table
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import Pace, prospect
 from flockstep.planning.scaling import WORKERS
@@ -72,7 +72,7 @@ def test_ticks_are_powers_of_ten_in_words() -> None:
 
 
 def test_everything_drawn_is_explained_and_listed(outlook: Outlook) -> None:
-    text = render_plan(outlook, advise(outlook))
+    text = plan_page(outlook, advise(outlook)).render()
     for heading in ("How it scales", "Where what is best", "Predictions", "Criteria"):
         assert f"<h2>{heading}" in text or f'-title">{heading}</h2>' in text
     for block in re.findall(r'<script type="application/json" id="[a-z]+-data">(.*?)</script>', text, re.DOTALL):
@@ -118,6 +118,6 @@ def test_without_anything_that_fits_there_is_no_map() -> None:
     advice = advise(outlook)
     assert advice.choice is None
     assert best_map(outlook, advice) is None
-    text = render_plan(outlook, advice)
+    text = plan_page(outlook, advice).render()
     assert "Nothing here meets what is asked" in text
     assert '<tr class="chosen">' not in text

@@ -1,4 +1,4 @@
-"""Costs of collectives on a network with latency and bandwidth, and the sizes at which one overtakes another.
+"""What collectives cost on a network with a latency and a bandwidth.
 
 The model is that of Ben-Nun & Hoefler (2019) and of Hoefler's slides: a message of b bytes takes L + bG, every node
 sends one message and receives one at a time, and all nodes do so at the same time. m is the number of bytes of the
@@ -84,21 +84,6 @@ def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
 def lower_bound(workers: int, nbytes: float, link: Link) -> float:
     """Return L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
-
-
-def crossover(workers: int, link: Link) -> float:
-    """Return the bytes below which recursive doubling beats reduce-scatter and gather; infinite for P ≤ 2.
-
-    m < L log2 P / (G (log2 P - 2 (P-1)/P)), where L includes the header's time.
-
-    Raises:
-        ConfigurationError: P is not a power of two.
-    """
-    if workers < 1 or _folds(workers):
-        raise ConfigurationError(f"the crossover is known for a power of two of workers, got {workers}; take 4 or 8")
-    rounds = doublings(workers)
-    gain = rounds - 2 * (workers - 1) / workers
-    return math.inf if gain <= 0 else link.message(0) * rounds / (link.per_byte * gain)
 
 
 def _folds(workers: int) -> bool:

@@ -82,8 +82,3 @@ LAYOUTS: dict[str, Callable[[int, Times], float]] = {
     "ring": ring,
 }
 """Name → formula, in the order of the figure."""
-
-
-def periodic_demand(nbytes: float, period: int) -> float:
-    """Return the bytes per step of a decentral method that sends its model every `period` steps: |w|/τ."""
-    return nbytes / period

@@ -42,11 +42,6 @@ def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequ
     return plan_page(outlook, advice, further).write(path)
 
 
-def render_plan(outlook: Outlook, advice: Advice) -> str:
-    """The page as text."""
-    return plan_page(outlook, advice).render()
-
-
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
     """Advice, pictures, and everything in them as tables too."""
     ranked = advice.ranked(outlook)
