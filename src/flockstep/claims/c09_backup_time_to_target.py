@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.records.events import Snapshot
 from flockstep.testing.strategies import run_strategy
 

@@ -128,6 +128,9 @@ def plan(
     if record:
         _check(what, cluster, record, tuple(imports or ()), as_json)
         return
+    from flockstep.planning.advice import require_known
+
+    require_known(need or ())
     outlook = _outlook(what, cluster or _usual(), workers, batch, tuple(strategy or ()), _seconds(hours))
     needs = tuple(need or ())
     tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
@@ -245,7 +248,7 @@ def _outlook(
     length: float | None,
 ) -> Outlook:
     from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.launchers.entry import limit_threads
+    from flockstep.launchers.threads import limit_threads
     from flockstep.planning.plan import plan as predict
     from flockstep.planning.task import task_of
 

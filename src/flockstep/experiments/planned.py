@@ -10,7 +10,7 @@ from typing import Any
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.job import import_components
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.planning.advice import Advice, advise
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict

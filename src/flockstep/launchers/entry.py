@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import sys
 
@@ -13,6 +11,7 @@ from flockstep.drivers.process import run_server, run_worker
 from flockstep.drivers.setup import prepare
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.scratch import fork_servers_folder
+from flockstep.launchers.threads import limit_threads
 from flockstep.records.config import RunConfig
 
 
@@ -42,15 +41,3 @@ def limit_process(threads: int) -> None:
     """Let numerical libraries use `threads` threads in this process of a run, including libraries imported later."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     limit_threads(threads)
-
-
-def limit_threads(threads: int) -> None:
-    """Let the numerical libraries imported so far use `threads` threads; more threads than cores slow each other down.
-
-    A user's own process calls this again after further imports, because its environment variables are left alone.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
-    with contextlib.suppress(ImportError):  # part of scikit-learn; numpy alone cannot limit its BLAS
-        importlib.import_module("threadpoolctl").threadpool_limits(threads)

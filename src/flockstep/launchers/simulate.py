@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flockstep.drivers.setup import prepare
 from flockstep.drivers.virtual import Simulation
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import TargetReached, finished, until_target
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import EventWriter, RunFolder

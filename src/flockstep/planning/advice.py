@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import UnknownName
 from flockstep.planning import sentences as say
@@ -13,9 +13,11 @@ from flockstep.planning.failing import unfit_to_lose_workers
 from flockstep.planning.plan import KEEN, Outlook, combines
 from flockstep.planning.prospect import ALONE, Prospect
 from flockstep.planning.scaling import Crossover, crossovers, waiting
-from flockstep.planning.search import Found
 from flockstep.planning.words import short
 from flockstep.report import words
+
+if TYPE_CHECKING:
+    from flockstep.planning.search import Found
 
 NEEDS = {
     "unbalanced": "the workers' data differ in kind or size, as if sorted by label",
@@ -127,10 +129,19 @@ def asked(outlook: Outlook, needs: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         UnknownName: one that is not known.
     """
+    require_known(needs)
+    return tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
+
+
+def require_known(needs: Iterable[str]) -> None:
+    """Refuse a need that there is not.
+
+    Raises:
+        UnknownName: one that is not known.
+    """
     for need in needs:
         if need not in NEEDS:
             raise UnknownName.among("need", need, list(NEEDS))
-    return tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
 
 
 def slower(needs: tuple[str, ...]) -> float:

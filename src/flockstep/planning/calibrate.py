@@ -14,7 +14,7 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.costs.machines import Group, Rates, Wire
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates

@@ -18,6 +18,7 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import ConfigurationError
 from flockstep.expression import Component, fields_of
 from flockstep.planning.prospect import Pace, Prospect, codecs_of
+from flockstep.planning.stand_in import Unrehearsed
 from flockstep.planning.task import Site
 from flockstep.report.words import number
 from flockstep.strategies.base import Cell, Traits
@@ -90,10 +91,17 @@ def criteria(found: Prospect, pace: Pace | None) -> Criteria:
         rate,
         found.staleness,
         count(found.strategy),
-        None if pace is None else pace.exposure,
+        None if pace is None else _exposure(pace),
         traits.deaths(found.workers),
         hard,
     )
+
+
+def _exposure(pace: Pace) -> float | None:
+    try:
+        return pace.exposure
+    except Unrehearsed:  # nothing small stands for the model, and with all of it a rehearsal takes too long
+        return None
 
 
 def is_central(cell: Cell | None) -> bool:

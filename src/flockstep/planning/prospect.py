@@ -14,7 +14,7 @@ import numpy as np
 from flockstep.codecs.base import Codec
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.rehearsal import LEFT_OUT, LITTLE, Rehearsal, rehearse
+from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
 from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.report.words import seconds as told
@@ -32,6 +32,8 @@ SIZES = (4, 8, 16)
 """Numbers of workers from which larger ones are extrapolated."""
 SPREAD = 0.01
 """Share of a gradient that the slowest worker has to be late for stragglers to count."""
+SLIGHT = 0.03
+"""Share of a step by which draws may differ from their law before it is asked how much of that everyone waits for."""
 WIDE = 2.0
 """How many times as long a step may take in one half of a rehearsal as in the other."""
 FACTOR, EVERY = 5.0, 4
@@ -40,7 +42,7 @@ is tried against stragglers on a cluster that has none."""
 LEAST = 1e-12
 """Seconds of a step that computes and sends nothing."""
 DECADE = 10.0
-"""Between two ratios of size and bandwidth that are rehearsed; steps in between are interpolated."""
+"""Ratios of size and bandwidth are rehearsed where they are 1/10, 1 and 10, and beyond at every second power of ten."""
 
 _known = lru_cache(maxsize=4096)(rehearse)
 """`rehearse`, whose answers are kept: the table, scaling and crossovers ask for the same rehearsals."""
@@ -200,24 +202,26 @@ def rehearsed(
 
 def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
     """As if gradients took what their law says, in the mean and at the slowest worker, not what a few draws say."""
-    law, seconds, busy = site.compute(workers), found.seconds_per_step, found.computing
-    each = mean_of(law) + site.work(strategy, workers).step
+    law, step, busy = site.compute(workers), site.work(strategy, workers).step, found.computing
+    each, seconds = mean_of(law) + step, found.seconds_per_step
     if law.sharing is not None or not seconds or not each:
         return found
-    late, had, usual = late_of(law, workers), _late_in(found, law), round(busy / each) * each
-    if had > LITTLE * each or late > LITTLE * each:
+    (mean, had), late, waits = _drawn_in(found, law), late_of(law, workers), seconds - busy
+    gradients = busy / (mean + step)
+    usual = each * (round(gradients) or gradients)
+    if abs(late - had) > SLIGHT * seconds:
         bare = rehearsed(strategy, site, workers, _steady(law), quick=True)
-        usual = bare.computing
-        exposure = min(1.0, max(0.0, (seconds - busy - bare.seconds_per_step + usual) / had)) if had else 0.0
-        level = max(seconds - busy + usual + exposure * (late - had), bare.seconds_per_step)
-    else:
-        level = seconds - busy + usual
-    return replace(found, seconds_per_step=level, steps_per_second=found.steps_per_second * seconds / level)
+        least = bare.seconds_per_step - bare.computing
+        exposure = min(1.0, max(0.0, (waits - least) / had)) if had else 0.0
+        waits = max(waits + exposure * (late - had), least)
+    level = usual + waits
+    rate = found.steps_per_second * seconds / level
+    return replace(found, seconds_per_step=level, steps_per_second=rate, utilisation=min(1.0, usual / level))
 
 
-def _late_in(found: Rehearsal, law: ComputeModel) -> float:
-    """How late the slowest worker of a step was in a rehearsal."""
-    return drawn(law, found.workers, found.steps, int(LEFT_OUT * found.steps))[1]
+def _drawn_in(found: Rehearsal, law: ComputeModel) -> tuple[float, float]:
+    """What gradients took in the mean in a rehearsal, and how late the slowest worker of a step was."""
+    return drawn(law, found.workers, found.steps, found.steps - int(found.steps / (1 + LEFT_OUT)))
 
 
 def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal) -> Prospect:
@@ -325,24 +329,25 @@ class Pace:
     @cached_property
     def exposure(self) -> float:
         """How much of the slowest worker's delay everyone takes on: about 1 with a barrier, about 0 without."""
-        workers = min(SIZES[-2], self.site.cluster.workers if self.found is None else self.found.workers)
+        whole = self.found is not None and self.found.workers <= FEW
+        count = self.site.cluster.workers if self.found is None else self.found.workers
+        few = min(SIZES[-2], count)
+        workers = count if whole else few
         law = self.site.compute(workers)
-        steady, late, mean = _steady(law), late_of(law, workers), mean_of(law)
-        even = self.found is None or self.found.workers > FEW
-        bare = self._rehearsed(workers, even)
+        late, mean = late_of(law, workers), mean_of(law)
         if late > SPREAD * mean:
-            found = rehearsed(self.strategy, self.site, workers, quick=True, even=even)
+            found = rehearsed(self.strategy, self.site, workers, quick=not whole, even=not whole)
+            bare = self._rehearsed(workers, not whole)
             longer = found.seconds_per_step - bare.seconds_per_step - (found.computing - bare.computing)
-            return max(0.0, longer / _late_in(found, law))
-        if workers == 1 or not mean:
+            return max(0.0, longer / _drawn_in(found, law)[1])
+        if few == 1 or not mean:
             return 0.0
+        steady, bare = _steady(self.site.compute(few)), self._rehearsed(few, not whole)
         each = (FACTOR - 1) * mean / EVERY  # by which a step is longer where everyone waits for the slow worker
-        slow = Hiccups(steady, FACTOR, EVERY, workers)
-        steps = 4 + 2 * EVERY * min(workers, 4)
-        seconds = rehearsed(
-            self.strategy, self.site, workers, slow, quick=True, even=even, steps=steps
-        ).seconds_per_step
-        return max(0.0, (seconds - bare.seconds_per_step - each / workers) / (each - each / workers))
+        slow = Hiccups(steady, FACTOR, EVERY, few)
+        steps = 4 + 2 * EVERY * min(few, 4)
+        found = rehearsed(self.strategy, self.site, few, slow, quick=True, even=not whole, steps=steps)
+        return max(0.0, (found.seconds_per_step - bare.seconds_per_step - each / few) / (each - each / few))
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -407,19 +412,27 @@ class Pace:
 
     def _between(self, workers: int, even: bool, ratio: float) -> float:
         """Seconds of a step where the model takes `ratio` times as long over the links: between two that were tried."""
-        at = math.log10(ratio)
-        low = math.floor(at + 1e-9)
+        at = math.log10(ratio) + 1e-9
+        low, high = _places(at)
         first = self._rehearsed(workers, even, low).seconds_per_step
         if at - low < 1e-6:
             return first
-        second = self._rehearsed(workers, even, low + 1).seconds_per_step
-        below, above = (DECADE**place for place in (low, low + 1))
+        second = self._rehearsed(workers, even, high).seconds_per_step
+        below, above = DECADE**low, DECADE**high
         return first + (second - first) * (ratio - below) / (above - below)
 
     def _rehearsed(self, workers: int, even: bool = False, place: int = 0) -> Rehearsal:
         """With constant times, and links over which the model takes ten to the `place` times as long."""
         law, ratio = _steady(self.site.compute(workers)), DECADE**place
         return rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
+
+
+def _places(at: float) -> tuple[int, int]:
+    """The powers of ten that are rehearsed below and above: beyond 1/10 and 10 steps are all but straight lines."""
+    if abs(at) < 1:
+        return math.floor(at), math.floor(at) + 1
+    low = 2 * math.floor((at - 1) / 2) + 1
+    return low, low + 2
 
 
 @dataclass(frozen=True)

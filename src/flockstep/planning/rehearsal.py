@@ -7,6 +7,7 @@ for many: the programs, their messages and their waiting are those of the real m
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -45,9 +46,9 @@ STEPS = 40
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that do not count: a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
-"""Steps that count in the shortest rehearsal, or fewer where all workers together take so many."""
+"""Steps that count in the shortest rehearsal, or fewer where all workers together take so many and keep abreast."""
 LITTLE, MOST_RANDOM = 0.25, 3.0
-"""Share of a gradient by which the slowest worker may be late for so few steps; how many times as many at the most."""
+"""Share of a step by which the slowest worker may be late for so few steps; how many times as many at the most."""
 MOST, ALL, PATIENCE = 640, 20480, 1024
 """Steps of the longest rehearsal; all workers' steps; those up to which it goes on only because its halves differ."""
 FEW = 4
@@ -262,9 +263,8 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
     try:
         if _by_shape(stage):
             raise Shrunk("what it sends depends on the shapes of matrices")
-        if steps is None and (
-            why := _unlike(stage.strategy, _few(stage.strategy, workers), stage.shapes, stage.lessons)
-        ):
+        few = _few(stage.strategy, workers)
+        if steps is None and few > 1 and (why := _unlike(stage.strategy, few, stage.shapes, stage.lessons)):
             raise Shrunk(why)
         return _of_size(stage, ELEMENTS, steps)
     except Shrunk as reason:
@@ -278,9 +278,10 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:
-    """Steps of the first attempt."""
+    """Steps that a rehearsal begins with, or has to have where a step takes no longer than its gradient."""
     longest = stage.longest(elements)
-    return max(first, _length(_counted(stage, longest_cycle(stage.strategy, longest), longest)))
+    cycle, step = longest_cycle(stage.strategy, longest), mean_of(stage.compute)
+    return max(first, _length(_counted(stage, cycle, longest, _random(stage, step))))
 
 
 def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
@@ -295,7 +296,7 @@ def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
 
 
 def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
-    """Twice as many steps until the halves agree and something was sent."""
+    """Twice as many steps until there are enough of random times, the halves agree and something was sent."""
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
     count = _counted(stage, cycle, longest)
@@ -309,12 +310,14 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         found = _summary(counted, books, engine, cycle, steps)
         silent = not found.sent_per_step and not found.server_sent_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
-        settled = not silent and not early and _agree(counted, cycle) and min(map(len, counted)) >= FEW
-        patience = PATIENCE // (4 * stage.workers if stage.quick else stage.workers)
-        most = longest if silent or early else min(longest, patience)
-        if settled or _length(2 * count) > most:
+        least = max(_counted(stage, cycle, longest, _random(stage, found.seconds_per_step)), 0 if abreast else FEWEST)
+        enough = count >= least and min(map(len, counted)) >= FEW
+        settled = not silent and not early and enough and _agree(counted, cycle, _by_law(stage, counted))
+        more = least if count < least else 2 * count
+        most = longest if silent or count < least else _patience(stage, cycle, early)
+        if settled or _length(more) > min(longest, most):
             break
-        count *= 2
+        count = more
     if silent:
         raise Unrehearsed(
             f"{stage.strategy} sent nothing in {steps} steps, and rehearsals have no more; let workers exchange more "
@@ -322,7 +325,19 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         )
     if abreast and found.seconds_per_step:
         found = replace(found, steps_per_second=stage.workers / found.seconds_per_step)
-    return replace(found, settled=settled, spread=_spread(counted, cycle, _took))
+    return replace(found, settled=settled, spread=_spread(counted, cycle))
+
+
+def _patience(stage: _Stage, cycle: int, early: bool) -> int:
+    """Steps up to which a rehearsal goes on because its halves differ, or because messages may still be on their way.
+
+    If it is to be quick, these have to be waited for only as far as the strategy counts: whoever does not wait by then
+    never does.
+    """
+    usual = PATIENCE // stage.workers
+    if not early:
+        return usual // 4 if stage.quick else usual
+    return max(usual // 4, _length(2 * cycle)) if stage.quick else MOST
 
 
 def _filling(late: dict[int, float], period: float) -> bool:
@@ -332,12 +347,15 @@ def _filling(late: dict[int, float], period: float) -> bool:
     return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
 
 
-def _counted(stage: _Stage, cycle: int, longest: int) -> int:
-    """Steps that are counted at first: an even number of cycles, or a single one that is long; more of random times."""
-    workers, law = stage.workers, stage.compute
-    mean = mean_of(law)
-    random = min(MOST_RANDOM, max(1.0, (late_of(law, workers) / mean / LITTLE) ** 2)) if mean else 1.0
-    least = random * min(FEWEST, max(FEW, EVERYONES // workers))
+def _random(stage: _Stage, step: float) -> float:
+    """How many times as many steps have to count where a step takes so many seconds and gradients random times."""
+    late = late_of(stage.compute, stage.workers)
+    return min(MOST_RANDOM, max(1.0, (late / step / LITTLE) ** 2)) if step else 1.0
+
+
+def _counted(stage: _Stage, cycle: int, longest: int, random: float = 1.0) -> int:
+    """Steps that are counted: an even number of cycles, or a single one that is long; `random` times as many."""
+    least = random * min(FEWEST, max(FEW, EVERYONES // stage.workers))
     pairs = 2 * cycle * max(1, math.ceil(least / (2 * cycle)))
     if stage.quick and cycle >= least:
         return cycle
@@ -364,7 +382,7 @@ def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step
 
 def _whole(steps: list[Step], count: int, cycle: int) -> list[Step]:
     """The last `count` of them, or as many cycles as there are after the beginning."""
-    kept = min(count, max(1, math.floor(len(steps) * (1 - LEFT_OUT))))
+    kept = count if len(steps) >= _length(count) else min(count, max(1, math.floor(len(steps) * (1 - LEFT_OUT))))
     return steps[-(kept - kept % cycle if kept >= cycle else kept) :]
 
 
@@ -374,20 +392,47 @@ def _sends(stage: _Stage) -> bool:
     return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
 
-def _agree(counted: list[list[Step]], cycle: int) -> bool:
-    """Whether both halves of every worker's steps took as long and sent as much; a single cycle has no halves."""
-    return all(_spread(counted, cycle, *one) <= 1 / (1 - share) for *one, share in ((_took, AGREE), (_sent, BYTES)))
+def _agree(counted: list[list[Step]], cycle: int, by_law: bool) -> bool:
+    """Whether both halves of every worker's steps took as long and sent as much; a single cycle has no halves.
+
+    Where steps compute what a law says, it does not matter how much: the mean is known.
+    """
+    took, sent = _halves(counted, cycle, _took), _halves(counted, cycle, _sent)
+    told = _halves(counted, cycle, _waited) if by_law else took
+    return abs(told[0] - told[1]) <= AGREE * max(took) and abs(sent[0] - sent[1]) <= BYTES * max(sent)
 
 
-def _spread(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> float:
-    """How many times as much one half of the steps says as the other."""
+def _by_law(stage: _Stage, counted: list[list[Step]]) -> bool:
+    """Whether each step computes one gradient to its end, with a core of its own."""
+    if stage.compute.sharing is not None:
+        return False
+    close = 1e-6 * mean_of(stage.compute)
+    for mine in counted:
+        times = list(itertools.islice(stage.compute.stream(stage.seed, mine[0].rank), mine[-1].step))
+        if any(abs(one.compute - times[one.step - 1] - stage.work.step) > close for one in mine):
+            return False
+    return True
+
+
+def _halves(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> tuple[float, float]:
+    """What a step of each worker comes to in the first half and in the second, added up."""
     halves = [(mine[: len(mine) // 2], mine[len(mine) // 2 :]) for mine in counted if len(mine) >= 2 * cycle]
-    sums = [sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2)]
-    return max(sums) / min(sums) if min(sums) else math.inf if max(sums) else 1.0
+    first, second = (sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2))
+    return first, second
+
+
+def _spread(counted: list[list[Step]], cycle: int) -> float:
+    """How many times as long a step takes in one half as in the other."""
+    took = _halves(counted, cycle, _took)
+    return max(took) / min(took) if min(took) else math.inf if max(took) else 1.0
 
 
 def _took(step: Step) -> float:
     return step.compute + step.wait + step.comm
+
+
+def _waited(step: Step) -> float:
+    return step.wait + step.comm
 
 
 def _period(steps: list[Step]) -> float:

@@ -16,7 +16,7 @@ from flockstep.drivers.virtual import Simulation
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.frameworks.base import Engine, Job
 from flockstep.frameworks.job import make_engine
-from flockstep.launchers.entry import limit_threads
+from flockstep.launchers.threads import limit_threads
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Cluster
 from flockstep.planning.live import LiveSimulation
