@@ -1,4 +1,4 @@
-"""Train in lockstep, as a flock, or anything between: every coordination strategy behind one small interface."""
+"""Distributed training of neural networks: every coordination strategy behind one small interface."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HOMES = {
     "run": "experiments.single",
     "simulate": "experiments.single",
 }
-"""Name → the module that it is imported from when it is first asked for, so that `import flockstep` loads nothing."""
+"""Name → module from which the name is imported at its first use; `import flockstep` itself imports none of them."""
 __all__ = [
     "Comparison",
     "ConfigurationError",
@@ -84,13 +84,21 @@ def distribute(
 ) -> DistributedOptimizer:
     """Let `strategy` coordinate the workers that `flockstep launch` started; without it, one worker trains alone.
 
-    Returns an optimiser to use in place of `optimizer`. All workers start from rank 0's parameters. Call its
-    `finish()` when training is over: the model then holds the result, the same on every worker. `buffers` says what
-    becomes of BatchNorm's statistics and other buffers at `finish()` and at `sync_buffers()`: `mean` over all ranks,
-    those of rank 0 (`rank0`), or each rank's own (`local`).
+    All workers start from rank 0's parameters. Call the returned optimizer's `finish()` when training is over: the
+    model then holds the result, equal on every worker.
+
+    Args:
+        model: the module to train, built in the same way on every worker.
+        optimizer: the optimizer of the module's parameters.
+        strategy: an expression such as "local_sgd(period=8)", or a strategy object.
+        buffers: what becomes of BatchNorm's statistics and other buffers at `finish()` and at `sync_buffers()`: the
+            `mean` over all ranks, those of rank 0 (`rank0`), or each rank's own (`local`).
+
+    Returns:
+        An optimizer to use in place of `optimizer`.
 
     Raises:
-        ConfigurationError: the model, the optimiser or the strategy cannot be used, or differs between workers, or the
+        ConfigurationError: the model, the optimizer or the strategy cannot be used, or differs between workers, or the
             script of a launched run has started this process.
         MissingDependency: PyTorch is not installed.
     """
@@ -114,13 +122,13 @@ def distribute(
 
 
 def rank() -> int:
-    """The number of this process among the workers of `flockstep launch`, from 0; 0 in a script that runs alone.
+    """Return the rank of this process among the workers of `flockstep launch`, from 0; 0 in a script that runs alone.
 
-    It is known from a script's first line, for example to seed each worker's own draws:
+    The rank is known from a script's first line, for example to give each worker its own random numbers:
     `torch.manual_seed(1337 + flockstep.rank())`. A process that the script starts has the script's rank.
 
     Raises:
-        ConfigurationError: another launcher started several processes, which belong to no run of flockstep.
+        ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
     from flockstep.drivers.ticket import place_of_script
 
@@ -128,10 +136,10 @@ def rank() -> int:
 
 
 def workers() -> int:
-    """The number of workers that `flockstep launch` started; 1 in a script that runs alone.
+    """Return the number of workers that `flockstep launch` started; 1 in a script that runs alone.
 
     Raises:
-        ConfigurationError: another launcher started several processes, which belong to no run of flockstep.
+        ConfigurationError: another launcher started several processes, which are not workers of one run of flockstep.
     """
     from flockstep.drivers.ticket import place_of_script
 
@@ -141,16 +149,28 @@ def workers() -> int:
 def clip_grad_norm_(
     of: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """Clip what the optimizer steps along, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
+    """Clip the gradients that the optimizer uses, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
 
-    Call it between `backward()` and `step()`, with the optimizer of `distribute` or with parameters. Where the strategy
-    combines gradients, the combined gradient is clipped, in `step()`; elsewhere each worker's own, at once.
-    docs/strategies.md says which. Returns the norm before clipping; of several workers, that of a combined gradient is
-    NaN until `step()` has put it there, and stays NaN where a server clips. `step()` raises torch's RuntimeError where
-    the combined norm is not finite and `error_if_nonfinite` is set.
+    Call this between `backward()` and `step()`. If the strategy combines gradients, the combined gradient is clipped in
+    `step()`; otherwise each worker's own gradient is clipped at once. docs/strategies.md has the behavior of each
+    strategy.
+
+    Args:
+        of: the optimizer returned by `distribute`, or parameters.
+        max_norm: largest norm after clipping.
+        norm_type: order of the norm; inf for the largest magnitude.
+        error_if_nonfinite: raise torch's RuntimeError, in `step()` if gradients are combined, if the norm is not
+            finite.
+        foreach: use torch's implementation for lists of tensors; None lets torch choose.
+
+    Returns:
+        The norm before clipping. With several workers, the norm of a combined gradient is NaN until `step()` has
+        computed it,
+        and stays NaN if a server clips.
 
     Raises:
-        CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip so.
+        CompositionError: no node of the strategy holds the whole combined gradient, or the server cannot clip in this
+            way.
         ConfigurationError: `max_norm` is not > 0, or `of` is neither an optimizer nor parameters.
         MissingDependency: PyTorch is not installed.
     """
@@ -161,14 +181,15 @@ def clip_grad_norm_(
 
 
 def join(max_bytes: int = 1 << 30) -> Communicator:
-    """The communicator of this process: sends any array of up to `max_bytes` to any other rank of the run, in any form.
+    """Return the communicator of this process, which sends arrays of up to `max_bytes` bytes between the ranks of the
+    run.
 
-    In a script that `flockstep launch -n 4` started it is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. All ranks have
-    to call it, those that follow a strategy after `distribute`; it returns once they have.
+    In a script that `flockstep launch -n 4` started it is rank 0, 1, 2 or 3 of 4, otherwise rank 0 of 1. Every rank
+    must call this, after `distribute` if the rank follows a strategy; the call returns when all ranks have called it.
 
     Raises:
         ConfigurationError: this process has a communicator already, or the workers do not agree on `max_bytes`.
-        PeerLost: another rank died, or left without calling it.
+        PeerLost: another rank died, or left without calling this.
     """
     from flockstep.communicator import joining
 
@@ -176,14 +197,17 @@ def join(max_bytes: int = 1 << 30) -> Communicator:
 
 
 def shard(loader: Iterable[B]) -> Iterable[B]:
-    """This worker's part of what `loader` yields; all of it where nobody launched several workers."""
+    """Return this worker's part of the batches in `loader`.
+
+    Without several workers the result is `loader` itself. See `flockstep.drivers.shards.shard`.
+    """
     from flockstep.drivers.shards import shard
 
     return shard(loader)
 
 
 def _require_torch(name: str) -> None:
-    """Raise `MissingDependency` unless PyTorch is installed; what else fails while it is imported shows itself."""
+    """Raise `MissingDependency` unless PyTorch is installed; other errors of its import are not hidden."""
     from importlib.util import find_spec
 
     from flockstep.errors import MissingDependency

@@ -1,4 +1,4 @@
-"""`python -m flockstep` is the command `flockstep`."""
+"""Runs the command line: `python -m flockstep` is the command `flockstep`."""
 
 from flockstep.cli import main
 

@@ -1,4 +1,4 @@
-"""What works on this machine: every part is tried in a process of its own, with a time limit, not looked up."""
+"""Tests of the installation: every part of flockstep is tried in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flockstep import __version__
 
 Status = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
-"""What is made of the standard output of a command that ended well: the detail; raises `ValueError` if it is wrong."""
+"""Function from the standard output of a successful command to a detail; raises `ValueError` if the output is wrong."""
 
 LIMIT = 120.0
-"""Seconds after which a test counts as failed."""
+"""Time limit of a test in seconds."""
 OLDEST = (3, 11)
 STEPS = "3"
 
@@ -36,21 +36,21 @@ class SelfTest:
     name: str
     group: Literal["core", "transports", "extras"]
     command: Sequence[str]
-    """Arguments for Python."""
+    """Arguments of the Python interpreter."""
     core: bool = False
-    """Whether flockstep is of no use where this fails."""
+    """Whether flockstep is unusable if this test fails."""
     fix: str = ""
-    """What to do where it fails."""
+    """What to do if the test fails."""
     module: str | None = None
-    """The module without which it is missing, not broken."""
+    """The module whose absence means that the part is not installed, rather than broken."""
     needs: tuple[str, ...] = ()
-    """Names of tests that must have succeeded."""
+    """Names of tests that must have succeeded before."""
     judge: Judge = str.strip
 
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """How a test ended."""
+    """Result of one test."""
 
     name: str
     group: str
@@ -63,18 +63,18 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What works here, and what this machine is."""
+    """Results of all tests, and a description of this machine."""
 
     facts: dict[str, str]
     tried: tuple[SelfTestResult, ...]
 
     @property
     def works(self) -> bool:
-        """Whether every part works without which flockstep is of no use."""
+        """Whether all parts work without which flockstep is unusable."""
         return all(one.status == "works" for one in self.tried if one.core)
 
     def document(self) -> dict[str, Any]:
-        """The report as plain data."""
+        """The results as plain data, for JSON."""
         return {"works": self.works, "facts": self.facts, "tried": [asdict(one) for one in self.tried]}
 
     def __str__(self) -> str:
@@ -94,9 +94,12 @@ class Diagnosis:
 def examine(
     tests: Iterable[SelfTest] | None = None, say: Callable[[str], None] = lambda name: None, limit: float = LIMIT
 ) -> Diagnosis:
-    """Try every part, one after the other; `say` hears the name of each before it is tried.
+    """Try every part, one after another.
 
-    `limit`: seconds after which a test counts as failed.
+    Args:
+        tests: the tests; None for the usual ones.
+        say: called with the name of each part before it is tried.
+        limit: time limit of a test in seconds.
     """
     with tempfile.TemporaryDirectory(prefix="flockstep-doctor-") as place:
         tried: list[SelfTestResult] = []
@@ -107,7 +110,7 @@ def examine(
 
 
 def facts() -> dict[str, str]:
-    """What this machine is, in words."""
+    """Description of this machine: name of a fact → value."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
         "flockstep": __version__,
@@ -128,7 +131,7 @@ def facts() -> dict[str, str]:
 
 
 def usual() -> Iterator[SelfTest]:
-    """The parts of flockstep, those first that others need."""
+    """The tests of all parts of flockstep, those that others need first."""
     yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
     for package in ("numpy", "numba", "ml_dtypes", "zmq", "msgspec", "networkx", "typer", "rich", "jinja2", "tomli_w"):
         name = {"zmq": "pyzmq", "tomli_w": "tomli-w"}.get(package, package)
@@ -196,16 +199,16 @@ _EXTRAS = (
 
 
 def _run(kind: str, *more: str, strategy: str = "bsp") -> tuple[str, ...]:
-    """A run of two workers that takes no time."""
+    """Arguments of a short run of two workers."""
     job = ("softmax", "--strategy", strategy, "--workers", "2", "--steps", STEPS, "--json", "--overwrite")
     return ("-m", "flockstep", kind, *job, "--out", kind, *more)
 
 
 def _finished(output: str) -> str:
-    """Whether the run came to its end.
+    """Check that the run finished, and describe it.
 
     Raises:
-        ValueError: it did not.
+        ValueError: the run did not finish.
     """
     status = json.loads(output)["status"]
     if status != "finished":
@@ -214,22 +217,22 @@ def _finished(output: str) -> str:
 
 
 class _SameBits:
-    """Two processes must end with the parameters that the simulation of the same run ends with, bit for bit."""
+    """Checks that two processes end with the parameters of the same run in virtual time, bit for bit."""
 
     def __init__(self) -> None:
         self._hash: str | None = None
 
     def learn(self, output: str) -> str:
-        """Keep the hash of the simulation's parameters."""
+        """Store the hash of the simulation's parameters."""
         said = _finished(output).replace("processes", "simulated workers")
         self._hash = json.loads(output)["result_hash"]
         return said
 
     def compare(self, output: str) -> str:
-        """Compare the hash of a real run's parameters.
+        """Compare the hash of a real run's parameters with that of the simulation.
 
         Raises:
-            ValueError: it is another.
+            ValueError: the hashes differ.
         """
         said = _finished(output)
         if json.loads(output)["result_hash"] != self._hash:
@@ -263,7 +266,9 @@ def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tupl
 
 
 def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int | None, str, str]:
-    """Exit code (None: it took longer than `limit`), standard output and standard error of Python with arguments."""
+    """Run Python with these arguments; return the exit code (None: time limit exceeded), standard output and standard
+    error.
+    """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(place / "kernels"), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of ours
         [sys.executable, *command],

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 
 
 class FlockstepError(Exception):
-    """Base of every error that flockstep raises on purpose."""
+    """Base class of all errors that flockstep raises on purpose."""
 
     exit_code = 1
 
@@ -33,7 +33,7 @@ class ConfigurationError(FlockstepError, ValueError):
 
 
 class UnknownName(ConfigurationError):
-    """A name that nothing is registered under."""
+    """No component or setting has this name."""
 
     @classmethod
     def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
@@ -45,7 +45,7 @@ class UnknownName(ConfigurationError):
 
 
 class CompositionError(ConfigurationError):
-    """Two parts that do not compose."""
+    """Two parts cannot be combined."""
 
 
 class SchemaMismatch(ConfigurationError):
@@ -57,7 +57,7 @@ class MissingDependency(ConfigurationError):
 
     @classmethod
     def of(cls, package: str, extra: str, purpose: str) -> MissingDependency:
-        """The error for a missing `package` that `extra` would install."""
+        """The error for a missing `package` that is installed with the extra `extra`."""
         return cls(
             f"{purpose} needs {package}, which is not installed; install it with: pip install 'flockstep[{extra}]'"
         )
@@ -88,7 +88,9 @@ class Interrupted(RunError):
 
 
 def of_kind(kind: str, reason: str, note: str = "") -> FlockstepError:
-    """The error that another process has raised: its type's name, its sentence, and where it came from."""
+    """The error that another process has raised, from the name of its type, its sentence, and the place where it was
+    raised.
+    """
     error = {sub.__name__: sub for sub in _tree(FlockstepError)}.get(kind, RunError)(reason)
     if note:
         error.add_note(note)

@@ -1,7 +1,7 @@
 """Components as values: `ps(consistency=ssp(3), shards=2)` in text, in Python and in TOML.
 
-A component is a frozen dataclass whose fields are its hyper-parameters. Its class says which noun it
-implements; the registry says under which name. Text and data convert to objects and back without loss.
+A component is a frozen dataclass whose fields are its hyper-parameters. Its class defines the noun that it implements;
+the registry defines its name. Text and data convert to objects and back without loss.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _INFINITIES = {"inf": math.inf, "-inf": -math.inf}
 
 
 SHOWN = {"shown": True}
-"""Metadata of a field that belongs in the text even at its default: without it the text would not say what is meant."""
+"""Metadata of a field that is written even at its default, because the text would be ambiguous without it."""
 SIZED = {"sized": True}
-"""Metadata of a field that is in bytes or elements, or bytes a second: on a model that is smaller it means another."""
+"""Metadata of a field in bytes, elements or bytes per second, whose value must shrink with a smaller model."""
 ELEMENTS = {"counts": "elements"}
-"""Metadata of a whole number that counts elements, whatever the model, and not steps."""
+"""Metadata of a whole number that counts elements, rather than steps."""
 WORKERS = math.inf
-"""The upper end of a range that ends at the number of workers."""
+"""Upper end of a range that ends at the number of workers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Values of a hyper-parameter that a search looks at, both ends included."""
+    """Range of a hyper-parameter in a search, both ends included."""
 
     low: float
     high: float
@@ -50,20 +50,20 @@ class Range:
 
 
 def searched(low: float, high: float, *, whole: bool = True, log: bool = True) -> dict[str, Any]:
-    """Metadata of a field that a search may change: its range, its kind of numbers, its scale."""
+    """Metadata of a field that a search may vary: its range, kind of numbers, and scale."""
     return {"searched": Range(low, high, whole, log)}
 
 
 def ranges(kind: type[Component]) -> dict[str, Range]:
-    """Name → range of every hyper-parameter of `kind` that a search may change."""
+    """Name → range of every hyper-parameter of `kind` that a search may vary."""
     return {one.name: one.metadata["searched"] for one in _hyper_parameters(kind) if "searched" in one.metadata}
 
 
 class Component(ABC):
     """A named, printable, comparable part; subclasses are frozen dataclasses.
 
-    Fields may be bool, int, float, str, a `Literal`, another component's base class, a tuple of one of
-    these, or `X | None`. Checks on values belong into `__post_init__` and raise `ConfigurationError`.
+    Fields may be bool, int, float, str, a `Literal`, another component's base class, a tuple of one of these, or `X |
+    None`. Checks of values belong into `__post_init__` and raise `ConfigurationError`.
     """
 
     noun: ClassVar[str]
@@ -73,16 +73,16 @@ class Component(ABC):
 
     @classmethod
     def parse(cls, value: str | Self) -> Self:
-        """The object that `value` says, where `value` may already be that object."""
+        """The component that `value` describes, or `value` itself if it is a component already."""
         return value if isinstance(value, cls) else parse(str(value), cls)
 
 
 def parse(text: str, base: type[C]) -> C:
-    """The component of `base`'s noun that `text` describes.
+    """Parse `text` as a component of the noun of `base`.
 
     Raises:
-        ConfigurationError: `text` is no expression, or a value has the wrong type.
-        UnknownName: a name or an argument that does not exist, with the nearest that does.
+        ConfigurationError: `text` is not an expression, or a value has the wrong type.
+        UnknownName: a name or an argument does not exist; the message names the nearest one that does.
     """
     alias = registry.alias(base.noun, text.strip())
     if alias:
@@ -90,7 +90,7 @@ def parse(text: str, base: type[C]) -> C:
     try:
         component = _from_tree(_read(text), base, base.noun)
     except (SyntaxError, RecursionError):
-        if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a short name that is no identifier, such as 1gbit, misspelt
+        if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a misspelled name, such as 1gbit, that is not an identifier
             known = [*registry.names(base.noun), *registry.aliases(base.noun), *registry.catalogue(base.noun)]
             raise UnknownName.among(base.noun, text.strip(), known) from None
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
@@ -99,26 +99,28 @@ def parse(text: str, base: type[C]) -> C:
 
 
 def to_text(component: Component) -> str:
-    """The expression that parses to an equal component: what differs from its default, and what is marked `SHOWN`."""
+    """The expression that parses to an equal component: values that differ from their defaults, and fields marked
+    `SHOWN`.
+    """
     arguments = ", ".join(f"{name}={_value_text(value)}" for name, value in _settings(component))
     name = registry.name_of(type(component))
     return f"{name}({arguments})" if arguments else name
 
 
 def to_data(component: Component) -> dict[str, Any]:
-    """A JSON and TOML friendly mapping of the component, every hyper-parameter spelled out."""
+    """The component as a mapping for JSON and TOML, with every hyper-parameter written out."""
     data: dict[str, Any] = {"name": registry.name_of(type(component))}
     for field in _hyper_parameters(type(component)):
         value = getattr(component, field.name)
         if value is not None:
             data[field.name] = _value_data(value)
         elif field.default is not None:
-            data[field.name] = {}  # TOML has no null, and leaving the field out would bring its default back
+            data[field.name] = {}  # TOML has no null, and omitting the field would restore its default
     return data
 
 
 def from_data(data: Mapping[str, Any], base: type[C]) -> C:
-    """The component that `to_data` made `data` of."""
+    """The component from a mapping that `to_data` returned."""
     arguments = dict(data)
     if "name" not in arguments:
         raise ConfigurationError(f"a {base.noun} needs a name, got {dict(data)!r}; add name = …")
@@ -134,7 +136,7 @@ def fields_of(kind: type[Component]) -> dict[str, Any]:
 
 
 def _read(text: str) -> ast.expr:
-    """The syntax tree of `text`; SyntaxError whatever Python's parser dislikes about it."""
+    """The syntax tree of `text`; any complaint of Python's parser becomes a SyntaxError."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except (ValueError, MemoryError) as error:  # null characters and surrogates; deep nesting
@@ -166,7 +168,7 @@ def _from_tree(node: ast.expr, base: type[Component], where: str) -> Component:
 
 
 def _sum(left: Component, right: Component, where: str) -> Component:
-    """left + right, for components that can be added up."""
+    """Add two components that support addition."""
     try:
         total = operator.add(left, right)
     except TypeError:
@@ -207,10 +209,10 @@ def _build(kind: type[Component], arguments: Mapping[str, Any], resolve: Resolve
 
 
 def _no_argument(kind: type[Component], key: str) -> UnknownName:
-    """The error for an argument that `kind` has not; it names those of its noun that have it."""
+    """The error for an argument that `kind` does not have; it names the classes of the same noun that have it."""
     own, name, others = fields_of(kind), registry.name_of(kind), []
     for other in registry.names(kind.noun):
-        with contextlib.suppress(ConfigurationError):  # what another one needs may not be installed
+        with contextlib.suppress(ConfigurationError):  # a dependency of another component may not be installed
             known = registry.load(kind.noun, other)
             if hasattr(known, "__dataclass_fields__") and key in fields_of(known):
                 others.append(other)
@@ -223,7 +225,7 @@ def _no_argument(kind: type[Component], key: str) -> UnknownName:
 
 
 def _from_node(node: Any, hint: Any, where: str) -> Any:
-    """The value of a syntax-tree node, checked against its type."""
+    """The value of a syntax-tree node, with its type checked."""
     base = _component_base(hint)
     if base is not None and not (isinstance(node, ast.Constant) and _is_plain(node.value, hint)):
         return _from_tree(node, base, where)
@@ -241,7 +243,7 @@ def _from_node(node: Any, hint: Any, where: str) -> Any:
 
 
 def _from_plain(value: Any, hint: Any, where: str) -> Any:
-    """The value of a JSON or TOML item, checked against its type."""
+    """The value of a JSON or TOML item, with its type checked."""
     if isinstance(value, Mapping) and not value:
         return _checked(None, hint, where)
     base = _component_base(hint)
@@ -280,7 +282,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
 
 
 def _is_plain(value: Any, hint: Any) -> bool:
-    """Whether a value for what takes a component or else a plain value, as a whole number, is such a plain value."""
+    """Whether a value is a plain value of a field that accepts components or plain values, such as whole numbers."""
     return value is None or type(value) in _options(hint)
 
 
@@ -339,12 +341,12 @@ def _value_data(value: Any) -> Any:
     if isinstance(value, Component):
         return to_data(value)
     if isinstance(value, float) and math.isinf(value):
-        return repr(value)  # as text, for JSON has no infinity
+        return repr(value)  # as text, because JSON has no infinity
     return [_value_data(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _code(node: ast.expr) -> str:
-    """The source of `node`, for a message."""
+    """The source text of `node`, for a message."""
     try:
         text = ast.unparse(node)
     except ValueError:  # a whole number with more digits than Python prints

@@ -1,4 +1,4 @@
-"""What travels between two nodes, and where it waits until a program asks for it.
+"""Messages between two nodes, and the mailbox in which they wait until a program asks for them.
 
 Nodes are numbered: workers 0..n-1 by rank, servers -1, -2, … by index.
 """
@@ -20,33 +20,33 @@ from flockstep.errors import ProtocolError
 Address = int
 Array = npt.NDArray[Any]
 Fields = Mapping[str, int | float | str]
-"""What a driver's own messages say, by name; a strategy's messages carry a `Note`."""
+"""Content of a driver's own messages, by name; messages of a strategy carry a `Note`."""
 
 HEADER_BYTES = 64
-"""Bytes that the virtual network charges for each message's header; counted apart from the payload."""
+"""Bytes that the virtual network charges for each message's header, counted separately from the payload."""
 
 BYE = "bye"
-"""Tag of the last message of a node that will send nothing more."""
+"""Tag of the last message of a node."""
 
 
 class Note(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What travels beside an array: a subclass per kind of message, which the strategy declares in `notes`."""
+    """Content of a message besides its array: one subclass per kind of message, declared by the strategy in `notes`."""
 
 
 Beside = Note | Fields
 Notes = Mapping[str, type[Note]]
-"""Tag, with its channel, or "reply to " and a tag → the kind of note that its messages carry."""
+"""Tag with its channel, or "reply to " and a tag → kind of note that these messages carry."""
 NO_NOTES: Notes = {}
-"""Of who runs no strategy."""
+"""Declaration of nodes that run no strategy: no notes."""
 
 
 def note_kind(notes: Notes, tag: str, reply_to: int) -> type[Note] | None:
-    """The kind of note that a message carries; None: none that is declared."""
+    """Kind of note that a message carries; None if none is declared."""
     return notes.get(f"reply to {tag}" if reply_to else tag)
 
 
 def server(index: int) -> Address:
-    """The address of the index-th server."""
+    """Address of server number `index`."""
     return -1 - index
 
 
@@ -54,30 +54,30 @@ MASTER: Address = server(0)
 
 
 def node_name(address: Address) -> str:
-    """'worker 3' or 'server 0', for people."""
+    """Display name of a node: "worker 3" or "server 0"."""
     return f"worker {address}" if address >= 0 else f"server {-1 - address}"
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """One message. `array` is read-only on arrival; `note` is what the strategy declares for that tag."""
+    """One message. `array` is read-only on arrival; `note` is of the kind that the strategy declares for the tag."""
 
     source: Address
     tag: str
     array: Array | None = None
     note: Any = msgspec.field(default_factory=dict)
     step: int = 0
-    """Local steps that the sender had completed."""
+    """Number of local steps that the sender had completed."""
     number: int = 0
-    """Counts the messages from this sender to this receiver, from 1."""
+    """Number of the message among those from this sender to this receiver, from 1."""
     reply_to: int = 0
-    """`number` of the request that this answers, or 0."""
+    """`number` of the request that this message answers, or 0."""
 
     @property
     def payload(self) -> Array:
         """The array of a message that must have one.
 
         Raises:
-            ProtocolError: it has none.
+            ProtocolError: the message has no array.
         """
         if self.array is None:
             raise ProtocolError(f"{node_name(self.source)} sent {self.tag!r} without an array")
@@ -85,18 +85,18 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the array on the wire."""
+        """Size of the array in bytes."""
         return 0 if self.array is None else self.array.nbytes
 
 
 class Wanted(msgspec.Struct, frozen=True, gc=False):
-    """Which message a program waits for; None means any."""
+    """The message that a program waits for; None matches any value."""
 
     tag: str | None = None
     source: Address | None = None
     reply_to: int | None = None
     place: Array | None = field(default=None, compare=False, repr=False)
-    """Where the message's array is to lie in the end, and may be received at once."""
+    """Array into which the message's array should be received."""
 
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
@@ -110,24 +110,25 @@ ANYTHING = Wanted()
 
 @dataclass(eq=False)
 class Mailbox:
-    """Messages that arrived and were not asked for yet.
+    """Messages that have arrived and that no program has asked for yet.
 
-    Kept by tag, and replies by what they answer, so that finding one takes no longer the more others wait.
+    They are stored by tag, and replies by the request that they answer, so that the time to find one does not depend
+    on the number of other messages.
     """
 
     queues: dict[str, deque[tuple[int, Message]]] = field(default_factory=dict)
-    """By tag, with the number of its arrival."""
+    """Tag → messages, each with the number of its arrival."""
     _replies: dict[tuple[Address | None, int], Message] = field(default_factory=dict)
     _arrivals: int = 0
     _heard: dict[Address, int] = field(default_factory=dict)
     missing: dict[Address, int] = field(default_factory=dict)
-    """Node → the number of the first of its messages that got lost."""
+    """Node → number of the first of its messages that was lost."""
 
     def __len__(self) -> int:
         return sum(map(len, self.queues.values())) + len(self._replies)
 
     def put(self, message: Message) -> None:
-        """Add an arrival."""
+        """Add a message that has arrived."""
         self.hear(message)
         if message.reply_to:
             self._replies[message.source, message.reply_to] = message
@@ -139,12 +140,12 @@ class Mailbox:
         queue.append((self._arrivals, message))
 
     def give_back(self, messages: Iterable[Message]) -> None:
-        """Put messages that were taken before what waits now, in their order."""
+        """Put messages that were taken back to the front, in their order."""
         for message in reversed(list(messages)):
             self.queues.setdefault(message.tag, deque()).appendleft((0, message))
 
     def hear(self, message: Message) -> None:
-        """Count an arrival without keeping it."""
+        """Count a message that has arrived, without storing it."""
         source, number, heard = message.source, message.number, self._heard
         if number:
             if number > (due := heard.get(source, 0) + 1):
@@ -152,15 +153,15 @@ class Mailbox:
             heard[source] = number
 
     def clear(self, but: str) -> None:
-        """Drop all that waits, except messages of the channel `but`."""
+        """Drop all messages, except those of the channel `but`."""
         self.queues = {tag: queue for tag, queue in self.queues.items() if tag.endswith(but)}
         self._replies.clear()
 
     def require_all(self, source: Address) -> None:
-        """What came from that node is only good if nothing got lost on the way, as for a sum in several messages.
+        """Check that no message of that node was lost, as sums over several messages require.
 
         Raises:
-            ProtocolError: the numbers of its messages have a gap.
+            ProtocolError: the numbers of the node's messages have a gap.
         """
         if source in self.missing:
             raise ProtocolError(
@@ -169,7 +170,7 @@ class Mailbox:
             )
 
     def take(self, wanted: Wanted) -> Message | None:
-        """Remove and return the first match in order of arrival, or None."""
+        """Remove and return the first match in the order of arrival; None if there is none."""
         if wanted.reply_to is not None:
             return self._replies.pop((wanted.source, wanted.reply_to), None)
         if wanted.tag is not None:
@@ -184,13 +185,13 @@ class Mailbox:
         return None if first is None else _first(first[1], wanted.source)
 
     def take_all(self, wanted: Wanted) -> Iterator[Message]:
-        """Remove and yield every match that is here now."""
+        """Remove and yield every match that has arrived."""
         while (message := self.take(wanted)) is not None:
             yield message
 
 
 def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message | None:
-    """Remove and return the queue's first message of `source` (None: of anyone), or None."""
+    """Remove and return the queue's first message of `source` (None: of any node); None if there is none."""
     if source is None or queue[0][1].source == source:
         return queue.popleft()[1]
     for index, (_, message) in enumerate(queue):
@@ -201,9 +202,9 @@ def _first(queue: deque[tuple[int, Message]], source: Address | None) -> Message
 
 
 def frozen(array: Any) -> Array:
-    """A copy of `array` as it is now: what a message carries.
+    """Return a copy of `array` that cannot change, for a message.
 
-    One of numpy's is read-only; an array that nobody can change is not copied.
+    A copy of a numpy array is read-only; an array that cannot be changed is not copied.
     """
     if not isinstance(array, np.ndarray):
         return copied(array)
@@ -216,7 +217,7 @@ def frozen(array: Any) -> Array:
 
 
 def unchangeable(array: Array | None) -> bool:
-    """Whether neither the array nor any other that it is a view of can be written."""
+    """Whether neither the array nor any array that it is a view of can be written."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return False

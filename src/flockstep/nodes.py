@@ -1,7 +1,7 @@
-"""What a strategy's programs see of the node they run on: the same in every driver.
+"""The nodes of a run, as a strategy's programs see them: equal in every driver.
 
-A program is a coroutine. It is suspended where time passes (a gradient is computed, a message is awaited) and
-resumed by a driver, which alone knows whether that time is real. Everything else happens at once.
+A program is a coroutine. It is suspended where time passes (a gradient is computed, a message is awaited) and resumed
+by a driver, which alone knows whether that time is real. Everything else takes no time.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from flockstep.programs import (
 
 @dataclass(frozen=True)
 class Cluster:
-    """How many workers and servers take part in a run."""
+    """The numbers of workers and servers in a run."""
 
     workers: int
     servers: int = 0
 
     @property
     def addresses(self) -> list[Address]:
-        """Every node: workers by rank, then servers by index."""
+        """Addresses of all nodes: workers by rank, then servers by index."""
         return [*range(self.workers), *map(server, range(self.servers))]
 
 
 @dataclass(frozen=True)
 class View:
-    """Which workers take part: `ranks` in ascending order. Every change makes a view of the next epoch."""
+    """The workers that take part: `ranks` in ascending order. Every change makes a view with the next epoch."""
 
     epoch: int
     ranks: tuple[int, ...]
 
     def without(self, rank: int) -> View:
-        """The view once that worker is lost; this one where it takes no part."""
+        """The view after the loss of a worker; this view if the worker does not take part."""
         return View(self.epoch + 1, tuple(r for r in self.ranks if r != rank)) if rank in self.ranks else self
 
 
@@ -82,52 +82,52 @@ def everyone(workers: int) -> View:
 
 
 class Node:
-    """One participant. `params` is the live flat array: the whole model, or a server's slice of it."""
+    """One node of a run. `params` is the live flat array: the whole model (K,), or a server's slice of it."""
 
     def __init__(self, address: Address, cluster: Cluster, params: Array, random: np.random.Generator):
         self.address = address
         self.cluster = cluster
         self.view = everyone(cluster.workers)
-        """Who takes part now; a supervisor says so where there is one."""
+        """The workers that take part now, as reported by the supervisor, if there is one."""
         self.params = params
         self.random = random
         self.state: Any = None
         self.step = 0
         self.before = 0
-        """Steps of the run before its programs last began anew, with a model that a script has loaded."""
+        """Steps of the run before its programs last restarted with a model that a script loaded."""
         self.notes: Notes = {}
         """The kinds of notes that the strategy declares; set by the driver."""
         self.mailbox = Mailbox()
         self.lost: set[Address] = set()
         self.departed: set[Address] = set()
         self.farewells: set[Address] = set()
-        """Those whose leaving `messages` has told the program of."""
+        """Nodes whose leaving `messages` has reported to the program."""
         self.leaving: set[Address] = set()
-        """Nodes that send no more but answers; only among ranks of a communicator."""
+        """Nodes that send nothing of their own any more, but answer requests; only for ranks of a communicator."""
         self.schema: Schema | None = None
-        """What the model's flat array holds; set by the driver. Without it the array counts as one tensor."""
+        """Layout of the model's flat array; set by the driver. Without it the array counts as one tensor."""
         self.held = slice(0, len(params))
-        """Which part of the model `params` is."""
+        """The slice of the model that `params` holds."""
         self.freeze: Callable[[Array], Array] = frozen
-        """Makes the copies that messages carry; a driver may have a way of its own."""
+        """Creates the copies that messages carry; set by drivers with special memory."""
         self.port_copies = False
-        """Whether the port copies an array that has to wait before it travels, so that it may be changed at once."""
+        """Whether the port copies an array that has to wait before it is sent, so that the array may change at once."""
         self.port: Port
-        """What runs its programs; set by the driver."""
+        """The driver's side of the node; set by the driver."""
         self.sent: dict[Address, int] = {}
-        """Node → how many messages it has been sent."""
+        """Node → number of messages sent to it."""
         self.tasks: list[Task] = []
         self._latest: dict[str, Task] = {}
         self.at_boundary: Callable[[], None] | None = None
-        """Called where the node's program could begin anew with the node's state as it is."""
+        """Called where the node's program could restart from the node's current state."""
         self.taken: dict[str, list[Message]] = {}
-        """Channel → the messages that its task has taken, of tasks that a program which begins anew begins again."""
+        """Channel → messages taken by its task, for tasks that a restarting program restarts."""
         self._channel = ""
         self.started = 0
-        """How many background tasks it has started."""
+        """Number of background tasks that the node has started."""
 
     def boundary(self) -> None:
-        """The program could begin anew here with the node's state as it is."""
+        """Mark a point at which the program could restart from the node's current state."""
         if self.at_boundary is not None and not self._channel and all(task.again != "never" for task in self.tasks):
             self.at_boundary()
 
@@ -137,14 +137,15 @@ class Node:
         return self.before + self.step
 
     def background(self, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never") -> Task:
-        """Start a coroutine that goes on by itself as its messages arrive; `finished` waits for its end.
+        """Start a coroutine that continues whenever its messages arrive; `finished` waits for its end.
 
-        In a process of its own messages are looked at between gradients only; in virtual time as they arrive. What is
-        sent from elsewhere to a task that waits for tag "x" in channel "c" has the tag "x/c".
+        In a separate process messages are handled between gradients only; in virtual time when they arrive. A message
+        from another context for a task that waits for tag "x" in channel "c" must have the tag "x/c".
 
-        A state holds no task: a program whose task outlasts a step remembers what it was begun with, begins it again
-        where a run continues, and finds it by its channel (`task`). `again` says so: there the task takes the messages
-        that it had taken once more ("replayed"), or none since it remembers nothing while it waits ("afresh").
+        A saved state holds no tasks. A program whose task lasts longer than a step must store the task's arguments,
+        start the task again where a run continues, and find the task by its channel (`task`). `again` declares how: the
+        restarted task takes its earlier messages again ("replayed"), or none, because it has no state while it waits
+        ("afresh").
         """
         self.started += 1
         task = self._latest[channel] = Task(self.started, f"/{channel}", program, again)
@@ -156,11 +157,11 @@ class Node:
         return task
 
     def task(self, channel: str) -> Task:
-        """The task that was begun last in that channel."""
+        """The task that was started last in that channel."""
         return self._latest[channel]
 
     async def finished(self, task: Task) -> Any:
-        """Wait until a task has ended; return what it returned."""
+        """Wait until a task has ended; return its result."""
         ended = Wanted(task.channel[1:], self.address, -task.number)
         while task.work is not None:
             await suspend(NeedWork(task.work))
@@ -175,11 +176,14 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Whether a background task is under way."""
+        """Whether a background task is running."""
         return bool(self.tasks)
 
     def shapes(self, part: slice | None = None) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensors in a part of `params` (None: all of it), in order; what is cut in two is flat."""
+        """Shapes of the tensors in a part of `params` (None: the whole array), in order.
+
+        A tensor cut in two is flat.
+        """
         start, stop = (0, len(self.params)) if part is None else (part.start, part.stop)
         if self.schema is None:
             return ((stop - start,),)
@@ -196,21 +200,21 @@ class Node:
             self._post(address, tag, copy, note, copied=True)
 
     def reply(self, message: Message, array: Array | None = None, note: Beside | None = None) -> None:
-        """Answer a request."""
+        """Reply to a request."""
         self._post(message.source, message.tag, array, note, reply_to=message.number)
 
     def reply_all(self, requests: Iterable[Message], array: Array | None, note: Beside | None = None) -> None:
-        """Answer several requests with the same array, which is copied once."""
+        """Reply to several requests with the same array, which is copied once."""
         copy = None if array is None else self.freeze(array)
         for message in requests:
             self._post(message.source, message.tag, copy, note, message.number, copied=True)
 
     @types.coroutine
     def receive(self, tag: str | None = None, source: Address | None = None) -> Generator[Effect, Any, Message]:
-        """The next message with that tag from that node (None: any); waits for it.
+        """Wait for the next message with that tag from that node (None: any), and return it.
 
         Raises:
-            PeerLost: the node has left or was lost, and no such message can come any more.
+            PeerLost: the node has left or was lost, so no such message can arrive any more.
         """
         return (yield from self._await(Wanted(None if tag is None else tag + self._channel, source)))
 
@@ -228,14 +232,14 @@ class Node:
         return (await self.ask(to, tag, array)).payload
 
     def arrived(self, tag: str) -> Iterator[Message]:
-        """The messages with that tag that are here by now; does not wait."""
+        """The messages with that tag that have arrived; does not wait."""
         self.port.collect()
         return self.mailbox.take_all(Wanted(tag + self._channel))
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Every message in order of arrival, until all other workers have left.
+        """Every message in the order of arrival, until all other workers have left.
 
-        A worker's leaving is itself a message, with tag `BYE`; its note says `lost=1` where the worker died.
+        The leaving of a worker is a message with the tag `BYE`, whose note has `lost=1` if the worker died.
         """
         others = set(range(self.cluster.workers)) - {self.address} - self.farewells
         while others:
@@ -248,7 +252,7 @@ class Node:
             yield message
 
     def deliver(self, message: Message) -> None:
-        """Called by the driver: `message` has arrived."""
+        """Called by the driver when `message` has arrived."""
         if message.tag == BYE:
             self.departed.add(message.source)
         self.mailbox.put(message)
@@ -256,12 +260,15 @@ class Node:
             self._advance_tasks()
 
     def poll(self) -> bool:
-        """Called by the driver: tasks go on whose work is done; whether one still waits for some, without a message."""
+        """Called by the driver: continue tasks whose work is done.
+
+        Return whether a task still waits for work without a message.
+        """
         self._advance_tasks()
         return any(task.work is not None for task in self.tasks)
 
     def lose(self, address: Address) -> None:
-        """Called by the driver: that node is dead; programs see it leave."""
+        """Called by the driver when that node has died; programs see the node leave."""
         self.lost.add(address)
         self.view = self.view.without(address)
         if address not in self.departed:
@@ -270,19 +277,21 @@ class Node:
     def record_update(
         self, source: Address | None, staleness: int | None = None, count: int = 1, weight: float | None = None
     ) -> None:
-        """Tell the record that `count` updates of `source` (None: of every worker) took effect here.
+        """Record that `count` updates of `source` (None: of every worker) took effect on this node.
 
-        `staleness`: versions by which they were late; `weight`: multiple of the learning rate at which each gradient
-        was applied. None: not known, or counted elsewhere.
+        `staleness`: staleness of the updates in versions; `weight`: multiple of the learning rate at which each
+        gradient was applied. None: unknown, or counted elsewhere.
         """
         self.port.updates(source, count, staleness, weight)
 
     def record_figure(self, name: str, value: float) -> None:
-        """Put a figure of the strategy's own on the record."""
+        """Record a scalar of the strategy."""
         self.port.figure(name, value)
 
     def _advance_tasks(self) -> None:
-        """Let every task go on as far as what is here allows; tell of those that have ended."""
+        """Continue every task as far as possible with the messages that have arrived, and report the tasks that have
+        ended.
+        """
         for task in list(self.tasks):
             while (found := task.take(self.mailbox)) is not None:
                 self._advance(task, found)
@@ -295,7 +304,7 @@ class Node:
                 self._ended(task)
 
     def _ended(self, task: Task) -> None:
-        """Tell the program, which may wait for the task's end."""
+        """Notify the program, which may wait for the task's end."""
         self.mailbox.put(Message(self.address, "done", reply_to=-task.number))
 
     def _advance(self, task: Task, value: Message | PeerLost | None) -> None:
@@ -310,7 +319,7 @@ class Node:
     ) -> int:
         if array is not None and not copied and (not self.port_copies or to == self.address):
             array = self.freeze(array)
-        if self._channel and not reply_to and "/" not in tag:  # a tag that names its channel is taken as it is
+        if self._channel and not reply_to and "/" not in tag:  # a tag that names its channel is used unchanged
             tag += self._channel
         kind = note_kind(self.notes, tag, reply_to) if self.notes else None
         if type(note) is not kind and (kind or isinstance(note, Note)):
@@ -322,22 +331,22 @@ class Node:
         number = self.sent[to] = self.sent.get(to, 0) + 1
         message = Message(self.address, tag, array, note or {}, self.step, number, reply_to)
         if to == self.address:
-            self.deliver(message)  # nothing travels
+            self.deliver(message)  # the message stays in this process
         else:
             self.port.send(to, message)
         return number
 
     @types.coroutine
     def receive_array(self, tag: str, source: Address, into: Array | None = None) -> Generator[Effect, Any, Array]:
-        """The array of the next message with that tag from that node, none of whose messages may be missing.
+        """The array of the next message with that tag from that node, none of whose messages may have been lost.
 
-        With `into`, that array is overwritten with it, and returned.
+        With `into`, the array is written to `into`, which is returned.
 
         Raises:
             PeerLost: the node has left or was lost.
-            ProtocolError: one of its messages got lost, or this one has no array.
+            ProtocolError: a message of the node was lost, or this message has no array.
         """
-        wanted = Wanted(tag + self._channel, source, place=into)  # not by `_await`: all collectives come by here
+        wanted = Wanted(tag + self._channel, source, place=into)  # without `_await`, because all collectives use this
         mailbox = self.mailbox
         message = mailbox.take(wanted) if mailbox.queues.get(tag + self._channel) else None
         if message is None:
@@ -355,7 +364,7 @@ class Node:
         return into
 
     def require_all(self, source: Address) -> None:
-        """Raise `ProtocolError` if a message of that node got lost: what came after it is of no use to a sum."""
+        """Raise `ProtocolError` if a message of that node was lost, since a sum needs all messages."""
         self.mailbox.require_all(source)
 
     @types.coroutine
@@ -370,12 +379,12 @@ class Node:
         return message
 
     def _keep(self, message: Message) -> None:
-        """A task has taken a message that it takes again where a run continues."""
+        """Store a message that a task has taken, for a task that takes it again where a run continues."""
         if self._channel in self.taken:
             self.taken[self._channel].append(message)
 
     def hopeless(self, wanted: Wanted) -> bool:
-        """Whether that message, which is not here, can come no more."""
+        """Whether a message that has not arrived can never arrive."""
         return wanted.source in self.departed
 
     def missed(self, wanted: Wanted) -> PeerLost:
@@ -392,18 +401,19 @@ class Peer(Node):
     def __init__(self, rank: int, cluster: Cluster, params: Array, random: np.random.Generator):
         super().__init__(rank, cluster, params, random)
         self.rank = rank
-        """This worker's number, from 0."""
+        """Rank of this worker, from 0."""
         self.workers = cluster.workers
         """Number of workers in the run (n in the literature)."""
         self.rendezvous: Rendezvous | None = None
-        """Where workers in processes of their own meet outside of messages; set by the driver."""
+        """Where workers in separate processes open connections other than messages; set by the driver."""
         self.together: SharedSum | None = None
-        """The workers who share memory with this one, if that is all of them; set by the driver."""
+        """Sums over all workers in shared memory, if all of them share memory with this one; set by the driver."""
 
     def sum_together(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided, in memory that they share; False where they do not.
+        """Replace `array` by the sum over all workers, divided by `divisor`, in shared memory; false if there is none.
 
-        In the order of a ring all-reduce, all workers at once: not in background tasks, which may not wait.
+        Adds in the order of a ring all-reduce. All workers must call this at the same point; background tasks may not,
+        because they may not wait.
         """
         if self.together is None or self._channel:
             return False
@@ -415,7 +425,7 @@ class Peer(Node):
 
 
 class Worker(Peer):
-    """A node that computes gradients. `step` counts those it has used."""
+    """A node that computes gradients. `step` is the number of gradients that it has used."""
 
     def __init__(
         self,
@@ -434,15 +444,15 @@ class Worker(Peer):
         self.loss = 0.0
         """Mean loss of the last gradient's samples; set by the driver of a declared job."""
         self.optimizer = optimizer
-        """The job's optimiser in the form that can step a slice of the parameters, as servers have it."""
+        """The job's optimizer, in the form of servers' optimizers, which can step a slice of the parameters."""
         self.train_size = train_size
         """Number of training samples of a declared job; 0 in a script's own loop."""
         self.samples = 0
-        """Those of them in this worker's part; set by the driver of a declared job."""
+        """Number of training samples in this worker's part; set by the driver of a declared job."""
         self.tensors = tuple(tensors) or (slice(0, len(params)),)
-        """Where each of the model's tensors lies in the flat array, in order."""
+        """Slices of the model's tensors in the flat array, in order."""
         self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
-        """Finds the layers that can be factored; set by the driver of a declared job."""
+        """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
         self._peers: tuple[View, list[int]] | None = None
 
@@ -457,40 +467,45 @@ class Worker(Peer):
 
     @property
     def training(self) -> bool:
-        """Whether there is another gradient to compute; the condition of a worker's loop, where it can begin anew."""
+        """Whether there is another gradient to compute.
+
+        Condition of a worker's loop, at whose top the worker can restart.
+        """
         if self.at_boundary is not None:
             self.boundary()
         return self.steps is None or self.step < self.steps
 
     @property
     def has_steps(self) -> bool:
-        """Whether there is another gradient to compute, asked elsewhere than at the top of a worker's loop."""
+        """Whether there is another gradient to compute, for use elsewhere than at the top of a worker's loop."""
         return self.steps is None or self.step < self.steps
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return self.stepper.lr
 
     @types.coroutine
     def gradient(self) -> Generator[Effect, Any, Array]:
-        """The mean gradient of the next mini-batch at `params` as they are now; valid until the next call."""
+        """Compute the mean gradient (K,) of the next mini-batch at the current `params`; valid until the next call."""
         gradient: Array = yield GRADIENT
         self.step += 1
         return gradient
 
     def gradient_unless(self, tag: str) -> Awaitable[Array | Message]:
-        """The same, given up as soon as a message with that tag is here: then that message. Counts as a step anyway.
+        """Compute the gradient of the next mini-batch, unless a message with that tag arrives before: then return the
+        message.
 
-        In virtual time computing ends at once; in a process the gradient is completed first, and dropped.
+        Counts as a step in both cases. In virtual time the computation ends at once; in a process the gradient is
+        completed and dropped.
         """
         return self._gradient(NeedGradient(unless=tag + self._channel))
 
     async def gradient_parts(self, parts: Sequence[slice]) -> AsyncIterator[tuple[slice, Array]]:
-        """The gradient of one mini-batch in parts as backward completes them: from the end of the flat array.
+        """The gradient of one mini-batch in parts, in the order of the backward pass: from the end of the flat array.
 
-        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, the whole
-        array), of which that part and those before are complete.
+        `parts` cover the array from its end to its start, each as `slice(start, stop)`. Yields (part, whole array), of
+        which that part and the earlier parts are complete.
         """
         for part in parts:
             share = 1 - part.start / max(len(self.params), 1)
@@ -499,29 +514,35 @@ class Worker(Peer):
     def gradient_of(
         self, block: int, turn: int | None = None, last: bool = True, unless: str | None = None
     ) -> Awaitable[Array | Message]:
-        """The gradient of a mini-batch of worker `block`'s part of the data; `last` says that it ends the step.
+        """Compute the gradient of a mini-batch of worker `block`'s part of the data; `last`: whether it ends the step.
 
-        `turn` numbers the batches of a block from 0, the same for every worker that asks; None is the next one. A
-        message with the tag `unless` makes it needless, as in `gradient_unless`. Needs a declared job.
+        `turn` is the number of a batch in the block, from 0, equal for every worker that asks; None is the next batch.
+        A message with the tag `unless` makes the gradient needless, as in `gradient_unless`. Needs a declared job.
         """
         tag = None if unless is None else unless + self._channel
         return self._gradient(NeedGradient(unless=tag, block=block, turn=turn, closes=last))
 
     def gradient_over(self, start: int, stop: int, last: bool = True) -> Awaitable[Array]:
-        """The mean gradient over training samples start..stop-1; `loss` is their mean loss. Needs a declared job."""
+        """Compute the mean gradient over training samples start..stop-1; `loss` is their mean loss.
+
+        Needs a declared job.
+        """
         return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
     def gradient_towards(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
-        """The mean gradient of loss + weight × distance to the mean prediction of `teachers`. Needs a declared job."""
+        """Compute the mean gradient of loss + weight × distance to the mean prediction of `teachers`.
+
+        Needs a declared job.
+        """
         return self._gradient(NeedGradient(teachers=tuple(teachers), weight=weight))
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """The fully connected layers whose gradients can be had as factors; none in a script's own loop."""
+        """The fully connected layers whose gradients can be computed as factors; empty in a script's own loop."""
         return self.find_layers()
 
     async def gradient_in_factors(self, layers: Sequence[Layer]) -> Array:
-        """The gradient of the next mini-batch with those of `layers` as factors, as `Packing(K, layers)` lays out."""
+        """Compute the gradient of the next mini-batch with `layers` as factors, laid out as `Packing(K, layers)`."""
         packed: Array = await self._gradient(NeedGradient(layers=tuple(layers)))
         return packed[: Packing(len(self.params), layers).size]
 
@@ -532,22 +553,22 @@ class Worker(Peer):
         return gradient
 
     def optimizer_step(self, gradient: Array) -> None:
-        """Let this worker's own optimiser update `params` in place."""
+        """Update `params` in place with this worker's own optimizer."""
         self.stepper.step(self.params, gradient)
 
     def record_round(self, count: int = 1) -> None:
-        """Tell the record that `count` updates of every other worker took effect here, none of them late."""
+        """Record that `count` updates of every other worker took effect here, none of them stale."""
         self.port.updates(None, count, 0)
 
     def leave(self, peers: bool = False) -> None:
-        """Say that this worker sends nothing more: to the servers, and to its peers if they wait for it."""
+        """Announce that this worker sends nothing more: to the servers, and with `peers` to the other workers."""
         self.send_all(map(server, range(self.cluster.servers)), BYE)
         if peers:
             self.send_all(self.peers, BYE)
 
 
 class Server(Node):
-    """A node that holds the shared parameters, or the index-th slice of them."""
+    """A node that holds the shared parameters, or slice number `index` of them."""
 
     def __init__(self, index: int, cluster: Cluster, params: Array, random: np.random.Generator, optimizer: Optimizer):
         super().__init__(server(index), cluster, params, random)
@@ -556,7 +577,7 @@ class Server(Node):
         self.version = 0
 
     def update(self, gradient: Array, lr: float | None = None, share: float = 1.0) -> None:
-        """Apply one optimizer step, or a share of one, to the shared parameters; the version grows by one."""
+        """Apply one optimizer step, or a share of one, to the shared parameters; the version increases by one."""
         rate = self.optimizer.lr if lr is None else lr
         self.optimizer.step(self.params, gradient, self.optimizer_state, rate, share)
         self.version += 1

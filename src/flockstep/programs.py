@@ -1,4 +1,4 @@
-"""What a program is: a coroutine that is suspended where time passes; what it may wait for, and who runs it."""
+"""Programs: coroutines that are suspended where time passes, what they may wait for, and what runs them."""
 
 from __future__ import annotations
 
@@ -15,76 +15,82 @@ from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
 @dataclass(frozen=True, slots=True)
 class NeedGradient:
-    """What a suspended worker waits for when it asked for a gradient."""
+    """A worker's request for a gradient, for which its program waits."""
 
     unless: str | None = None
-    """Give up when a message with that tag is here first; the worker is handed the message."""
+    """Cancel the request if a message with that tag arrives first; the program receives the message."""
     share: float = 1.0
-    """Wait for this share of the gradient only, counted from the end of the flat array, where backward begins."""
+    """Wait only for this share of the gradient, counted from the end of the flat array, where the backward
+    pass begins.
+    """
     block: int | None = None
-    """Use a batch of that worker's part of the data; None: of one's own."""
+    """Worker whose part of the data the batch is from; None for this worker's own."""
     turn: int | None = None
-    """Which batch of it, from 0; None: the next one."""
+    """Number of the batch in that part, from 0; None for the next one."""
     samples: tuple[int, int] | None = None
-    """Use these training samples, first and one past the last, instead of a batch."""
+    """Training samples to use instead of a batch: the first, and one past the last."""
     teachers: tuple[Array, ...] = ()
-    """Also draw the predictions towards the mean prediction of these models."""
+    """Models whose mean prediction the gradient should also approach."""
     weight: float = 0.0
-    """How much that counts beside the loss."""
+    """Weight of that distance relative to the loss."""
     layers: tuple[Layer, ...] = ()
-    """Give the gradients of these layers as factors."""
+    """Layers whose gradients are requested as factors."""
     closes: bool = True
-    """The step ends with it. A step may take several gradients; the last one closes it, or the one given up."""
+    """Whether the step ends with this gradient. A step may take several gradients; the last one ends it, or a canceled
+    one.
+    """
 
     def size(self, elements: int) -> int:
-        """Elements that are set in the answer for a model of `elements` parameters: others where layers are factors."""
+        """Number of valid elements in the answer for a model of `elements` parameters, which depends on factored
+        layers.
+        """
         return Packing(elements, self.layers).size if self.layers else elements
 
 
 class Work(Protocol):
-    """Something that goes on by itself and ends without a message, such as another library's all-reduce."""
+    """An operation that ends without a message, such as another library's all-reduce."""
 
     def done(self) -> bool:
-        """Whether it has succeeded by now."""
+        """Whether the operation has succeeded."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within that time.
+        """Wait up to `seconds` for the end of the operation; return whether it has ended.
 
         Raises:
-            PeerLost: it failed.
+            PeerLost: the operation failed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class NeedWork:
-    """What a program waits for that is no message."""
+    """A program's wait for an operation other than a message."""
 
     work: Work
 
 
 GRADIENT = NeedGradient()
 Again = Literal["never", "replayed", "afresh"]
-"""Whether a program that begins anew begins a background task again, and how that comes to where it was."""
+"""Whether a restarting program restarts a background task, and how the task recovers its state."""
 Effect = NeedGradient | Wanted | NeedWork
 Program = Coroutine[Effect, Any, None]
 
 
 @types.coroutine
 def suspend(effect: Effect) -> Generator[Effect, Any, Any]:
-    """Hand an effect to the driver; what it resumes the program with."""
+    """Pass an effect to the driver, and return the value with which the driver resumes the program."""
     return (yield effect)
 
 
 async def completed(work: Work) -> None:
-    """Wait until something that goes on outside of messages is done."""
+    """Wait until an operation outside of messages is done."""
     if not work.done():
         await suspend(NeedWork(work))
 
 
 class Task:
-    """A coroutine that goes on in the background whenever what it waits for arrives, also while a gradient is computed.
+    """A coroutine that runs in the background whenever its messages arrive, also while a gradient is computed.
 
-    Its messages travel in a channel of their own: both ends must start it under the same name.
+    Its messages use a channel of their own: both ends must start the task with the same name.
     """
 
     def __init__(self, number: int, channel: str, program: Coroutine[Effect, Any, Any], again: Again = "never"):
@@ -95,15 +101,15 @@ class Task:
         self.result: Any = None
         self.wanted: Wanted | None = None
         self.work: Work | None = None
-        """What it waits for instead of a message."""
+        """The operation that the task waits for instead of a message."""
         self._program = program
 
     def take(self, mailbox: Mailbox) -> Message | None:
-        """The message that it waits for, if it is here; None while it runs."""
+        """The message that the task waits for, if it has arrived; None while the task runs."""
         return None if self.wanted is None else mailbox.take(self.wanted)
 
     def resume(self, message: Message | None) -> None:
-        """Run it up to the next message or work that it waits for, or to its end."""
+        """Run the task up to its next wait, or to its end."""
         self.wanted = self.work = None
         try:
             effect = self._program.send(message)
@@ -113,11 +119,11 @@ class Task:
         self._wait_for(effect)
 
     def close(self) -> None:
-        """End it where it is."""
+        """End the task at its current point."""
         self._program.close()
 
     def fail(self, error: FlockstepError) -> None:
-        """Raise `error` where it waits; what it does not handle goes on to the driver."""
+        """Raise `error` where the task waits; an unhandled error is raised to the driver."""
         self.wanted = self.work = None
         try:
             effect = self._program.throw(error)
@@ -136,78 +142,81 @@ class Task:
 
 
 class Closing(Protocol):
-    """What has to be closed when a run ends."""
+    """A resource that must be closed when a run ends."""
 
     def close(self, failed: bool) -> None:
-        """The run is over; it may have failed with work under way."""
+        """Close the resource; the run may have failed with operations in progress."""
 
 
 @dataclass(eq=False)
 class Rendezvous:
-    """Where the workers of one run, each in a process of its own, find each other outside of messages."""
+    """Where the workers of one run, each in a separate process, open connections other than messages."""
 
     run: str
-    """Its name, that no other run has."""
+    """Unique name of the run."""
     folder: Path
-    """Its record's; the sockets' own folder is gone once all are connected."""
+    """Folder of the record; the sockets' own folder is removed when all are connected."""
     rank: int
     workers: int
     attend: Callable[[Work], None]
-    """Waits for work at once, wherever a program is, and still hears what the supervisor says."""
+    """Waits for an operation at any point of a program, handling the supervisor's messages meanwhile."""
     moved: Callable[[int, int, int], None]
-    """Books bytes sent and received outside of messages by formula, and as how many messages each way they count."""
+    """Counts bytes sent and received outside of messages by formula, and the equivalent number of messages each way."""
     held: dict[str, Closing] = field(default_factory=dict)
-    """What they have opened together, closed at the end of the run."""
+    """Name → shared resource, closed at the end of the run."""
 
     def close(self, failed: bool = False) -> None:
-        """Close all that is held."""
+        """Close all shared resources."""
         while self.held:
             self.held.popitem()[1].close(failed)
 
 
 class Port(Protocol):
-    """A driver's side of a node: moves its messages and keeps its record."""
+    """The driver's side of a node: moves its messages and writes its record."""
 
     def send(self, to: Address, message: Message) -> None:
-        """Take `message`, whose array will not change any more; does not wait."""
+        """Send `message`, whose array does not change afterwards, without waiting."""
 
     def collect(self) -> None:
-        """Put what has arrived by now into the mailbox; does not wait."""
+        """Put the messages that have arrived into the mailbox, without waiting."""
 
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
-        """Note that updates took effect here (source None: from every other worker)."""
+        """Record updates that took effect on this node; a source of None stands for every other worker."""
 
     def figure(self, name: str, value: float) -> None:
-        """Note a figure of the strategy's own."""
+        """Record a scalar of the strategy."""
 
 
 class Watch(Protocol):
-    """Looks whether somebody else writes to the parameters, and whether they are finite."""
+    """Checks whether other code writes to the parameters, and whether they are finite."""
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if the model is not what it was at the last `note`."""
+        """Raise `ConfigurationError` if the model has changed since the last `note`."""
 
     def note(self) -> None:
-        """Take the model as it is now for right."""
+        """Accept the current model."""
 
     def not_finite(self) -> str | None:
-        """Name of the first tensor that was not finite at the last `note`."""
+        """Name of the first tensor that was not finite at the last `note`; None if all were finite."""
 
 
 class Stepper(Protocol):
-    """A worker's own optimiser, whoever wrote it."""
+    """A worker's own optimizer, of any framework."""
 
     lr: float
 
     def step(self, params: Array, gradient: Array) -> None:
-        """Update `params` in place."""
+        """Update `params` (K,) in place with `gradient` (K,)."""
 
     def reset(self, params: Array) -> None:
-        """Forget momentum and all other state, as before the first step on `params`."""
+        """Clear momentum and all other state, as before the first step on `params`."""
 
 
 class SharedSum(Protocol):
-    """The workers of one host, who share memory."""
+    """Sums over the workers of one host that share memory."""
 
     def all_reduce(self, array: Array, divisor: int = 1) -> bool:
-        """Replace `array` by the sum over all workers, divided; waits. False: it cannot be had this way."""
+        """Replace `array` by the sum over all workers, divided by `divisor`, and wait for it.
+
+        Return false if that is not possible.
+        """

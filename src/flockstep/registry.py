@@ -1,6 +1,6 @@
-"""Names → implementations, one line each. Nothing is imported before it is asked for.
+"""Names → implementations, one line each. Nothing is imported before it is needed.
 
-Command-line choices, documentation tables and conformance tests are all made from this table.
+Command-line choices, documentation tables and conformance tests are all generated from this table.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ _ALIASES: dict[str, dict[str, str]] = {
 }
 
 _CATALOGUES = {"strategy": "flockstep.systems.catalogue"}
-"""Modules with further short names: `names()`, and `expression(name)` for what one stands for."""
+"""Noun → module with further names: `names()`, and `expression(name)` for the expression of a name."""
 
 _loaded: dict[tuple[str, str], Any] = {}
 _names: dict[type, str] = {}
@@ -309,12 +309,12 @@ def names(noun: str) -> list[str]:
 
 
 def aliases(noun: str) -> dict[str, str]:
-    """Short names of `noun` → the expression that each stands for."""
+    """Short name → expression, for all short names of `noun`."""
     return dict(_ALIASES.get(noun, {}))
 
 
 def alias(noun: str, name: str) -> str | None:
-    """The expression that the short name stands for, or None."""
+    """The expression of a short name; None if there is none."""
     short = _ALIASES.get(noun, {}).get(name)
     if short is None and noun in _CATALOGUES and name not in _TABLE[noun] and "(" not in name:
         found: str | None = importlib.import_module(_CATALOGUES[noun]).expression(name)
@@ -323,15 +323,15 @@ def alias(noun: str, name: str) -> str | None:
 
 
 def catalogue(noun: str) -> list[str]:
-    """Names of published compositions that may be written for a `noun`."""
+    """Names of published compositions that may be used for a `noun`."""
     return list(importlib.import_module(_CATALOGUES[noun]).names()) if noun in _CATALOGUES else []
 
 
 def register(noun: str, name: str, target: type) -> None:
-    """Add an implementation of your own under `name`.
+    """Register a custom implementation under `name`.
 
     Raises:
-        ConfigurationError: the name is taken by another class, or is no identifier.
+        ConfigurationError: the name is taken by another class, or is not an identifier.
     """
     table = _table(noun)
     if not name.isidentifier() or keyword.iskeyword(name):
@@ -349,7 +349,7 @@ def load(noun: str, name: str) -> Any:
     """The class that is registered as `name`.
 
     Raises:
-        UnknownName: nothing is; the nearest name is in the message.
+        UnknownName: the name does not exist; the message has the nearest one that does.
     """
     table = _table(noun)
     if name not in table:
@@ -371,7 +371,7 @@ def load(noun: str, name: str) -> Any:
 
 
 def name_of(kind: type) -> str:
-    """The name under which `kind` is registered (its class name if it is not)."""
+    """The name under which `kind` is registered; its class name if it is not registered."""
     if kind not in _names:
         place = f"{kind.__module__}:{kind.__qualname__}"
         for table in _TABLE.values():

@@ -147,7 +147,7 @@ def test_every_strategy_is_in_the_table_and_in_the_details(page: str, records: l
 
 
 def test_the_clock_is_said_plainly(records: list[Record], page: str) -> None:
-    assert "Virtual seconds: gradients are real, time is modelled" in page
+    assert "Virtual seconds: gradients are real, time is modeled" in page
     assert "Real seconds" not in page
     real = render([invent(RUNS[0], kind="train")])
     assert "Real seconds: measured on real processes" in real

@@ -32,8 +32,9 @@ _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
 def of_rates(figures: Sequence[Figure]) -> Drawing:
-    """GB/s against array size: a line for each implementation, a panel for each number of processes; error bars are
-    quartiles.
+    """GB/s against array size: a line for each implementation, a panel for each number of processes.
+
+    Error bars are quartiles.
     """
     counts = sorted({one.workers for one in figures})
     ways = list(dict.fromkeys(one.way for one in figures))

@@ -134,8 +134,9 @@ class Truth:
 
     @property
     def ranks(self) -> dict[str, float | None]:
-        """Bandwidth, or "all" → rank correlation of predicted and measured times; None if there are fewer than two
-        pairs.
+        """Bandwidth, or "all" → rank correlation of predicted and measured times.
+
+        None if there are fewer than two pairs.
         """
         found = {name: [one for one in self.pairs if one.bandwidth == name] for name in self.bandwidths}
         found["all"] = list(self.pairs)
@@ -341,8 +342,9 @@ class _Runs:
     count: int = 0
 
     def record(self, strategy: str, bandwidth: str, steps: int) -> Path:
-        """Run a strategy and return the folder of its record. The model is evaluated at the end only, because snapshots
-        use the links too.
+        """Run a strategy and return the folder of its record.
+
+        The model is evaluated at the end only, because snapshots use the links too.
         """
         self.count += 1
         config = RunConfig(

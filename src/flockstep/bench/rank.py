@@ -15,8 +15,9 @@ from flockstep.bench.ways import Party, Place, Way
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: module of implementations, socket, number of processes, bytes of the largest array; the rank, unless
-    MPI knows it.
+    """Arguments: module of implementations, socket, number of processes, bytes of the largest array.
+
+    The last argument is the rank, if MPI does not know it.
     """
     catalogue, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()

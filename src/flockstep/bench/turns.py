@@ -180,8 +180,9 @@ def calls_for(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _crews(catalogue: str, ways: Sequence[Way], workers: int, largest: int) -> Iterator[list[tuple[Way, Crew]]]:
-    """Context manager: each implementation with its processes; implementations started in the same way
-    share processes.
+    """Context manager: each implementation with its processes.
+
+    Implementations started in the same way share processes.
     """
     crews: dict[bool, Crew] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -193,8 +194,9 @@ def _crews(catalogue: str, ways: Sequence[Way], workers: int, largest: int) -> I
 
 
 def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
-    """The address of a shared segment for one implementation, until the measurement ends; unused memory is not
-    allocated.
+    """The address of a shared segment for one implementation, until the measurement ends.
+
+    Unused memory is not allocated.
     """
     if sys.platform != "linux":
         return ""

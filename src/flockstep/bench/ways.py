@@ -82,8 +82,9 @@ class Summing(Party):
     workers: int
 
     def run(self, size: int, calls: int) -> float:
-        """Check the sum once, synchronize the processes with a sum of zeros, then measure; return the seconds of one
-        call.
+        """Check the sum once, synchronize the processes with a sum of zeros, then measure.
+
+        Return the seconds of one call.
         """
         array = self.buffer(size)
         array[:] = 1

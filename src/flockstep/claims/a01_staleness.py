@@ -47,8 +47,9 @@ class InFlight(Updates):
         super().send(to, message)
 
     def note(self, event: Event) -> None:
-        """Count the computing workers when `collected` gradients have made a version; the last version may
-        have fewer.
+        """Count the computing workers when `collected` gradients have made a version.
+
+        The last version may have fewer.
         """
         super().note(event)
         if isinstance(event, Update) and len(self.log) % self.collected == 0:
@@ -93,9 +94,7 @@ class Staleness(Claim):
         return Verdict(tuple(rows))
 
     def _virtual(self, n: int, law: str) -> tuple[float, int, int]:
-        """Mean staleness after the start; sum of staleness over the whole run; gradients in flight over the
-        whole run.
-        """
+        """Mean staleness after the start; over the whole run, its sum and the gradients in flight."""
         trace, simulation = timed(f"ps(consistency=softsync({n}))", WORKERS, self.steps, law, simulation=InFlight)
         assert isinstance(simulation, InFlight)
         settled = trace.until_first_end(self.steps).staleness[5 * WORKERS :]

@@ -34,8 +34,9 @@ class InTurn(Constant):
 
 @dataclass(frozen=True)
 class Paced(ElasticAveraging):
-    """Elastic averaging that also accepts α above 1, which is never stable; the first gradient only sets the start
-    times.
+    """Elastic averaging that also accepts α above 1, which is never stable.
+
+    The first gradient only sets the start times.
     """
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class BackupWorkersRuntime(Claim):
     source = "Chen, Pan, Monga, Bengio & Jozefowicz 2016; Abadi et al. 2016, section 4.4"
     setting = "parameter server, 16 to 18 and 100 workers, virtual time, the same draws, free messages"
     tolerance = (
-        "mean +-1 %; every step ends with the N-th order statistic of its draws, in every bit; no step ends later than "
+        "mean +-1 %; every step ends with the N-th order statistic of its draws, bit for bit; no step ends later than "
         "without backups on the same draws"
     )
 

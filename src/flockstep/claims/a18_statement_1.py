@@ -67,7 +67,7 @@ class StatementOne(Claim):
     statement = "If every update reaches every worker, however late, all replicas are equal in the end"
     source = "FAST (seed 000), section 3, statement 1"
     setting = "broadcast, 2 to 5 workers, softmax regression, random compute times and latencies"
-    tolerance = "equal in every bit in every pattern; with one message lost, never"
+    tolerance = "equal bit for bit in every pattern; with one message lost, never"
 
     def check(self, say: Say) -> Verdict:
         """Try many random patterns of delay, and the same patterns with one lost message."""

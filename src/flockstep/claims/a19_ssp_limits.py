@@ -26,11 +26,11 @@ class SspLimits(Claim):
     steps: int = 60
     statement = (
         "Stale synchronous parallel with s = 0 is bulk synchronous; without a bound, every update added in full, it is "
-        "asynchronous; and nobody is ever more than s clocks ahead of the slowest"
+        "asynchronous; and no worker is ever more than s clocks ahead of the slowest"
     )
     source = "Ho et al. 2013, section 3; Langer, He, Rahayu & Xue 2020, section 3.3.4"
     setting = "softmax regression, 6 workers with momentum, 4 laws of gradient times, 5 seeds, 1 Gbit/s"
-    tolerance = "equal in every bit, parameters and times; the gap never exceeds s, and reaches it"
+    tolerance = "parameters and times equal bit for bit; the gap never exceeds s, and reaches it"
 
     def check(self, say: Say) -> Verdict:
         """Compare the limits under every distribution of compute times, then measure the gaps."""

@@ -32,8 +32,9 @@ Channel = Callable[[FlatArray, np.random.Generator], FlatArray]
 
 
 class Moments(NamedTuple):
-    """Statistics of many draws: largest deviation of an element's mean in standard errors; mean of ||x - C(x)||² /
-    ||x||².
+    """Statistics of many draws: largest deviation of an element's mean in standard errors.
+
+    `error` is the mean of ||x - C(x)||² / ||x||².
     """
 
     off: float
@@ -61,7 +62,7 @@ class CodecErrors(Claim):
     )
     tolerance = (
         f"means within {SIGMAS:.0f} standard errors, element by element; mean squared errors <= bound, within "
-        f"{SIGMAS:.0f} standard errors; decoding one per cent short, and a damped codec undamped, are noticed"
+        f"{SIGMAS:.0f} standard errors; decoding one percent short, and a damped codec undamped, are noticed"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -123,7 +124,7 @@ class CodecErrors(Claim):
         short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
-            Row(f"{codec}, one per cent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
+            Row(f"{codec}, one percent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
             Row("qsgd(levels=1), undamped: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
         ]
 

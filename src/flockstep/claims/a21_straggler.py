@@ -47,7 +47,7 @@ class Straggler(Claim):
         even = self._pace("adpsgd", 8, 1) / self._pace("all_reduce", 8, 1)
         rows.append(near("the same without a slow worker, P = 8", 1.0, even, 0.03))
         most = max(figures.values())
-        note = f"D-PSGD, which waits for its neighbours, takes at most {most:.3g} times as many as synchronous training"
+        note = f"D-PSGD, which waits for its neighbors, takes at most {most:.3g} times as many as synchronous training"
         return Verdict(tuple(rows), note, figures)
 
     def _pace(self, strategy: str, workers: int, slow: int) -> float:

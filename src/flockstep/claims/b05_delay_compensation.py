@@ -39,7 +39,7 @@ class DelayCompensation(Claim):
         "gradient times normal with cv 0.1; 5 seeds"
     )
     tolerance = (
-        "medians: compensated <= 10 % where plain >= 60 % (8 workers: >= 20 %); with one worker equal in every bit"
+        "medians: compensated <= 10 % where plain >= 60 % (8 workers: >= 20 %); with one worker equal bit for bit"
     )
 
     def check(self, say: Say) -> Verdict:
@@ -55,7 +55,7 @@ class DelayCompensation(Claim):
                 Row(f"{what}: compensated", f"{compensated}, <= 10", ranged(kept), found <= 10),
             ]
         same = all(equal_bits(*(_alone(strategy, seed) for strategy in (PLAIN, COMPENSATED))) for seed in range(3))
-        rows.append(Row("one worker, parameters in every bit", "equal", "equal" if same else "differ", same))
+        rows.append(Row("one worker, parameters bit for bit", "equal", "equal" if same else "differ", same))
         apart = not equal_bits(*(_alone(strategy, 0, workers=2) for strategy in (PLAIN, COMPENSATED)))
         rows.append(Row("control: two workers", "differ", "differ" if apart else "equal", apart))
         return Verdict(tuple(rows))

@@ -33,7 +33,7 @@ class PartialCommunication(Claim):
     )
     tolerance = (
         f"medians: full <= {LEARNS:g} %; deferred <= full + 2 points at every share; dropped at 0.5 on sorted "
-        "data >= 25 %; spread of replicas grows as the share falls; after the flush equal in every bit in every run"
+        "data >= 25 %; spread of replicas grows as the share falls; after the flush equal bit for bit in every run"
     )
 
     def check(self, say: Say) -> Verdict:

@@ -24,7 +24,7 @@ class PostLocalGeneralises(Claim):
     """Post-local SGD against large-batch SGD."""
 
     statement = (
-        "Large-batch training that turns to local steps at the first decay of the learning rate generalises no worse, "
+        "Large-batch training that turns to local steps at the first decay of the learning rate generalizes no worse, "
         "and communicates less from there on"
     )
     source = "Lin et al. 2020, section 3 and table 3 (ResNet-20, 16 workers, H = 16 from epoch 150 of 300)"

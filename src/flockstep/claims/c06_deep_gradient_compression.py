@@ -35,8 +35,9 @@ HIGHER, FEW = 0.4, 3
 
 @dataclass(frozen=True)
 class Final:
-    """Result of a run: error in percent; mean loss; compression against 32 bits per element, overall and after the
-    warm-up.
+    """Result of a run: error in percent, mean loss, and compression.
+
+    The compression is relative to 32 bits per element, overall and after the warm-up.
     """
 
     error: float

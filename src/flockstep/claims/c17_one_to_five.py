@@ -33,7 +33,7 @@ class OneToFive(Claim):
         f"quadratic, K = {SIZE}, T_c = {1000 * GRADIENT:g} ms, virtual time: 4, 8 and 16 workers on links of different "
         "speed, ring and recursive doubling, tau from 1 to 30; T_comm measured with tau = 1"
     )
-    tolerance = "utilisation as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
+    tolerance = "utilization as by the formula for every tau, and 5/6 for the tau solved for, ± 1 %"
     quick = True
 
     def check(self, say: Say) -> Verdict:

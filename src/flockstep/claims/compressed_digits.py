@@ -47,8 +47,9 @@ class Finals:
 
 
 def trained(codec: str | Codec, feedback: str | Feedback = "none", *, seeds: int, batch: int, lr: float = LR) -> Finals:
-    """Train on the digits with SGD on 8 workers for 40 epochs; workers encode gradients, and the server
-    averages them.
+    """Train on the digits with SGD on 8 workers for 40 epochs.
+
+    Workers encode gradients, and the server averages them.
     """
     strategy = ParameterServer(codec=Codec.parse(codec), feedback=Feedback.parse(feedback))
     finals = [_trained(strategy, seed, batch, lr) for seed in range(seeds)]

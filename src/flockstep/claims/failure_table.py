@@ -54,7 +54,7 @@ class Family:
     slow: Cell
 
 
-AT_EVERY_STEP = Cell("at every step, in every bit", (f.EVERY_STEP,))
+AT_EVERY_STEP = Cell("at every step, bit for bit", (f.EVERY_STEP,))
 AFTER_DRAIN = Cell("once all updates have arrived", (f.DRAINED,))
 ON_THE_SERVER = Cell("on the server only", (f.COPIES,))
 AS_LR_FADES = Cell("as lr → 0", (f.DRAWN,))
@@ -232,7 +232,7 @@ FAMILIES = (
             Cell(
                 "both halves of the average are lost, or none",
                 (f.NO_EFFECT, f.CONTENT_LOST),
-                Short("the partner of a lost half waits for ever", (f.ONE_STALLS,)),
+                Short("the partner of a lost half waits forever", (f.ONE_STALLS,)),
             ),
         ),
         NONE,
@@ -263,7 +263,7 @@ FAMILIES = (
             Cell(
                 "the force acts on one side only",
                 (f.CONTENT_LOST, f.UPDATE_LOST),
-                Short("who asked for the centre waits for it", (f.ONE_STALLS,)),
+                Short("the worker that asked for the center waits for it", (f.ONE_STALLS,)),
             ),
         ),
         NONE,

@@ -99,8 +99,9 @@ async def asynchronous_worker(me: Worker, n: int) -> None:
 
 
 async def asynchronous_all(me: Worker, n: int) -> None:
-    """All workers push at once; each receives the model after its gradient was applied. The exchange ends with the last
-    update.
+    """All workers push at once; each receives the model after its gradient was applied.
+
+    The exchange ends with the last update.
     """
     if me.rank < n:
         me.send(n, "gradient", model(n))

@@ -15,8 +15,9 @@ from flockstep.errors import ProtocolError
 
 @dataclass(frozen=True)
 class RandomProjection(Codec):
-    """Sends M U and decodes M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1); float32 numpy
-    arrays only.
+    """Sends M U and decodes M U Uᵀ with E[U Uᵀ] = I (Vogels, Karimireddy & Jaggi 2019, section 4.1).
+
+    The codec accepts float32 numpy arrays only.
 
     U (m, rank) is normal with variance 1 / rank, the same on all workers in a step.
     """

@@ -16,8 +16,9 @@ TRAIN, TEST = 60_000, 4_000
 
 
 class SparseLogistic(Model):
-    """The sum of one coefficient per field, with the logistic loss; the gradient is zero for categories without a
-    sample.
+    """The sum of one coefficient per field, with the logistic loss.
+
+    The gradient is zero for categories without a sample.
 
     With `l2` > 0 every gradient changes every coefficient, which Niu et al. (2011) avoid.
     """

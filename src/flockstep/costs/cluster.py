@@ -153,8 +153,9 @@ class ClusterShape:
         return self.overhead + work / self.operations
 
     def compute(self, seconds: float | None = None, workers: int | None = None) -> ComputeModel:
-        """The compute model of the workers, for virtual time; `seconds`: mean of a gradient at speed 1, if not that of
-        `law`.
+        """The compute model of the workers, for virtual time.
+
+        `seconds`: mean of a gradient at speed 1, if not that of `law`.
 
         If only some machines have fewer cores than workers, those workers are slowed in proportion instead of sharing
         cores.

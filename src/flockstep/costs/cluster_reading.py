@@ -34,7 +34,10 @@ def calibration() -> pathlib.Path:
 
 
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
-    """Load the built-in cluster called `name`, or the cluster described by the TOML file at that path.
+    """Load a built-in cluster, or one described by a TOML file.
+
+    Args:
+        name: name of a built-in cluster, "here" for this machine's calibration, or path of a TOML file.
 
     Raises:
         ConfigurationError: there is none, or the file breaks a rule; the message has file, line, value and way out.

@@ -19,8 +19,9 @@ SOFTMAX, SOFTMAX_BACK = 4, 3
 
 
 def linear(name: str, c_in: int, c_out: int, rows: Number = 1, bias: bool = True, data: bool = False) -> Layer:
-    """Fully connected layer: W = N C_out C_in, D = ⌈log2 C_in⌉ forward; `rows` per sample, for example the tokens of a
-    text.
+    """Fully connected layer: W = N C_out C_in, D = ⌈log2 C_in⌉ forward.
+
+    `rows` per sample, for example the tokens of a text.
     """
     products = rows * c_in * c_out
     return Layer(
@@ -68,8 +69,9 @@ def convolution(
 
 
 def pooling(name: str, reads: Number, writes: Number, window: Sequence[int], data: bool = False) -> Layer:
-    """Maximum or mean pooling: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉; one operation per output
-    backward.
+    """Maximum or mean pooling: W = N C H' W' K_y K_x, D = ⌈log2 K_y⌉ + ⌈log2 K_x⌉.
+
+    The backward pass has one operation per output.
     """
     return Layer(
         name,
@@ -118,8 +120,9 @@ def softmax(name: str, elements: Number, classes: int, data: bool = False) -> La
 
 
 def batch_norm(name: str, channels: int, places: Number, affine: bool = True, data: bool = False) -> Layer:
-    """Batch normalization: W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance; `places`: H·W per
-    sample.
+    """Batch normalization: W = N C H W, D = ⌈log2 N H W⌉ for the mean, and again for the variance.
+
+    `places`: H·W per sample.
     """
     elements = channels * places
     return Layer(
@@ -187,8 +190,9 @@ def recurrent(
     biases: int = 2,
     data: bool = False,
 ) -> Layer:
-    """Recurrent cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence; D grows with `steps`, which are
-    sequential.
+    """Recurrent cell of `gates` gates (4 LSTM, 3 GRU, 1 plain) over a sequence.
+
+    D grows with `steps`, which are sequential.
 
     Each step has a product with the inputs, which does not depend on earlier steps, a product with the hidden state,
     and about three further operations per gate and unit.

@@ -226,8 +226,9 @@ class ModelShape:
         return self.work_forward(batch) + self.work_backward(batch)
 
     def depth(self, batch: int) -> int:
-        """D: the longest chain of dependent operations through the layers, forward and backward; branches run in
-        parallel.
+        """D: the longest chain of dependent operations through the layers, forward and backward.
+
+        Branches run in parallel.
         """
         forward = self._longest([layer.forward.chain(batch) for layer in self.layers])
         return forward + self._longest([layer.depth_backward(batch) for layer in self.layers])

@@ -66,8 +66,9 @@ class Lines:
         return self._value(path, _skip(self._text, found.end() + 1))
 
     def _value(self, path: Path, at: int) -> int:
-        """Parse a value at position `at`, recording keys of inline tables and indices of arrays; return the position
-        after it.
+        """Parse a value at position `at`, recording keys of inline tables and indices of arrays.
+
+        Return the position after it.
         """
         if self._text[at] not in "[{":
             found = _STRING.match(self._text, at)

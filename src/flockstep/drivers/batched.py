@@ -109,8 +109,9 @@ class _Pool:
         return rows(params, ranks, self._gathered[: len(ranks)])
 
     def take(self, ranks: Sequence[int]) -> FlatArray:
-        """Rows for the gradients of at most `ROWS` ranks, in that order; each row is held until its rank
-        gives it back.
+        """Rows for the gradients of at most `ROWS` ranks, in that order.
+
+        Each row is held until its rank gives it back.
         """
         slab = self._room_for(len(ranks))
         rows = slab.rows[slab.used : slab.used + len(ranks)]

@@ -304,8 +304,9 @@ class Member:
     def wait_for_end(
         self, attend: Callable[[Message], None] | None = None, buffers: dict[int, FlatArray] | None = None
     ) -> FlatArray | None:
-        """Wait for the end of the run; return the resulting model if it was sent; `buffers` receives those of all
-        workers, and `attend` every message that does not concern the end.
+        """Wait for the end of the run; return the resulting model if it was sent.
+
+        `buffers` receives the buffers of all workers, and `attend` is called with every other message.
 
         Raises:
             Interrupted: the run failed or was interrupted meanwhile.

@@ -23,8 +23,9 @@ Receive = Callable[..., Message | None]
 
 
 class Messenger(ABC):
-    """Sends a node's messages and delivers those of others; messages that the bus has no room for are queued for each
-    peer.
+    """Sends a node's messages and delivers those of others.
+
+    Messages that the bus has no room for are queued for each peer.
     """
 
     def __init__(self, bus: Bus, receive: Receive, node: Node, emit: Emit | None):
@@ -44,8 +45,9 @@ class Messenger(ABC):
         return time.monotonic() - self._start
 
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer, and wait until there is room for it; messages that arrive meanwhile are
-        delivered.
+        """Send a message to a peer, and wait until there is room for it.
+
+        Messages that arrive meanwhile are delivered.
         """
         nested = to in self._held  # a message that arrived while an earlier one waits for room sends more
         self.hand_over(to, message)

@@ -34,8 +34,9 @@ class Mishaps:
         return sorted(events, key=lambda event: event[0])
 
     def narrowings(self) -> list[tuple[float, Address, float]]:
-        """Virtual seconds, node, and factor by which the bandwidth of the node's link is divided; several faults
-        multiply.
+        """Virtual seconds, node, and factor by which the bandwidth of the node's link is divided.
+
+        Several faults multiply.
         """
         times = {(units.duration(end), fault.node) for fault in self._narrows for end in (fault.at, fault.until)}
         events = []

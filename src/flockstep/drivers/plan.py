@@ -42,7 +42,7 @@ class Plan:
         if self.strategy.traits.server_optimizer and not self.optimizer.elementwise:
             raise CompositionError(
                 f"{self.strategy} steps slices of the parameters, got {self.optimizer}, which needs whole layers; use "
-                f"an elementwise optimiser such as sgd, or a strategy whose workers step themselves, such as all_reduce"
+                f"an elementwise optimizer such as sgd, or a strategy whose workers step themselves, such as all_reduce"
             )
 
     def lr_at(self, step: int) -> float:
@@ -102,8 +102,9 @@ class Batches:
         self._turns: dict[int, int] = {}
 
     def next(self, need: NeedGradient) -> Indices:
-        """Indices of the samples of the requested gradient; a block's batch of a given turn is equal for
-        all workers.
+        """Indices of the samples of the requested gradient.
+
+        A block's batch of a given turn is equal for all workers.
         """
         if need.samples is not None:
             return np.arange(*need.samples, dtype=np.int64)

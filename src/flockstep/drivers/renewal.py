@@ -78,7 +78,7 @@ class Reception:
         self._asked_for_the_end: list[Message] = []
 
     def hears(self, message: Message) -> bool:
-        """Take a message of the driver's channel; whether the message was taken from the program."""
+        """Take a message of the driver's channel; return whether the message was taken from the program."""
         if not message.tag.endswith(CHANNEL):
             return False
         self._node.mailbox.hear(message)

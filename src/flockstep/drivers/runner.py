@@ -186,8 +186,9 @@ class Runner:
             self._since = self.clock() - spent
 
     def advance(self, gradient: FlatArray | None = None, loss: float | None = None, whole: bool = True) -> bool:
-        """Pass on the awaited gradient, if there is one, and continue; return whether the program waits for another
-        gradient.
+        """Pass on the awaited gradient, if there is one, and continue.
+
+        Return whether the program waits for another gradient.
 
         If the gradient is not `whole`, only the awaited part is valid.
         """
@@ -379,7 +380,7 @@ class Runner:
             self.source(need)
 
     def _needless(self) -> bool:
-        """Cancel the awaited gradient if it has become needless; whether it was canceled and the program resumed."""
+        """Cancel the awaited gradient if it is needless, and resume the program; return whether that was done."""
         self._driver.collect()
         found = self.needless()
         if found is not None:

@@ -101,8 +101,9 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 
 def refuse(error: FlockstepError) -> None:
-    """Report an error to the supervisor before this process joins; the supervisor prints the error instead
-    of Python.
+    """Report an error to the supervisor before this process joins.
+
+    The supervisor prints the error instead of Python.
     """
     ticket, hook = ticket_from_environment(), sys.excepthook
     if ticket is None or ticket.claimed:

@@ -257,8 +257,9 @@ class Watch:
             self._hooks.append(hook)
 
     def check(self, allowed: int = 0) -> None:
-        """At the start of a step, look for changes; each gradient may have been changed `allowed` times
-        since backward.
+        """At the start of a step, look for changes.
+
+        Each gradient may have been changed `allowed` times since backward.
         """
         if not self._hooks:
             return

@@ -152,8 +152,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context manager in which backward passes only accumulate gradients, as in DDP; the next backward after it
-        sends.
+        """Context manager in which backward passes only accumulate gradients, as in DDP.
+
+        The next backward after it sends.
         """
         before, self._backward.paused = self._backward.paused, True
         try:
@@ -310,18 +311,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.buffers.take(self.loop.exchange("buffers", lambda me: all_packed(me, self.buffers.packed())))
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the original optimizer; if servers step, with the state of their optimizers. One rank may call this
-        alone.
+        """State of the original optimizer; if servers step, with the state of their optimizers.
 
-        If parameters are narrower than the flat array, `master` holds this rank's unrounded values of them, by name.
+        One rank may call this alone. If parameters are narrower than the flat array, `master` holds this rank's
+        unrounded values of them, by name.
         """
         self._memory.fetch()
         master = self.flat.master()
         return {**self.inner.state_dict(), "master": master} if master else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the original optimizer; call `sync()` on every rank afterwards if servers step, or ranks
-        share a gradient, or the state holds a `master`, which sets the parameters too.
+        """Load a state into the original optimizer.
+
+        Call `sync()` on every rank afterwards if servers step, or ranks share a gradient, or the state holds a
+        `master`, which sets the parameters too.
         """
         self.inner.load_state_dict(state_dict)
         if "master" in state_dict:

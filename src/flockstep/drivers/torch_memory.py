@@ -145,8 +145,9 @@ class ServerMemory:
         set_state(self._flat, self._optimizer, self._loop.remembered())
 
     def finish(self) -> None:
-        """End the run; if its script saves states, rank 0 stores the final state, after the last gradient
-        of all ranks.
+        """End the run.
+
+        If its script saves states, rank 0 stores the final state, after the last gradient of all ranks.
         """
         keeps = self._asked and self._loop.rank == 0 and not self._loop.finished
         last = self._loop.finish(remember=keeps)

@@ -117,8 +117,9 @@ class Tracker:
         samples: Callable[[int], int],
         emit: Emit,
     ):
-        """`held`: slice of the parameters that each server holds; `samples`: function from a worker's steps to its
-        samples.
+        """`held`: slice of the parameters that each server holds.
+
+        `samples`: function from a worker's steps to its samples.
         """
         self.result: FlatArray | None = None
         self.evaluation: Evaluation | None = None
@@ -135,8 +136,9 @@ class Tracker:
         self._own: dict[str, Evaluation] = {}
 
     def add(self, tick: float, address: Address, params: FlatArray, t: float, step: int, sent: int) -> None:
-        """Add a node's current parameters (copied if they are kept); parameters of nodes that only cache
-        are dropped.
+        """Add a node's current parameters (copied if they are kept).
+
+        Parameters of nodes that only cache are dropped.
         """
         if address in self._idle:
             return

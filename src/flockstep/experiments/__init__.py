@@ -1,1 +1,1 @@
-"""Runs, comparisons and plans as functions with typed results: what the commands call, and what a notebook calls."""
+"""Runs, comparisons and plans as functions with typed results, for the commands and for notebooks."""

@@ -1,4 +1,4 @@
-"""A grid of runs (strategies, learning rates, seeds), kept as they finish, ranked at the end."""
+"""Comparisons: a grid of runs (strategies, learning rates, seeds), stored as they finish, and ranked at the end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
-"""Carries out a configuration in a folder, under a title; the last argument: whether to replace what is there."""
+"""Function that runs a configuration in a folder, with a title; the last argument: replace the run in the folder."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What to compare: each strategy at each learning rate (none: the job's own) with each of `seeds` seeds."""
+    """The runs of a comparison: each strategy at each learning rate (empty: the job's own) with each of
+    `seeds` seeds.
+    """
 
     base: RunConfig
     strategies: Sequence[str]
@@ -50,10 +52,10 @@ class Grid:
         return self.seeds > 1 or len(self.rates) > 1
 
     def groups(self, out: Path) -> list[list[_Planned]]:
-        """The runs, those that differ in their seed only together, by strategy and learning rate.
+        """The runs by strategy and learning rate; runs that differ only in their seed form one group.
 
         Raises:
-            ConfigurationError: a strategy or an option that no run could work with, or a strategy given twice.
+            ConfigurationError: a strategy or an option is invalid, or a strategy is given twice.
         """
         configs = [dataclasses.replace(self.base, strategy=text) for text in self.strategies]
         for config in configs:
@@ -70,7 +72,7 @@ class Grid:
         return found
 
     def marks(self, config: RunConfig) -> str:
-        """What tells a run from the others of its strategy."""
+        """Text that tells a run from the other runs of its strategy."""
         rate = f", lr {config.lr:g}" if self.rates else ""
         return rate + (f", seed {config.seed}" if self.seeds > 1 else "")
 
@@ -88,40 +90,40 @@ class _Planned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of several strategies, ranked. `print` shows the ranked table."""
+    """Ranked runs of several strategies. `print` shows the ranked table."""
 
     runs: tuple[RunResult, ...]
-    """Every run, by strategy, learning rate and seed as they were given."""
+    """Every run, in the given order of strategies, learning rates and seeds."""
     groups: tuple[Group, ...]
-    """The runs' summaries; those that differ in their seed only are one group."""
+    """The runs' summaries; runs that differ only in their seed form one group."""
     chosen: tuple[Group, ...]
-    """For each strategy the group of the learning rate that it is ranked by."""
+    """For each strategy, the group of the learning rate by which the strategy is ranked."""
     report: Path
-    """The page with the ranked table and the plots."""
+    """Path of the HTML page with the ranked table and the figures."""
     repeated: bool
     """Whether a strategy has more than one run, so that medians are ranked."""
 
     @property
     def summaries(self) -> list[Summary]:
-        """One for each strategy, the best first: the summary of its run, or the medians of its runs."""
+        """One summary for each strategy, the best first: of its run, or the medians of its runs."""
         return rank(
             [group.median() for group in self.chosen] if self.repeated else [one.runs[0] for one in self.chosen]
         )
 
     @property
     def drawn(self) -> list[RunResult]:
-        """For each strategy the run that the report draws: the one nearest to the medians."""
+        """For each strategy, the run that the report draws: the one nearest to the medians."""
         nearest = [group.nearest() for group in self.chosen]
         return [next(run for run in self.runs if run.summary is one) for one in nearest]
 
     @property
     def failures(self) -> list[str]:
-        """Why strategies diverged or failed, in sentences."""
+        """Sentences on why strategies diverged or failed."""
         return [f"{one.strategy}: {one.error}" for one in self.summaries if one.status in ("diverged", "failed")]
 
     @property
     def caveats(self) -> list[str]:
-        """What medians and chosen learning rates do not settle, in sentences."""
+        """Sentences about what medians and chosen learning rates leave open."""
         return caveats(self.groups, self.chosen) if self.repeated else []
 
     def __str__(self) -> str:
@@ -159,14 +161,45 @@ def compare(
     imports: Sequence[str] = (),
     out: Path | str | None = None,
 ) -> Comparison:
-    """Run several strategies on one job and rank them: on real processes, or in virtual time with `simulated=True`.
+    """Run several strategies on one job and rank them, as `flockstep compare` does.
 
-    The same as `flockstep compare`, whose options the arguments are. A comparison that was interrupted goes on where it
-    was when it is called again with the same `out`. A script guards a comparison on real processes, as it guards `run`.
+    A comparison that was interrupted continues when it is called again with the same `out`. A script must guard a
+    comparison on real processes, as it guards `run`.
+
+    Args:
+        job: a built-in workload, or the path of a Python file with a function `job()`.
+        strategies: expressions or strategy objects.
+        simulated: run in virtual time; otherwise on processes of this machine.
+        workers: number of workers.
+        network: network of a simulation, such as "1gbit".
+        compute: compute model of a simulation, such as "lognormal(0.01)".
+        faults: faults injected into a simulation.
+        seed: the first seed.
+        seeds: number of seeds for each strategy; medians are ranked.
+        epochs: passes over the training data; None for the job's own.
+        steps: local steps per worker; takes precedence over `epochs`.
+        batch: samples per worker and step; None for the job's own.
+        lr: learning rate; None for the job's own.
+        lr_grid: learning rates to try for each strategy, which is ranked by the best one.
+        schedule: schedule of learning rate and batch size.
+        split: how the data is split over the workers.
+        target: metric that time-to-target refers to; None for the job's own.
+        until_target: end each simulation at its target.
+        evaluate_every: steps per worker between two evaluations.
+        result: policy that selects the resulting model.
+        transport: transport of real processes.
+        heartbeat: seconds without an answer after which a node counts as lost.
+        step_timeout: seconds a worker may take for one step before the run ends.
+        threads: threads of the numerical libraries in each process.
+        imports: Python files that register custom components.
+        out: folder of the comparison; None for a new folder in runs/.
+
+    Returns:
+        The ranked runs, with the path of the report.
 
     Raises:
-        ConfigurationError: before anything starts, for an argument that no run could work with.
-        Interrupted: what was finished is in the report.
+        ConfigurationError: an argument is invalid; nothing was started.
+        Interrupted: the comparison was interrupted; finished runs are in the report.
     """
     _refuse_idle(simulated, network, compute, faults, until_target, transport, heartbeat, step_timeout)
     rates = checked_rates(lr_grid, lr)
@@ -189,10 +222,10 @@ def compare(
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
-    """The learning rates of a grid; none where there is no grid.
+    """The learning rates of a grid; empty without a grid.
 
     Raises:
-        ConfigurationError: a rate that is no number above 0, a rate that is there twice, or `lr` besides.
+        ConfigurationError: a rate is not a number above 0, a rate is given twice, or `lr` is given too.
     """
     if grid and lr is not None:
         text = ",".join(f"{rate:g}" for rate in grid)
@@ -212,7 +245,7 @@ def _refuse_idle(
     heartbeat: float | None,
     step_timeout: float | None,
 ) -> None:
-    """Refuse arguments that mean nothing for that kind of run."""
+    """Refuse arguments without a meaning for that kind of run."""
     modelled: dict[str, object] = {"network": network, "compute": compute, "faults": faults or None}
     modelled["until_target"] = until_target or None
     real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
@@ -231,13 +264,13 @@ def carry_out_all(
     say: Callable[[str], None],
     conclude: Callable[[Comparison], None],
 ) -> Comparison:
-    """Carry out the runs of `grid` that `out` does not hold finished already, and rank all.
+    """Run the configurations of `grid` that `out` does not hold finished already, and rank all runs.
 
-    `say` hears a line for each run. `conclude` is called with the outcome, also where the comparison is interrupted.
+    `say` is called with a line for each run. `conclude` is called with the comparison, also if it was interrupted.
 
     Raises:
-        ConfigurationError: before anything starts, for a strategy or an option that no run could work with.
-        Interrupted: what was finished is in the report; the same call goes on from there.
+        ConfigurationError: a strategy or an option is invalid; nothing was started.
+        Interrupted: the comparison was interrupted; the same call continues it.
     """
     groups = grid.groups(out)
     planned = [run for group in groups for run in group]
@@ -271,10 +304,10 @@ def _carry_out(run: _Planned, title: str, execute: Execute, say: Callable[[str],
 
 
 def _is_finished(config: RunConfig, folder: Path) -> bool:
-    """Whether `folder` holds this very run, finished.
+    """Whether `folder` holds this run, finished.
 
     Raises:
-        ConfigurationError: it holds a finished run of another configuration.
+        ConfigurationError: the folder holds a finished run of another configuration.
     """
     record = RunFolder(folder)
     if not record.config_file.exists() or record.unfinished:
@@ -293,7 +326,7 @@ def _in_short(summary: Summary) -> str:
 
 
 def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comparison:
-    """What has run so far, ranked, with its report written."""
+    """Rank the runs that have a record so far, and write the report."""
     there = [[run.folder for run in group if RunFolder(run.folder).config_file.exists()] for group in groups]
     read = {folder: RunFolder(folder).read() for group in there for folder in group}
     made = [Group(tuple(read[folder].summary for folder in group)) for group in there if group]
@@ -319,14 +352,14 @@ def _by_strategy(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _names(texts: Sequence[str]) -> list[str]:
-    """A folder's name for each strategy; those that are the same once cut and without signs get a mark."""
+    """A folder name for each strategy; names that are equal after shortening get a suffix."""
     slugs = [slug(text) for text in texts]
     marks = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in texts]
     return [f"{s}-{mark}" if slugs.count(s) > 1 else s for s, mark in zip(slugs, marks, strict=True)]
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs that `folder` is or contains.
+    """The run folders that `folder` is or contains.
 
     Raises:
         ConfigurationError: there is none.

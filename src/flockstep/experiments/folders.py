@@ -1,4 +1,4 @@
-"""Where records are put when nobody says."""
+"""Default folders of records."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def folder(out: Path | str | None, what: str) -> Path:
-    """The folder for a record: `out`, otherwise a new folder in runs/ that is named after the time and `what`."""
+    """Folder for a record: `out` if given, otherwise a new folder in runs/ named after the time and `what`."""
     if out is not None:
         return Path(out)
     return Path("runs") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{slug(what)}"
 
 
 def slug(text: str) -> str:
-    """A file name made of `text`: letters, digits and hyphens, at most 60."""
+    """Turn a text into a file name of letters, digits and hyphens, with at most 60 characters."""
     kept = "".join(c if c.isalnum() else "-" for c in text)
     return "-".join(part for part in kept.split("-") if part)[:60]

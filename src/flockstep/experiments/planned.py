@@ -1,4 +1,4 @@
-"""A plan: what every strategy would take and send on a cluster, and which to take."""
+"""Plans as a function: what every strategy would take and send on a cluster, and which one to choose."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flockstep.planning.task import task_of
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What is predicted of a job on a cluster, and the advice that follows. `print` shows the advice."""
+    """Predictions for a job on a cluster, and the advice that follows. `print` shows the advice."""
 
     outlook: Outlook
-    """The predictions, strategy by strategy."""
+    """The predictions of all strategies."""
     advice: Advice
     """The recommendation, its reasons, and what would change it."""
 
     @property
     def choice(self) -> str | None:
-        """The recommended strategy as an expression; None where no strategy meets the needs."""
+        """The recommended strategy as an expression; None if no strategy meets the needs."""
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data."""
+        """The plan as plain data, for JSON."""
         return {**self.outlook.document(), "advice": self.advice.document()}
 
     def write(self, path: Path | str) -> Path:
-        """Write the plan as one HTML file; return its path."""
+        """Write the plan as one HTML file, and return its path."""
         from flockstep.planning.page import write_plan
 
         write_plan(self.outlook, self.advice, Path(path), ())
@@ -57,15 +57,25 @@ def plan(
     hours: float | None = None,
     imports: Sequence[str] = (),
 ) -> PlanResult:
-    """Predict every strategy on a cluster before anything is run, and say which to take. The same as `flockstep plan`.
+    """Predict every strategy on a cluster before anything is run, and recommend one, as `flockstep plan` does.
 
-    `what` is a built-in workload, a reference model, or a Python file with a function `job()`; `cluster` a name of
-    `flockstep list clusters` or a TOML file; `need` any of unbalanced, reproducible, elastic, private, slow-links.
-    `workers`, `batch` and `hours` are the cluster's, the job's and the job's own length where they are not given.
-    `strategies` restricts the plan to these. The thread limits of the numerical libraries are set to 1.
+    Sets the thread limits of the numerical libraries to 1.
+
+    Args:
+        what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
+        cluster: a name in `flockstep list clusters`, or the path of a TOML file.
+        workers: number of workers; None for all that the cluster has.
+        need: any of unbalanced, reproducible, elastic, private, slow-links.
+        strategies: the strategies to consider; empty for all.
+        batch: samples per worker and step; None for the job's own.
+        hours: duration of the run in hours; None for the job's own.
+        imports: Python files that register custom components.
+
+    Returns:
+        The predictions and the advice.
 
     Raises:
-        ConfigurationError: there is no such job, cluster, need or strategy.
+        ConfigurationError: a job, cluster, need or strategy does not exist.
     """
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")

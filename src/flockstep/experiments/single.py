@@ -1,4 +1,4 @@
-"""One run, on real processes or in virtual time."""
+"""Single runs as functions, on real processes or in virtual time."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
 Watch = Callable[[int, int, float], None]
-"""Called with the worker-steps done, all worker-steps, and virtual seconds."""
+"""Function called with the steps done by all workers, the total steps, and the virtual seconds."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that has ended, and the folder that holds its record."""
+    """A run that has ended, and the folder of its record."""
 
     folder: Path
     config: RunConfig
-    """Everything that it takes to repeat the run."""
+    """Every setting needed to repeat the run."""
     summary: Summary
-    """The run in figures."""
+    """The figures of the run."""
 
     @classmethod
     def read(cls, folder: Path | str) -> RunResult:
-        """The run that is recorded in `folder`.
+        """Read the run that is recorded in `folder`.
 
         Raises:
             ConfigurationError: the folder holds no run.
@@ -45,11 +45,11 @@ class RunResult:
         return cls(record.path, record.read_config(), record.read_summary())
 
     def events(self) -> list[Event]:
-        """All events of the run, by time."""
+        """All events of the run, sorted by time."""
         return RunFolder(self.folder).read_events()
 
     def parameters(self) -> tuple[FlatArray, Schema]:
-        """The resulting model's flat parameters, of shape (K,), or (M, K) of an ensemble, and the table of its tensors.
+        """The resulting model: flat parameters (K,), or (M, K) of an ensemble, and the schema of their tensors.
 
         Raises:
             ConfigurationError: the run left no result.
@@ -87,14 +87,38 @@ def simulate(
     overwrite: bool = False,
     watch: Watch | None = None,
 ) -> RunResult:
-    """Train in virtual time: gradients are computed, seconds are modelled. The same as `flockstep simulate`.
+    """Train in virtual time, as `flockstep simulate` does: gradients are computed, seconds are modeled.
 
-    `job` is a built-in workload or the path of a Python file with a function `job()`; the other arguments are the
-    command's options. `watch`, if given, is called as the simulation goes on.
+    Args:
+        job: a built-in workload, or the path of a Python file with a function `job()`.
+        strategy: an expression or a strategy object.
+        workers: number of workers.
+        network: network between the nodes, such as "1gbit".
+        compute: compute model of the gradients, such as "lognormal(0.01)".
+        faults: injected faults, such as "dies(1, 0.5)".
+        seed: seed of data order, initial parameters and random draws.
+        epochs: passes over the training data; None for the job's own.
+        steps: local steps per worker; takes precedence over `epochs`.
+        batch: samples per worker and step; None for the job's own.
+        lr: learning rate; None for the job's own.
+        schedule: schedule of learning rate and batch size.
+        split: how the data is split over the workers.
+        target: metric that time-to-target refers to; None for the job's own.
+        until_target: end the run at the first evaluation that reaches the target.
+        evaluate_every: steps per worker between two evaluations.
+        result: policy that selects the resulting model.
+        threads: threads of the numerical libraries.
+        imports: Python files that register custom components.
+        out: folder of the record; None for a new folder in runs/.
+        overwrite: replace the run that the folder holds.
+        watch: called from time to time with the progress.
+
+    Returns:
+        The finished run.
 
     Raises:
-        ConfigurationError: an argument that no run could work with; nothing was started.
-        RunError: the run failed; its record is complete up to then.
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
     """
     config = RunConfig(
         kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=network, compute=compute,
@@ -128,14 +152,39 @@ def run(
     out: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train for real, on processes of this machine. The same as `flockstep train`, whose options the arguments are.
+    """Train on processes of this machine, as `flockstep train` does.
 
-    A script guards the call with `if __name__ == "__main__":`, since its processes import the script again. From a
-    notebook, a strategy of your own stands in a Python file that `imports` names.
+    A script must guard the call with `if __name__ == "__main__":`, because the processes import the script again. In a
+    notebook, a custom strategy must be in a Python file that `imports` names.
+
+    Args:
+        job: a built-in workload, or the path of a Python file with a function `job()`.
+        strategy: an expression or a strategy object.
+        workers: number of worker processes.
+        seed: seed of data order, initial parameters and random draws.
+        epochs: passes over the training data; None for the job's own.
+        steps: local steps per worker; takes precedence over `epochs`.
+        batch: samples per worker and step; None for the job's own.
+        lr: learning rate; None for the job's own.
+        schedule: schedule of learning rate and batch size.
+        split: how the data is split over the workers.
+        target: metric that time-to-target refers to; None for the job's own.
+        evaluate_every: steps per worker between two evaluations.
+        result: policy that selects the resulting model.
+        transport: how messages move between the processes.
+        heartbeat: seconds without an answer after which a node counts as lost.
+        step_timeout: seconds a worker may take for one step before the run ends; None for no limit.
+        threads: threads of the numerical libraries in each process.
+        imports: Python files that register custom components.
+        out: folder of the record; None for a new folder in runs/.
+        overwrite: replace the run that the folder holds.
+
+    Returns:
+        The finished run.
 
     Raises:
-        ConfigurationError: an argument that no run could work with; nothing was started.
-        RunError: the run failed; its record is complete up to then.
+        ConfigurationError: an argument is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
     """
     config = RunConfig(
         kind="train", job=str(job), strategy=str(strategy), workers=workers, seed=seed, epochs=epochs, steps=steps,
@@ -153,11 +202,18 @@ def carry_out(
     watch: Watch | None = None,
     standings: Callable[[dict[Address, Standing]], Any] | None = None,
 ) -> RunResult:
-    """Train or simulate as `config` says; `watch` follows a simulation, `standings` the nodes of a real run.
+    """Train or simulate with a configuration.
+
+    Args:
+        config: the run's configuration; its `kind` selects real processes or virtual time.
+        folder: folder of the record.
+        overwrite: replace the run that the folder holds.
+        watch: called from time to time with the progress of a simulation.
+        standings: called from time to time with the state of every node of a real run.
 
     Raises:
-        ConfigurationError: before anything starts, for input that no run could work with.
-        RunError: the run failed; its record is complete up to then.
+        ConfigurationError: the configuration is invalid; nothing was started.
+        RunError: the run failed; the record is complete up to the failure.
     """
     if config.kind == "simulate":
         from flockstep.launchers import simulate as virtual

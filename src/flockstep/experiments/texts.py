@@ -1,4 +1,4 @@
-"""Results as text, for `print` and for a notebook's cell."""
+"""Results as text, for `print` and for notebook cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranked_text(summaries: Sequence[Summary]) -> str:
 
 
 def printed(*what: object) -> str:
-    """What rich prints of `what`, 100 columns wide."""
+    """The text that rich prints for `what`, 100 columns wide."""
     text = io.StringIO()
     Console(file=text, width=WIDTH, color_system=None, highlight=False).print(*what, sep="\n")
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -72,8 +72,9 @@ class Script:
     """A child process that runs a user's script; its output is printed in whole lines, each after `prefix`."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], prefix: str = "", muted: bool = False):
-        """Start the script. The output of a `muted` script is dropped, except the end of its standard error if it
-        fails.
+        """Start the script.
+
+        The output of a `muted` script is dropped, except the end of its standard error if it fails.
         """
         # Output to a pipe is otherwise buffered by Python in blocks of 8 KiB.
         environment = {"PYTHONUNBUFFERED": "1", **environment}
@@ -162,8 +163,9 @@ def _write(out: int, data: bytearray) -> None:
 
 
 def forkserver() -> ForkServerContext:
-    """The context of the fork server, which imports the heavy modules once; PyTorch only if this process has imported
-    it.
+    """The context of the fork server, which imports the heavy modules once.
+
+    PyTorch is among them only if this process has imported it.
     """
     house_fork_server()
     context = multiprocessing.get_context("forkserver")

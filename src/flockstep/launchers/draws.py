@@ -23,8 +23,9 @@ class Draws:
     rates: dict[int, dict[Address, float]] = field(default_factory=dict)
 
     def hear(self, address: Address, note: Fields) -> None:
-        """Store a worker's gradient fingerprint of a step; when all workers have sent one, warn on standard error about
-        equal ones.
+        """Store a worker's gradient fingerprint of a step.
+
+        When all workers have sent one, warn on standard error about equal ones.
         """
         step = int(note["step"])
         gradients = self.shown.setdefault(step, {})

@@ -197,8 +197,9 @@ class _Desk:
     newest_only: bool = False
 
     def listen(self, feed: socket.socket) -> bool:
-        """Receive the supervisor's messages until the end; return whether the supervisor reported the end
-        of the run.
+        """Receive the supervisor's messages until the end.
+
+        Return whether the supervisor reported the end of the run.
         """
         try:
             for line in feed.makefile("rb"):
@@ -212,8 +213,9 @@ class _Desk:
             self.told.put(None)
 
     def work(self, nice: int) -> None:
-        """Handle the messages in the queue; with `nice`, as a thread of that niceness that stops when the
-        run is over.
+        """Handle the messages in the queue.
+
+        With `nice`, the calling thread gets that niceness and stops when the run is over.
         """
         if nice and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):

@@ -54,8 +54,9 @@ class Namespaces(Transport):
         units.bandwidth(self.bandwidth)
 
     def listen(self, directory: Path, name: str) -> str:
-        """Address of any free port of this process's host; the first call creates the host, or, in the supervisor, the
-        bridge.
+        """Address of any free port of this process's host.
+
+        The first call creates the host, or, in the supervisor, the bridge.
         """
         if (here := _address_here()) is not None:  # sockets of a communicator, in addition to the node's
             return f"tcp://{here}:*"
@@ -68,8 +69,9 @@ class Namespaces(Transport):
         return f"tcp://{subnet}.{number}:*"
 
     def clean_up(self, directory: Path) -> None:
-        """Remove the bridge and its links; links whose namespaces end later would collide with those of the
-        next run.
+        """Remove the bridge and its links.
+
+        Links whose namespaces end later would collide with those of the next run.
         """
         if not directory.exists() or (directory / "bridge").exists():  # otherwise it is another run's
             _remove(_of(os.getpid(), _links()))
@@ -94,8 +96,9 @@ class Namespaces(Transport):
 
     @property
     def _burst(self) -> str:
-        """Bytes of one millisecond: with more, messages would pass faster than the link allows; with less, from 500
-        Mbit/s on, the kernel would have to split every segment, which is too slow.
+        """Bytes of one millisecond: with more, messages would pass faster than the link allows.
+
+        With less, from 500 Mbit/s on, the kernel would have to split every segment, which is too slow.
         """
         return str(max(PACKETS, round(units.bandwidth(self.bandwidth) / 1000)))
 
@@ -113,8 +116,9 @@ def require() -> None:
 
 
 def _make_bridge(bridge: Path) -> str:
-    """Create the bridge in this namespace; return the first three numbers of its network, which is unused on this
-    machine.
+    """Create the bridge in this namespace.
+
+    Return the first three numbers of its network, which is unused on this machine.
     """
     require()
     label = _label(os.getpid())
@@ -164,8 +168,9 @@ def subnets(first: int) -> Iterator[str]:
 
 
 def free_of(said: str, candidates: Iterable[str]) -> Iterator[str]:
-    """The candidates that overlap with no network or address in the output `said` of `ip`; very wide routes are
-    ignored.
+    """The candidates that overlap with no network or address in the output `said` of `ip`.
+
+    Very wide routes are ignored.
     """
     known = [ipaddress.IPv4Network(one, strict=False) for one in set(_NETWORK.findall(said))]
     known = [one for one in known if one.prefixlen >= NARROW]

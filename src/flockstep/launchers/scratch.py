@@ -30,8 +30,9 @@ bytes.
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """Context manager: a temporary folder owned by this process; also removes the folders of processes that were
-    killed.
+    """Context manager: a temporary folder owned by this process.
+
+    It also removes the folders of processes that were killed.
     """
     pid = os.getpid()
     sweep(Path(tempfile.gettempdir()))

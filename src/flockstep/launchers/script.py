@@ -50,15 +50,24 @@ def launch(
     output: Output = Output(),
     overwrite: bool = False,
 ) -> Summary:
-    """Run `script` on `config.workers` processes; return the summary of the record in `folder`.
-
-    With `overwrite`, a run that the folder holds is replaced.
+    """Run a user's script on `config.workers` processes of this machine, and write the record.
 
     A program must guard the call, because server processes import the program again:
 
         if __name__ == "__main__":
             config = RunConfig(kind="launch", job="mine.py", strategy="as the script says", workers=2)
             launch(Path("mine.py"), [], config, Path("runs/mine"))
+
+    Args:
+        script: path of the Python script.
+        arguments: command-line arguments of the script.
+        config: the run's configuration, with `kind="launch"`.
+        folder: folder of the record; created if it is missing.
+        output: which of the scripts' output is shown, and how.
+        overwrite: replace the run that the folder holds.
+
+    Returns:
+        The summary of the record.
 
     Raises:
         ConfigurationError: the script does not exist, or the workers do not agree on model and strategy.
@@ -131,8 +140,9 @@ def conclude(record: RunFolder, config: RunConfig, outcome: Outcome) -> None:
 def start_script(
     script: Path, arguments: Sequence[str], ticket: Ticket, threads: int | None, output: Output = Output()
 ) -> Script:
-    """Start the script as one worker; `threads` None keeps the user's thread variables, or sets one thread if there are
-    none.
+    """Start the script as one worker.
+
+    `threads` None keeps the user's thread variables, or sets one thread if there are none.
     """
     command = [sys.executable, "-I", "-S", begin.__file__, str(ticket.supervisor), str(script), *arguments]
     chosen = threads is None and any(name in os.environ for name in THREADS)
@@ -143,8 +153,9 @@ def start_script(
 
 
 def place_of(ticket: Ticket) -> dict[str, str]:
-    """Environment variables in which scripts look for their rank, as torchrun names them; all workers run
-    on this host.
+    """Environment variables in which scripts look for their rank, as torchrun names them.
+
+    All workers run on this host.
     """
     rank, workers = str(ticket.address), str(ticket.workers)
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}

@@ -25,10 +25,16 @@ def simulate(
     progress: Callable[[int, int, float], None] = lambda done, all_steps, t: None,
     overwrite: bool = False,
 ) -> Summary:
-    """Simulate a run; return the summary of the record in `folder`.
+    """Simulate a run in virtual time, and write its record.
 
-    `progress` is called with steps done, total steps and virtual seconds. With `overwrite`, a run that the folder holds
-    is replaced.
+    Args:
+        config: the run's configuration, with `kind="simulate"`.
+        folder: folder of the record; created if it is missing.
+        progress: called with the steps done by all workers, the total steps, and the virtual seconds.
+        overwrite: replace the run that the folder holds.
+
+    Returns:
+        The summary of the record.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.

@@ -121,8 +121,9 @@ class Supervisor:
         self._draws = Draws(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
-        """Start the processes, wait for the end, and dismiss the nodes; `result` selects the model that is returned to
-        them.
+        """Start the processes, wait for the end, and dismiss the nodes.
+
+        `result` selects the model that is returned to them.
 
         Errors of the run are never raised; `outcome.error` holds them.
         """
@@ -414,8 +415,9 @@ class Supervisor:
                 link.tell(tag, note)
 
     def _dismiss(self, result: FlatArray | None) -> None:
-        """Tell all nodes that the run has ended; send the resulting model to nodes that hold another, with the workers'
-        final buffers.
+        """Tell all nodes that the run has ended.
+
+        Send the resulting model to nodes that hold another, with the workers' final buffers.
         """
         buffers = {} if result is None else self.outcome.newest.buffers()
         known = None if result is None else fingerprint(result)

@@ -40,14 +40,21 @@ Show = Callable[[dict[Address, Standing]], None]
 
 
 def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, overwrite: bool = False) -> Summary:
-    """Train on `config.workers` processes; return the summary of the record in `folder`.
-
-    With `overwrite`, a run that the folder holds is replaced.
+    """Train a declared job on `config.workers` processes of this machine, and write the record.
 
     A script must guard the call, because the processes that it starts import the script again:
 
         if __name__ == "__main__":
             train(RunConfig(kind="train", job="softmax", strategy="all_reduce", workers=2), Path("runs/mine"))
+
+    Args:
+        config: the run's configuration, with `kind="train"`.
+        folder: folder of the record; created if it is missing.
+        show: called from time to time with the state of every node, by address.
+        overwrite: replace the run that the folder holds.
+
+    Returns:
+        The summary of the record.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.

@@ -1,1 +1,1 @@
-"""Before a run: what it will cost, measured machines, advice; and afterwards, whether that was right."""
+"""Plans: predicted costs of a run, measurement of machines, advice, and the comparison of predictions with runs."""

@@ -1,4 +1,6 @@
-"""Which strategy to take: Table 2 of Langer et al. (2020) with the plan's own figures, and what the user needs."""
+"""Advice on the choice of a strategy, from Table 2 of Langer et al. (2020) with the plan's figures, and the user's
+needs.
+"""
 
 from __future__ import annotations
 
@@ -26,45 +28,45 @@ NEEDS = {
     "private": "data may not leave the machines that hold them",
     "slow-links": "links are slower at times than the cluster's description says",
 }
-"""What can be asked for, and what it means."""
+"""Need that a user can name → its meaning."""
 DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
-"""Why something is not advised, whatever is needed."""
+"""Reason for which a strategy is not advised, whatever the needs."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
     "sent": "its messages contain training samples: the inputs of the first layer",
 }
-"""How data leave their machines, by `Traits.samples`."""
+"""Value of `Traits.samples` → how data leave their machines."""
 SLOWER = 4.0
-"""How many times slower links are taken to be at times under slow-links."""
+"""Factor by which links are assumed to be slower at times, under the need slow-links."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation in plain words."""
+    """A recommendation as sentences, with its reasons."""
 
     choice: Prospect | None
-    """None: nothing meets what is asked."""
+    """The recommended strategy; None if no strategy meets the needs."""
     runner_up: Prospect | None
     sentences: tuple[str, ...]
-    """What to do."""
+    """Sentences that say what to do."""
     reasons: tuple[str, ...]
     changes: tuple[str, ...]
-    """What would change the advice."""
+    """Sentences about conditions under which the advice would change."""
     excluded: tuple[tuple[str, str], ...]
-    """Strategies that the needs rule out, and why."""
+    """Strategies that the needs rule out, each with the reason."""
     needs: tuple[str, ...]
     worths: dict[str, float] = field(default_factory=dict)
-    """How many times as quickly as one worker each strategy is taken to advance: what they are ranked by."""
+    """Name of a strategy → its predicted speed relative to one worker, by which strategies are ranked."""
     crossovers: tuple[Crossover, ...] = ()
     untried: tuple[str, ...] = ()
-    """Strategies that were to be tried, of which no trial ended."""
+    """Strategies that were to be tried, but of which no trial finished."""
 
     def ranked(self, outlook: Outlook) -> list[Prospect]:
-        """The plan's strategies, those that are worth most first."""
+        """The plan's strategies, sorted by their worth, the highest first."""
         return sorted(outlook.prospects, key=lambda one: -self.worths[one.name])
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The advice as plain data, for JSON."""
         return {
             "choice": None if self.choice is None else self.choice.name,
             "runner_up": None if self.runner_up is None else self.runner_up.name,
@@ -81,12 +83,12 @@ class Advice:
 def advise(
     outlook: Outlook, needs: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """The strategy that is worth most among those that meet the needs; first those that trials `found` to be quick.
+    """Recommend the strategy with the highest worth among those that meet the needs; trials in `found` take precedence.
 
-    `candidates` were to be tried: where some were not, the advice says that it is partial.
+    `candidates` were to be tried: if some were not, the advice says that it is partial.
 
     Raises:
-        UnknownName: a need that is not known.
+        UnknownName: a need does not exist.
     """
     needs = asked(outlook, needs)
     refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
@@ -124,10 +126,10 @@ def advise(
 
 
 def asked(outlook: Outlook, needs: tuple[str, ...]) -> tuple[str, ...]:
-    """The needs, with what the cluster itself says.
+    """The user's needs, with those that follow from the cluster.
 
     Raises:
-        UnknownName: one that is not known.
+        UnknownName: a need does not exist.
     """
     require_known(needs)
     return tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
@@ -145,19 +147,19 @@ def require_known(needs: Iterable[str]) -> None:
 
 
 def slower(needs: tuple[str, ...]) -> float:
-    """How many times as long all but computing takes, under the needs."""
+    """Factor on the duration of everything but computing, under the needs."""
     return SLOWER if "slow-links" in needs else 1.0
 
 
 def _rank(tried: Found | None) -> tuple[int, float]:
-    """What reached the target comes first, then what was not tried, then what did not reach it."""
+    """Sort key: strategies that reached the target first, then untried ones, then those that missed the target."""
     if tried is None:
         return 1, 0.0
     return (2, 0.0) if tried.seconds is None else (0, tried.seconds)
 
 
 def _passed(case: say.Case, needs: tuple[str, ...]) -> tuple[Crossover, ...]:
-    """Where another of those that are left becomes better than the choice."""
+    """The circumstances in which another strategy that meets the needs becomes better than the choice."""
     outlook, left = case.outlook, {one.name for one in case.left}
     if not outlook.further:
         return ()
@@ -170,7 +172,7 @@ def _passed(case: say.Case, needs: tuple[str, ...]) -> tuple[Crossover, ...]:
 
 
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
-    """What is missing of trials, and what the advice is then from."""
+    """Sentences about missing trials, and about the basis of the advice in that case."""
     said = list[str]()
     choice, planned = case.left[0], max(case.left, key=case.worth)
     if untried:
@@ -185,7 +187,7 @@ def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) 
 
 
 def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -> tuple[str, ...]:
-    """What trials say of the choice and of the runner-up."""
+    """Sentences about the trials of the choice and of the runner-up."""
     said = []
     for one in (choice, second):
         best = tried[one.name].best if one is not None and one.name in tried else None
@@ -199,7 +201,7 @@ def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -
 
 
 def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
-    """Samples a second in terms of plain training's; with slow links, as if what waits took so much longer."""
+    """Samples per second, in samples of plain training; with slow links, as if the waiting parts took longer."""
     rate = found.samples_per_second
     if found.strategy is not None:
         rate /= waiting(found.utilisation, slower(needs))
@@ -207,7 +209,7 @@ def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
 
 
 def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | None:
-    """Why a strategy does not meet the needs, or cannot run; None if it does."""
+    """Reason why a strategy does not meet the needs or cannot run; None if it can."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
         return f"needs more memory than the {words.size(memory)} of a worker"

@@ -1,4 +1,4 @@
-"""Measures the machine at hand, as the description of a cluster."""
+"""Measures this machine and returns the description of a cluster."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from flockstep.report import words
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
-"""Of each worker alone, and again with all at once."""
+"""Gradients measured for each worker alone, and again with all workers at once."""
 SMALL = 1 << 16
-"""Bytes below which a message says little about bandwidth."""
+"""Size in bytes below which a message tells little about the bandwidth."""
 ROUNDS = 20
 NEAR = 0.15
-"""How far the slow-down may be from that of a whole number of cores before a note says so."""
+"""Relative difference of the slowdown from that of a whole number of cores above which a note is added."""
 UNEQUAL = 2.0
-"""Ratio from which on pairs are said to differ."""
+"""Ratio of the links of two pairs from which on a note says that the pairs differ."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cluster, and what there is to say about how it was found."""
+    """A cluster, and notes about its measurement."""
 
     shape: ClusterShape
     notes: tuple[str, ...]
 
     def to_toml(self) -> str:
-        """The cluster's file, the notes at its head."""
+        """The cluster as a TOML file, with the notes as comments at its top."""
         return to_toml(self.shape, self.notes)
 
 
@@ -61,10 +61,24 @@ def calibrate(
     optimizers: Sequence[str] = OPTIMIZERS,
     say: Callable[[str], None] = lambda what: None,
 ) -> Calibration:
-    """Run the job's gradients on one process and on `workers` at once, messages between each two, codecs, optimisers.
+    """Measure this machine: the job's gradients in one process and in several at once, messages, codecs and optimizers.
+
+    Args:
+        job: expression of a workload, or path of a Python file with a job.
+        workers: number of processes that compute at once; messages are measured between all pairs.
+        transport: transport of the messages.
+        threads: threads of the numerical libraries in each process.
+        gradients: gradients of each worker alone, and again with all workers at once.
+        rounds: rounds of messages, and of codecs and optimizers.
+        codecs: expressions of the codecs to measure.
+        optimizers: expressions of the optimizers to measure.
+        say: receives lines of progress.
+
+    Returns:
+        The description of a cluster of one machine, with notes about the measurement.
 
     Raises:
-        ConfigurationError: a job, transport or codec that is not there, or too little to measure.
+        ConfigurationError: a job, transport or codec does not exist, or the counts are too small.
     """
     if gradients < 3 or rounds < 1:
         raise ConfigurationError(
@@ -87,7 +101,7 @@ def calibrate(
     with tempfile.TemporaryDirectory() as folder:
         train(config, Path(folder) / "run")
         events = RunFolder(Path(folder) / "run").read_events()
-    say("codecs and optimisers")
+    say("codecs and optimizers")
     limit_threads(threads)
     cores = len(os.sched_getaffinity(0)) // threads
     machine = _Machine(measure_rates(codecs, optimizers), measure_operations(), task_of(job).work, cores)
@@ -96,13 +110,13 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Machine:
-    """What one worker gets through, and the operations of the job's gradient; None: not known."""
+    """Rates of one worker, and the operations of the job's gradient; None if unknown."""
 
     rates: Rates
     operations: float
     work: float | None
     cores: int
-    """How many workers find a core for each of their threads."""
+    """Number of workers that have a core for each of their threads."""
 
 
 def _described(
@@ -113,7 +127,7 @@ def _described(
     count = many(workers, "process", "processes")
     notes = [f"measured by flockstep calibrate: {count} of {job} over {transport} on one machine"]
     cores, times = _sharing(alone, together, workers, notes)
-    if cores == workers:  # nobody waited for a core: there may be more
+    if cores == workers:  # no worker waited for a core: there may be more cores
         cores = max(cores, machine.cores)
     fit = fit_law(times)
     notes.append(f"compute is {fit.why}")
@@ -150,15 +164,16 @@ def _described(
 
 
 def _computed(events: Sequence[Event], first: int, last: int) -> list[float]:
-    """Seconds of the gradients numbered first to last, of all workers."""
+    """Seconds of the gradients number `first` to `last` of all workers."""
     return [one.compute for one in events if isinstance(one, Step) and first <= one.step <= last and one.compute > 0]
 
 
 def _sharing(alone: list[float], together: list[float], workers: int, notes: list[str]) -> tuple[int, list[float]]:
-    """How many cores the workers have, and the durations that go with that.
+    """Number of cores of the workers, and the matching durations of gradients.
 
-    n workers on c cores take n/c times as long as one alone; c is the number whose slow-down is nearest. Where the
-    measured one differs (memory, caches), durations are scaled so that gradients all at once take what they took.
+    n workers on c cores take n/c times as long as one alone; c is the number whose slowdown is nearest to the measured
+    one. If the measured slowdown differs (memory, caches), durations are scaled to match the gradients computed all at
+    once.
     """
     if workers == 1:
         return 1, together
@@ -174,7 +189,7 @@ def _sharing(alone: list[float], together: list[float], workers: int, notes: lis
 
 
 def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]:
-    """Pair → bytes → seconds one way."""
+    """Pair of workers → message size in bytes → seconds one way."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for event in events:
         if isinstance(event, Figure) and event.name.startswith("one way "):
@@ -184,13 +199,13 @@ def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]
 
 
 def _message(events: Sequence[Event]) -> float:
-    """Seconds that a node spends on a message; 0 where nobody measured that."""
+    """Seconds that a node spends on a message; 0 if not measured."""
     found = [event.value for event in events if isinstance(event, Figure) and event.name.startswith("message ")]
     return float(f"{statistics.median(found):.4g}") if found else 0.0
 
 
 def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> Wire:
-    """The median pair's link: t = L + b / B + twice the handling, through a small and a large message."""
+    """The link of the median pair, from a small and a large message: t = L + b / B + twice the handling time."""
     latencies, bandwidths, large = [], [], 0
     for times in found.values():
         (small, short), (large, long) = sorted(times.items())

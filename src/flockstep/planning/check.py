@@ -1,4 +1,4 @@
-"""Prediction beside measurement: what a plan would have said about a run of which there is a record."""
+"""Compares the prediction of a plan with the measurements in a run's record."""
 
 from __future__ import annotations
 
@@ -28,67 +28,72 @@ from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
 
 EVERYONES = 1000
-"""Steps of all workers in the rehearsal of a simulated run, at the most: the same draws as in the run."""
+"""Largest number of steps of all workers in the rehearsal of a simulated run, which uses the run's random draws."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A step of a worker, in the mean. Seconds and bytes."""
+    """Mean step of a worker, in seconds and bytes."""
 
     seconds: float
     sent: float
     utilisation: float
     staleness: float | None
     rate: float | None = None
-    """Samples a second of all workers, used or not; measured from the start to the last step's end."""
+    """Samples per second of all workers, used or not, from the start to the end of the last step."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was predicted, and what came of it."""
+    """Predicted and measured figures of one run."""
 
     job: str
     strategy: str
     workers: int
     cluster: str
-    """What the prediction knew of the machines."""
+    """Machines on which the prediction is based."""
     source: str
-    """form or rehearsal."""
+    """Source of the prediction: form or rehearsal."""
     predicted: Figures
     measured: Figures
     notes: tuple[str, ...] = ()
-    """Why the two are not quite of the same."""
+    """Differences between the conditions of prediction and measurement."""
 
     @property
     def error(self) -> float:
-        """By which share of the measured seconds the prediction is too long."""
+        """Relative error of the predicted seconds: positive if the prediction is too long."""
         return self.predicted.seconds / self.measured.seconds - 1
 
     @property
     def sent_error(self) -> float | None:
-        """The same of bytes; None where none were sent."""
+        """Relative error of the predicted bytes; None if no bytes were sent."""
         return self.predicted.sent / self.measured.sent - 1 if self.measured.sent else None
 
     @property
     def rate_error(self) -> float | None:
-        """By which share of the measured samples a second the prediction is too high; None where one is not known."""
+        """Relative error of the predicted samples per second; None if one of the two is unknown."""
         return self.predicted.rate / self.measured.rate - 1 if self.predicted.rate and self.measured.rate else None
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The comparison as plain data, for JSON."""
         rows = {name: vars(getattr(self, name)) for name in ("predicted", "measured")}
         names = ("job", "strategy", "workers", "cluster", "source", "error", "sent_error", "rate_error", "notes")
         return {**{name: getattr(self, name) for name in names}, **rows}
 
 
 def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequence[str] = ()) -> Check:
-    """Predict the run whose record is in `folder`, and compare.
+    """Predict the run whose record is in `folder`, and compare the prediction with the record.
 
-    A simulated run is predicted for its own network and compute law, unless a `cluster` is given.
-    `imports`: the Python files that the record may need, its job's among them; no other is run.
+    Args:
+        folder: folder of the record.
+        cluster: the machines of the run; a simulated run is otherwise predicted for its own network and compute model.
+        imports: the Python files that the record may need, including its job's file; no other file is executed.
+
+    Returns:
+        Predicted and measured means of a step.
 
     Raises:
-        ConfigurationError: no record, one of a script or without steps, or a real run without a cluster.
+        ConfigurationError: there is no record, or one of a script or without steps, or a real run without a cluster.
     """
     record = RunFolder(Path(folder))
     config = record.read_config()
@@ -116,12 +121,12 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
 
 
 def _all_samples(config: RunConfig, task: Task, seconds: float) -> float | None:
-    """Samples a second where every worker takes a step in so many seconds."""
+    """Samples per second if every worker takes a step in `seconds` seconds."""
     return config.workers * task.batch / seconds if seconds else None
 
 
 def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
-    """That a run was simulated with another network or law than the cluster has."""
+    """A note if a run was simulated with another network or compute model than the cluster's."""
     if config.kind != "simulate":
         return ()
     compute = ComputeModel.parse(config.compute or "constant(0)")
@@ -141,12 +146,12 @@ def _unlike(config: RunConfig, site: Site) -> tuple[str, ...]:
 def for_report(
     folders: Sequence[Path], cluster: ClusterShape | None = None, imports: Sequence[str] = ()
 ) -> list[Prediction | None]:
-    """What a report shows beside each run: a prediction for `cluster`, or else a rehearsal of a simulated run.
+    """Prediction for each run, for a report: for `cluster` if given, otherwise a rehearsal of a simulated run.
 
-    None where there is neither, or nothing to compare it with. Without a cluster nothing but the record is looked at.
+    None for a run without a prediction, or without measurements to compare. Without a cluster only the record is read.
 
     Raises:
-        NotAskedFor: a cluster is given, and a record needs a Python file that is not among `imports`.
+        NotAskedFor: a cluster is given, and a record needs a Python file that is not in `imports`.
     """
     return [_told(RunFolder(folder), cluster, imports) for folder in folders]
 
@@ -166,7 +171,7 @@ def _told(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str
 
 
 def _by_record(record: RunFolder) -> Check | None:
-    """A simulated run without mishaps, of a strategy that needs to know no more of its job than sizes."""
+    """The prediction of a simulated run without faults, if its strategy needs only sizes of the job; otherwise None."""
     config = record.read_config()
     if config.kind != "simulate" or config.faults:
         return None
@@ -183,10 +188,10 @@ def _by_record(record: RunFolder) -> Check | None:
 
 
 def measure(events: Sequence[Event], workers: int, where: str = "the record") -> Figures:
-    """The figures of a run's events, those of its beginning left out.
+    """The mean figures of a run's events, without the beginning of the run.
 
     Raises:
-        ConfigurationError: fewer than three steps of a worker, or steps that take no time.
+        ConfigurationError: a worker has fewer than three steps, or the steps take no time.
     """
     steps = steps_by_worker(events, workers, where)
     length = shortest(steps, where)
@@ -218,12 +223,12 @@ def _network(config: RunConfig) -> Network:
 
 
 def _rehearsed_steps(config: RunConfig) -> int | None:
-    """As many as the run had, if they are few; None: as many as it takes."""
+    """Number of steps of the run if it is small; otherwise None, and the rehearsal determines the number."""
     return None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
 
 
 def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> Figures:
-    """A simulated run's, where nothing but gradients and messages takes time."""
+    """The figures of a simulated run in which only gradients and messages take time."""
     found = rehearse(
         strategy,
         config.workers,
@@ -258,7 +263,7 @@ CHECK_HEADINGS = (
 
 
 def check_cells(one: Check) -> tuple[str, ...]:
-    """A row of prediction beside measurement."""
+    """A table row with prediction and measurement."""
     return (
         short(one.strategy),
         str(one.workers),
@@ -276,7 +281,7 @@ def check_cells(one: Check) -> tuple[str, ...]:
 
 
 def _told_error(value: float | None) -> str:
-    """Signed, in percent; without a sign where it rounds to nothing."""
+    """Format a relative error with its sign in percent; an error that rounds to zero has no sign."""
     if value is None:
         return NONE
     return "0 %" if abs(value) < 0.0005 else f"{100 * value:+.1f} %"

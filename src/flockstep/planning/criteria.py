@@ -1,7 +1,8 @@
-"""Table 2 of Langer et al. (2020) as criteria that are computed from what a plan predicts.
+"""Table 2 of Langer et al. (2020) as criteria that are computed from a plan's predictions.
 
-The paper grades techniques by hand: + to +++, easy to hard. Here every grade follows from a figure of the plan, for the
-cluster at hand, so that the same strategy can be graded otherwise elsewhere. Model parallelism is not among them.
+The paper grades techniques by hand, from + to +++ and from easy to hard. Here every grade follows from a figure of the
+plan for the given cluster, so a strategy may be graded differently on another cluster. Model parallelism is not
+included.
 """
 
 from __future__ import annotations
@@ -24,55 +25,57 @@ from flockstep.report.words import number
 from flockstep.strategies.base import Cell, Traits
 
 NOISE = 3.0
-"""r: how many times as many samples plain training takes because its batches are small; B_noise / B."""
+"""r: noise scale B_noise / B, the relative number of additional samples that plain training needs because its batches
+are small.
+"""
 DEPTH = 50.0
-"""S: steps of a very large batch to the target. More steps make what is late by a fixed number of steps count less."""
+"""S: steps of a very large batch to the target. With more steps, a delay of a fixed number of steps counts less."""
 APART = 0.5
-"""Share of the noise that models of the workers' own keep, where they hardly ever meet."""
+"""Share of the noise that remains in local models that hardly ever synchronize."""
 HALF = 4.0
-"""Steps between meetings at which half of that is reached, without momentum."""
+"""Number of steps between synchronizations at which half of `APART` is reached, without momentum."""
 USUAL = 0.9
-"""Momentum of optimisers that have it under another name."""
+"""Assumed momentum of optimizers that have momentum under another name."""
 NEVER = 1e6
-"""Late beyond use."""
+"""Lateness from which on a strategy is useless."""
 DOUBT = 1.1
-"""What each departure has to gain besides, as this is only a model: at the most the tenth that is lost without it."""
+"""Factor by which each departure must gain in addition, because this is a model only."""
 DROPPING = 0.01
-"""Share of an array's energy above which what a codec leaves out counts as dropped."""
+"""Share of an array's energy above which the part that a codec omits counts as dropped."""
 TRIED = 4096
 """Elements of the random array on which codecs are tried."""
 
 LEAST = 1e-12
-"""Seconds of a step that takes no time."""
+"""Seconds assumed for a step that takes no time, to avoid division by zero."""
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """A strategy's row of Table 2, on this cluster."""
+    """A strategy's row of Table 2 on this cluster."""
 
     technique: str
     balanced_data: bool
-    """R_LBD: whether the workers' data have to be alike and large."""
+    """R_LBD: whether the workers' data must be large and similar."""
     learning_rate: Literal["higher", "likely", "lower"]
-    """OptLR: the best one, compared with that of one worker, as the cluster grows."""
+    """OptLR: the best learning rate relative to that of one worker, as the cluster grows."""
     overlap: float | None
-    """COCC: versions by which updates are late in the mean; None where there are no versions."""
+    """COCC: mean staleness of updates in versions; None if there are no versions."""
     hyper_parameters: int
-    """CAHP: how many the strategy and its parts add."""
+    """CAHP: number of hyper-parameters that the strategy and its parts add."""
     exposure: float | None
-    """RSOI: how much of the slowest worker's delay everyone takes on, 0 to 1; None: not known."""
+    """RSOI: share of the slowest worker's delay that all workers take on, 0 to 1; None if unknown."""
     survives: int
-    """RSOI: deaths of workers after which the others still go on."""
+    """RSOI: number of worker deaths after which the other workers continue."""
     reproducible: Literal["easy", "medium", "hard"]
-    """ERB: how hard it is to get the same result again."""
+    """ERB: how hard it is to reproduce a result."""
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The criteria as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 def criteria(found: Prospect, pace: Pace | None) -> Criteria:
-    """The row of a predicted strategy; of one worker, the trivial one."""
+    """The row of a predicted strategy; a trivial row for one worker."""
     if found.strategy is None:
         return Criteria("one worker", False, "likely", 0.0, 0, 1.0, 0, "easy")
     cell, traits = found.strategy.cell, found.strategy.traits
@@ -105,28 +108,30 @@ def _exposure(pace: Pace) -> float | None:
 
 
 def is_central(cell: Cell | None) -> bool:
-    """Whether one model is optimised, with everybody's gradients."""
+    """Whether all workers' gradients optimize one model."""
     return cell is not None and cell.optimisation == "central"
 
 
 def is_synchronous(cell: Cell | None, traits: Traits) -> bool:
-    """Whether all wait for each other, and nobody computes on what is late."""
+    """Whether all workers wait for each other, so that no gradient is stale."""
     return cell.scheduling == "sync" if cell is not None else traits.completeness == 1
 
 
 def is_repeatable(cell: Cell | None, traits: Traits) -> bool:
-    """Whether a run can be had again: of servers that give up gradients, the order of arrival decides whose."""
+    """Whether a run can be repeated; if servers drop gradients, the order of arrival decides which ones."""
     return is_synchronous(cell, traits) and not (is_central(cell) and traits.completeness == 4)
 
 
 def count(part: Component) -> int:
-    """Hyper-parameters of a component and of its parts."""
+    """Number of hyper-parameters of a component and of its parts."""
     values = [getattr(part, name) for name in fields_of(type(part))]
     return sum(1 if not isinstance(value, Component) else count(value) for value in values)
 
 
 def departures(found: Prospect, site: Site) -> tuple[str, ...]:
-    """In what a strategy departs from plain training on one worker, so that its samples may be worth less."""
+    """The ways in which a strategy differs from plain training on one worker, each of which may make its samples worth
+    less.
+    """
     if found.strategy is None:
         return ()
     cell, traits = found.strategy.cell, found.strategy.traits
@@ -143,24 +148,27 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
 
 
 def need(found: Prospect, site: Site) -> float:
-    """How many samples of a strategy do the work of one sample of plain training on one worker.
+    """Number of samples of a strategy that do the work of one sample of plain training on one worker.
 
-    To a target, plain training takes S (1 + r) steps: S of them whatever the batch, and r S because of noise, which n
-    times the batch lessens n times (McCandlish et al. 2018, equation 2.7; S and r as `DEPTH` and `NOISE` say, since no
-    plan knows them). A strategy that departs from it takes, counted in gradients of all its workers and in units of S:
+    To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,
+    which a batch n times as large reduces n times (McCandlish et al. 2018, equation 2.7; S and r are `DEPTH` and
+    `NOISE`, because no plan knows them). Counted in gradients of all its workers and in units of S, a strategy takes:
 
-    * synchronous: n c + r (1 + omega), c as below, omega the variance that an unbiased codec adds;
-    * asynchronous: c(tau) + r, where c(tau) = 1 / sin(pi / (2 (2 tau + 1))) is how much smaller the learning rate has
-      to be, so that updates which are late by tau stay stable (Levin & May 1976): about 1.3 tau; with a momentum near 1
-      it is pi / 2 times that, as x'' + (1 - mu) x' + eta x(t - tau) = 0 is stable for eta tau < 1 - mu;
-    * models apart: n + r + r (n - 1) w, where w is the share of the noise that is averaged out too late, which begins
-      later with momentum, as that averages each worker's own over 1 / (1 - mu) steps; and at the end two transits to
-      have the mean, which nobody has before;
-    * what error feedback holds back comes 1 / delta - 1 steps later in the mean, once: c = 1 + (1 / delta - 1) / S,
-      where a codec keeps the share delta of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
+    * synchronous: n c + r (1 + ω), with c as below, and ω the variance that an unbiased codec adds;
+    * asynchronous: c(τ) + r, where c(τ) = 1 / sin(π / (2 (2 τ + 1))) is the factor by which the learning rate must be
+      smaller for updates with staleness τ to be stable (Levin & May 1976): about 1.3 τ; with a momentum μ near 1 it is
+      π / 2
+      times that, because x'' + (1 - μ) x' + η x(t - τ) = 0 is stable for η τ < 1 - μ;
+    * replicas that differ: n + r + r (n - 1) w, where w is the share of the noise that is averaged too late. With
+      momentum
+      w grows later, because momentum averages each worker's own noise over 1 / (1 - μ) steps. At the end two transits
+      are
+      needed to compute the mean;
+    * error feedback delays its residual by a mean of 1 / δ - 1 steps, once: c = 1 + (1 / δ - 1) / S, if the codec keeps
+      the
+      share δ of the energy (Stich & Karimireddy 2020, whose delay is a lower-order term).
 
-    Approximation, asynchrony and replicas that differ (of which the result may be a slow worker's) each count a tenth
-    more.
+    Approximation, asynchrony and replicas that differ (of which the result may be a slow worker's) each add a tenth.
     """
     if found.strategy is None:
         return 1.0
@@ -183,29 +191,29 @@ def need(found: Prospect, site: Site) -> float:
 
 
 def lateness(found: Prospect, site: Site) -> float:
-    """By how many updates those of a strategy are late; where it has no versions, by those of the others meanwhile."""
+    """Staleness of a strategy's updates; without versions, the number of other workers' updates meanwhile."""
     if found.staleness is not None:
         return found.staleness
     return (found.workers - 1) * (1 + delay(found, site))
 
 
 def delay(found: Prospect, site: Site) -> float:
-    """Steps that a model is on its way where nobody waits for it: more, the more links are asked for; infinite at last.
+    """Steps that a model is in transit if no worker waits for it; grows with the load of the links, without limit.
 
-    The transit over 1 - rho, where rho is the share of the time that a worker's card sends: as long as a queue's jobs
-    stay whose size and arrival vary as they like.
+    The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
+    jobs vary in size and arrival.
     """
     busy = found.sent / site.link[1] / max(found.seconds, LEAST)
     return site.transit / max(found.seconds, LEAST) / max(1 - busy, LEAST)
 
 
 def momentum(site: Site) -> float:
-    """Of the job's optimiser; of others that keep something, 0.9."""
+    """Momentum of the job's optimizer; 0.9 for other optimizers with a state."""
     return float(getattr(site.task.optimizer, "momentum", USUAL if site.task.slots else 0.0))
 
 
 def horizon(found: Prospect, site: Site) -> float:
-    """Steps until everyone has heard of a worker's step: all of what an average takes has to be sent, by pairs more."""
+    """Steps until all workers have received a worker's step; pairwise averaging needs more than full averages."""
     assert found.strategy is not None
     n, sent = found.workers, max(found.sent / site.task.nbytes, 1e-9)
     if n == 1:
@@ -217,18 +225,18 @@ def horizon(found: Prospect, site: Site) -> float:
     rounds = math.log2(n)
     if cell is not None and cell.topology == "closed ring":
         rounds = n * n / 8
-    elif cell is not None and cell.topology == "dedicated master":  # a centre goes about 1/n of the way to a replica
+    elif cell is not None and cell.topology == "dedicated master":  # a center moves about 1/n of the way to a replica
         rounds = float(n)
     return max(1.0, rounds / min(1.0, sent)) + (0.0 if waits else delay(found, site))
 
 
 def approximates(found: Prospect) -> bool:
-    """Whether what is sent says less than what is meant."""
+    """Whether messages approximate the exact values."""
     return not found.lossless or (found.strategy is not None and found.strategy.traits.approximation != "none")
 
 
 def drops(found: Prospect) -> bool:
-    """Whether a codec leaves out something that comes in no later message: accuracy is lost for good."""
+    """Whether a codec drops values that no later message contains, so that accuracy is lost for good."""
     if found.strategy is None:
         return False
     if found.strategy.traits.approximation == "lost":
@@ -239,11 +247,11 @@ def drops(found: Prospect) -> bool:
 
 
 def compression(found: Prospect, site: Site) -> tuple[float, float]:
-    """Variance omega that unbiased codecs add, relative; and steps by which the others hold back what they leave out.
+    """Relative variance ω that unbiased codecs add, and the steps by which other codecs delay what they omit.
 
-    Both from an array of Laplacian random numbers, whose tails are heavier than the normal law's, as those of gradients
-    are (Aji & Heafield 2017 find most of them near zero). Strategies that approximate without a codec count as if they
-    kept the share that they send.
+    Both are measured on an array of Laplacian random numbers, whose tails are heavier than those of a normal
+    distribution, as those of gradients are (Aji & Heafield 2017 find most gradients near zero). A strategy that
+    approximates without a codec counts as if it kept the share that it sends.
     """
     noise, held = 0.0, 0.0
     for codec in codecs_of(found.strategy):
@@ -261,7 +269,7 @@ def compression(found: Prospect, site: Site) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def lost(codec: Codec) -> float:
-    """Share of the energy of a Laplacian random array that is not in its encoding; 1 where it cannot be tried."""
+    """Share of the energy of a Laplacian random array that its encoding omits; 1 if the codec cannot be tried."""
     array = np.random.default_rng(0).laplace(size=TRIED).astype(np.float32)
     try:
         fit = codec.on(((TRIED,),)).at(0)
@@ -272,5 +280,5 @@ def lost(codec: Codec) -> float:
 
 
 def worth(samples_per_second: float, needed: float) -> float:
-    """Samples a second in terms of those of plain training: what strategies are compared by."""
+    """Samples per second, in samples of plain training, by which strategies are compared."""
     return samples_per_second / needed

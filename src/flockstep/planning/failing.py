@@ -1,4 +1,4 @@
-"""How many workers are lost while a run lasts, and how probable it is that a strategy does not survive as many."""
+"""Predicts how many workers are lost during a run, and the probability that a strategy does not survive that."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from flockstep.planning.words import many
 from flockstep.report import words
 
 HOUR, DAY = 3600.0, 86400.0
-"""Seconds; a run is taken to last a day where neither the user nor a job with data says how long."""
+"""Seconds of an hour and of a day; a run is assumed to last a day if neither the user nor the job determines its
+length.
+"""
 SELDOM, NEVER = 0.01, 1e-9
-"""Probabilities below which one run in so many is told, and none."""
+"""Probabilities below which a risk is given as one run in so many, and as none."""
 RISK = 0.05
-"""Probability that a run ends early above which a strategy is ruled out where workers come and go."""
+"""Largest accepted probability that a run ends early, on clusters whose workers come and go."""
 
 
 def length(found: Prospect, outlook: Outlook) -> float:
-    """Seconds that a run is predicted to last: as the user says, or the job's steps, each as long as is predicted."""
+    """Predicted duration of a run in seconds: given by the user, or the job's steps times their predicted duration."""
     if outlook.length is not None:
         return outlook.length
     return DAY if outlook.steps is None else outlook.steps * found.seconds
 
 
 def deaths(found: Prospect, outlook: Outlook) -> list[float]:
-    """P(k of the workers die while the run lasts), for k = 0 … n.
+    """P(k workers die during the run), for k = 0 … n.
 
-    A machine fails at its rate, takes all its workers along, and does so once: no worker joins a run in the place of a
-    dead one.
+    A machine fails at its rate, at most once, and takes all its workers down; no worker joins to replace a dead one.
     """
     lasts, odds = length(found, outlook), np.ones(1)
     for group, size in outlook.site.cluster.placed(found.workers):
@@ -43,12 +44,12 @@ def deaths(found: Prospect, outlook: Outlook) -> list[float]:
 
 
 def risk(found: Prospect, outlook: Outlook) -> float:
-    """Probability that more workers die during the run than the strategy survives; servers are taken not to fail."""
+    """Probability that more workers die during the run than the strategy survives; servers are assumed not to fail."""
     return min(1.0, math.fsum(deaths(found, outlook)[_survived(found) + 1 :]))
 
 
 def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
-    """Why a strategy does not do where workers come and go; None if it does."""
+    """Reason why a strategy is unsuitable for workers that come and go; None if it is suitable."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "stops when a worker is lost"
     if not outlook.site.cluster.failures:
@@ -63,7 +64,7 @@ def unfit_to_lose_workers(found: Prospect, outlook: Outlook) -> str | None:
 
 
 def sentence(found: Prospect, outlook: Outlook) -> str:
-    """How many workers the run is predicted to lose, and what becomes of it."""
+    """Sentence about the workers that the run is predicted to lose, and the consequence."""
     survived = _survived(found)
     ends = f"survives the loss of {many(survived, 'worker')}" if survived else "does not survive the loss of a worker"
     return (
@@ -74,7 +75,10 @@ def sentence(found: Prospect, outlook: Outlook) -> str:
 
 
 def _lost(odds: Sequence[float]) -> str:
-    """How many workers die, by the probabilities of 0, 1, 2, … deaths; fewer than one as a share of runs."""
+    """Text of the predicted number of deaths from the probabilities of 0, 1, 2, … deaths.
+
+    A number below one is given as a share of runs.
+    """
     mean = math.fsum(count * one for count, one in enumerate(odds))
     if mean >= 1:
         return f"{words.number(mean, 2)} are predicted to die"
@@ -82,7 +86,7 @@ def _lost(odds: Sequence[float]) -> str:
 
 
 def _of_runs(probability: float, ends: str = "ends", end: str = "end") -> str:
-    """In how many of all runs something happens: "8 % of runs end", "one run in 1,000 ends"."""
+    """Text of the share of runs in which something happens: "8 % of runs end", "one run in 1,000 ends"."""
     if probability >= SELDOM:
         return f"{words.share(probability)} of runs {end}"
     return (

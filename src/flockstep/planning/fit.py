@@ -1,13 +1,13 @@
-"""A cluster's description from the records of runs: the law of computing, latency and bandwidth.
+"""Fits a cluster's description to the records of runs: compute model, latency and bandwidth.
 
-Steps tell the durations of gradients. What a step takes beyond them is messages and waiting for others, and how much of
-either the strategy itself knows: it is rehearsed in virtual time with gradients that take what they took, and latency
-and bandwidth are those with which the rehearsals take as long as the runs did.
+The steps of a record give the durations of gradients. The rest of a step's time is messages and waiting, which depend
+on the strategy: it is rehearsed in virtual time with the recorded gradient times, and latency and bandwidth are those
+with which the rehearsals take as long as the runs.
 
-A step of one strategy at one model size takes t = f(L, 1/B), one equation for two unknowns: both can be told apart only
-by records in which bytes and messages weigh differently. With one record one of the two has to be given.
+A step of one strategy at one model size takes t = f(L, 1/B), one equation with two unknowns. They can be separated only
+by records in which bytes and messages have different weights; with one record one of the two must be given.
 
-Real runs are rehearsed on links that messages share, as TCP connections do (`fair_link`), simulated ones on theirs.
+Real runs are rehearsed on links that messages share, as TCP connections do (`fair_link`), simulated runs on their own.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ from flockstep.simulation.network import Ideal, Link
 from flockstep.strategies.base import Strategy
 
 ALIKE = 1.1
-"""Workers whose median gradients differ by less are equally fast."""
+"""Largest ratio of the median gradient times of workers that count as equally fast."""
 LONGEST = 400
-"""Steps of a record that are looked at, and rehearsed, at the most."""
+"""Largest number of steps of a record that are read and rehearsed."""
 SPANS = 5
-"""Into which steps are divided."""
+"""Number of spans into which steps are divided."""
 POOR = 0.2
-"""Error of a step's time from which on a fit is called poor."""
+"""Relative error of a step's time from which on a fit is called poor."""
 SHORT, LONG = 1e-7, 1e2
-"""Seconds between which a latency is looked for."""
+"""Smallest and largest latency that a fit considers, in seconds."""
 SLOW, FAST = 1e2, 1e12
-"""Bytes per second between which a bandwidth is looked for."""
+"""Smallest and largest bandwidth that a fit considers, in bytes per second."""
 TELLING = 0.05
-"""Least share of a step's time that has to change, from one record to another, for both unknowns to be told apart."""
+"""Smallest change of a step's time between records, as a share, with which both unknowns can be separated."""
 ROUNDS, STEP, CLOSE = 20, 0.02, 1e-3
-"""Of least squares: iterations, the step of a slope and when to stop, on a logarithmic scale."""
+"""Parameters of the least-squares fit on a logarithmic scale: iterations, step of a slope, and tolerance."""
 SEARCH = 40
-"""Rounds of a search for one unknown, at the most."""
+"""Largest number of iterations of the search for one unknown."""
 FAIR = "fair_link"
 MOST = 1e12
-"""Seconds, or bytes, of a step above which a record is broken."""
+"""Seconds, or bytes, of a step above which a record is invalid."""
 NOTHING = 0.01
-"""Share of a step's time below which the network counts as no part of it."""
+"""Share of a step's time below which the network is ignored."""
 
 
 @dataclass(frozen=True)
 class _Again(ComputeModel):
-    """Gradients that take as long as they did in a record: a row for each worker."""
+    """Gradient times as in a record, one row for each worker."""
 
     rows: tuple[tuple[float, ...], ...]
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of one worker, again and again."""
+        """Infinite iterator over the recorded durations of one worker, repeated."""
         return itertools.cycle(self.rows[rank])
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What of a record the fit looks at."""
+    """The part of a record that the fit uses."""
 
     config: RunConfig
     strategy: Strategy
@@ -85,28 +85,28 @@ class _Run:
     tensors: tuple[int, ...]
     itemsize: int
     compute: tuple[tuple[float, ...], ...]
-    """Of each worker, seconds of its gradients, from the first on."""
+    """Seconds of each worker's gradients, from the first one on."""
     seconds: float
-    """Usual seconds of a step, see `usual_seconds`."""
+    """Usual seconds of a step; see `usual_seconds`."""
     message: float = 0.0
-    """Seconds that a node is known to spend on a message."""
+    """Seconds that a node spends on a message."""
 
     @property
     def steps(self) -> int:
-        """Of each worker."""
+        """Number of steps of each worker."""
         return len(self.compute[0])
 
     @property
     def fair(self) -> bool:
-        """Whether messages go on together: over TCP, and over the like in virtual time."""
+        """Whether messages share links, as over TCP or on a fair link in virtual time."""
         return self.config.kind != "simulate" or (self.config.network or "").startswith(FAIR)
 
     def counted(self, rank: int) -> tuple[float, ...]:
-        """Seconds of a worker's gradients, those at the beginning left out."""
+        """Seconds of a worker's gradients, without those at the beginning."""
         return self.compute[rank][first_counted(self.steps) :]
 
     def takes(self, latency: float, bandwidth: float) -> float:
-        """What a step would take over such links, in seconds; nodes spend `message` on each message."""
+        """Seconds of a step over links of that latency and bandwidth; nodes spend `message` seconds on each message."""
         link = FairLink if self.fair else Link
         network = Ideal() if math.isinf(bandwidth) and not latency else link(bandwidth, latency)
         events: list[Event] = []
@@ -134,12 +134,20 @@ def fit_records(
     imports: Sequence[str] = (),
     message: float = 0.0,
 ) -> Calibration:
-    """The cluster that runs with these records were on. Seconds and bytes per second that are given are taken as known.
+    """Fit the description of the cluster on which the recorded runs were.
 
-    `imports`: the Python files that the records may need; no other is run. `message`: seconds that nodes spend on each.
+    Args:
+        folders: folders of the records.
+        latency: latency of the links in seconds if it is known; None to fit it.
+        bandwidth: bandwidth of the links in bytes per second if it is known; None to fit it.
+        imports: the Python files that the records may need; no other file is executed.
+        message: seconds that a node spends on each message that it sends or receives.
+
+    Returns:
+        The description of the cluster, with notes about the fit.
 
     Raises:
-        ConfigurationError: no record, one without steps, or records of different jobs or numbers of workers.
+        ConfigurationError: there is no record, one without steps, or records of different jobs or numbers of workers.
     """
     if not folders:
         raise ConfigurationError("a fit needs at least one record, got none; name the folder of a run")
@@ -198,7 +206,7 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
     """The steps of every worker, in order.
 
     Raises:
-        ConfigurationError: fewer events than workers, a step of a worker that there is not, or with impossible amounts.
+        ConfigurationError: there are fewer events than workers, steps of an unknown worker, or impossible amounts.
     """
     if workers > len(events):
         raise ConfigurationError(
@@ -225,10 +233,10 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
 
 
 def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
-    """How many steps there are of every worker.
+    """Smallest number of steps of a worker.
 
     Raises:
-        ConfigurationError: fewer than three.
+        ConfigurationError: a worker has fewer than three steps.
     """
     length = min(map(len, steps))
     if length < 3:
@@ -237,9 +245,9 @@ def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
 
 
 def usual_seconds(steps: Sequence[Sequence[Step]], length: int) -> float:
-    """Seconds of a step, of all workers: the median over spans of steps of the mean, so that hiccups do not count.
+    """Usual seconds of a step: the median, over spans of steps, of the mean over all workers; outliers have no effect.
 
-    The steps at the beginning are left out, while processes warm up.
+    Steps at the beginning are ignored, because processes warm up.
     """
     spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
@@ -250,12 +258,12 @@ def usual_seconds(steps: Sequence[Sequence[Step]], length: int) -> float:
 
 
 def first_counted(steps: int) -> int:
-    """How many steps at the beginning do not count; as many as in a rehearsal."""
+    """Number of ignored steps at the beginning, as in a rehearsal."""
     return max(1, int(LEFT_OUT * steps))
 
 
 def _machines(runs: Sequence[_Run]) -> tuple[tuple[Group, ...], ComputeModel, str]:
-    """Groups of workers by speed, and the law of the durations at speed 1; also why that one."""
+    """Groups of workers by speed, the compute model at speed 1, and the reason for that model."""
     workers = len(runs[0].compute)
     times = [[one for run in runs for one in run.counted(rank) if one > 0] for rank in range(workers)]
     if min(map(len, times)) < 2:
@@ -276,7 +284,7 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[Group, ...], ComputeModel, st
 def _link(
     runs: Sequence[_Run], latency: float | None, bandwidth: float | None, notes: list[str]
 ) -> tuple[float, float]:
-    """Latency and bandwidth."""
+    """Fit latency and bandwidth; the seconds and bytes per second that are given are kept."""
     free = [one.takes(0.0, math.inf) for one in runs]
     shares = [1 - base / one.seconds for one, base in zip(runs, free, strict=True)]
     notes.append(f"share of a step that is messages: {', '.join(f'{max(share, 0.0):.0%}' for share in shares)}")
@@ -307,12 +315,12 @@ def _link(
 
 
 def _misfit(runs: Sequence[_Run], latency: float, bandwidth: float) -> float:
-    """How much longer rehearsals take than runs did, in the mean, as a logarithm."""
+    """Mean logarithm of the ratio of rehearsed to recorded step times."""
     return statistics.fmean(math.log(one.takes(latency, bandwidth) / one.seconds) for one in runs)
 
 
 def _both(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
-    """Latency and bandwidth by least squares over the logarithms of what steps take; None where many fit alike."""
+    """Fit latency and bandwidth by least squares over logarithms of step times; None if many pairs fit equally well."""
     start = _linear(runs, free)
     if start is None:
         return None
@@ -336,7 +344,10 @@ def _both(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | 
 
 
 def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] | None:
-    """Latency and seconds per byte if t were linear in both; None where messages and bytes weigh alike everywhere."""
+    """Latency and seconds per byte if t were linear in both.
+
+    None if messages and bytes weigh the same in all records.
+    """
     beyond = np.array([max(run.seconds - base, NOTHING * run.seconds) for run, base in zip(runs, free, strict=True)])
     guess = np.array([beyond.mean() / 10, beyond.mean() / max(run.model_bytes for run in runs)])
     columns = [
@@ -353,13 +364,15 @@ def _linear(runs: Sequence[_Run], free: Sequence[float]) -> tuple[float, float] 
 
 
 def _errors(runs: Sequence[_Run], point: FlatArray) -> FlatArray:
-    """How much longer each rehearsal takes than its run, as logarithms, at log L and log 1/B."""
+    """Logarithms of the ratios of rehearsed to recorded step times, at log L and log 1/B."""
     latency, per_byte = np.exp(point).tolist()
     return np.array([math.log(run.takes(latency, 1 / per_byte) / run.seconds) for run in runs])
 
 
 def _solve(misfit: Callable[[float], float], quick: float, slow: float, notes: list[str], what: str) -> float:
-    """Where `misfit`, which grows from `quick` to `slow`, is 0: false position (Illinois), on a logarithmic scale."""
+    """The zero of `misfit`, which increases from `quick` to `slow`, by false position (Illinois) on a logarithmic
+    scale.
+    """
     low, high = math.log(quick), math.log(slow)
     below, above = misfit(quick), misfit(slow)
     if abs(below) < NOTHING:

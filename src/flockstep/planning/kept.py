@@ -1,4 +1,4 @@
-"""Finished trials in a file, one a line, so that the same command goes on where it was interrupted."""
+"""Stores finished trials in a file, one per line, so that an interrupted search can be continued."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flockstep.frameworks.base import Data
 from flockstep.planning.trials import Bench, Trial
 
 FILE = "trials.jsonl"
-"""In the folder that was named: what the trials are of on the first line, then a trial a line."""
+"""Name of the file in the given folder: the settings on the first line, then one trial per line."""
 
 
 def settings_of(bench: Bench, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
-    """What must be the same for a trial to have the same result, besides what the trial itself says."""
+    """Settings that must be equal for a trial to have the same result, besides those in the trial itself."""
     site, task, job = bench.site, bench.site.task, bench.job(seed)
     return {
         "flockstep": __version__,
@@ -48,7 +48,7 @@ def settings_of(bench: Bench, workers: int, target: float, seed: int, split: str
 
 
 def digest(data: Data) -> str:
-    """Of all samples and labels, numpy or torch: shapes, types and every byte."""
+    """Digest of all samples and labels, numpy or torch: shapes, dtypes and every byte."""
     whole = hashlib.sha256()
     for values in (data.train_x, data.train_y, data.test_x, data.test_y):
         if hasattr(values, "detach"):
@@ -69,7 +69,7 @@ def _short(data: bytes) -> str:
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A trial in the file."""
+    """A line of the file: one trial."""
 
     trial: Trial
     lr: float
@@ -78,7 +78,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass
 class Kept:
-    """The trials of a search, in memory and, where there is a folder, on disk as soon as they are finished."""
+    """The finished trials of a search, in memory and, if there is a folder, on disk."""
 
     settings: dict[str, Any]
     folder: Path | None = None
@@ -100,13 +100,13 @@ class Kept:
         return len(self._known)
 
     def find(self, strategy: str, lr: float, within: float | None) -> Trial | None:
-        """The same trial as finished earlier; one that was given less time than it would have now does not count."""
+        """The same trial from an earlier run; None if there is none, or if it had less time than `within`."""
         trial, had = self._known.get((strategy, lr), (None, 0.0))
         short = trial is not None and trial.end == "time" and had < _seconds(within)
         return None if short else trial
 
     def add(self, trial: Trial, lr: float, within: float | None) -> None:
-        """Keep a finished trial."""
+        """Store a finished trial."""
         self._known[trial.strategy, lr] = trial, _seconds(within)
         if self.folder is not None:
             line = {"trial": trial.document(), "within": within, "lr": lr}
@@ -128,7 +128,7 @@ class Kept:
 
     def _read(self) -> None:
         data = self._file.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]  # the last line of a process that was killed may be half a line
+        whole = data[: data.rfind(b"\n") + 1]  # the last line of a killed process may be incomplete
         try:
             first, *rest = map(json.loads, whole.decode().split("\n")[:-1])
             before = dict(first["settings"])

@@ -1,4 +1,4 @@
-"""Which law of computing times measured seconds follow."""
+"""Finds the compute model that measured durations follow."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from flockstep.errors import ConfigurationError
 from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
 
 STEADY = 1e-3
-"""Below this share of the mean, a standard deviation counts as none."""
+"""Standard deviation, as a share of the mean, below which durations count as constant."""
 NEAR = 1.63
-"""Largest distance from a lognormal law, times √n: Kolmogorov's at 1 %, widened by `SLACK` for what never fits."""
+"""Largest distance from a lognormal distribution, times √n: Kolmogorov's bound at 1 %, widened by `SLACK`, because no
+model fits exactly.
+"""
 SLACK = 0.05
 QUANTILES = 21
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A law, and in words why it is that one."""
+    """A compute model, and the reason for its choice."""
 
     law: ComputeModel
     why: str
 
 
 def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
-    """Constant, lognormal with the measured mean, or where that is too far off, the measured quantiles.
+    """Fit a model: constant, lognormal with the measured mean, or the measured quantiles if lognormal does not fit.
 
     Raises:
-        ConfigurationError: fewer than two measurements, or one that is not above zero.
+        ConfigurationError: there are fewer than two durations, or one is not positive.
     """
     times = np.sort(np.asarray(seconds, dtype=np.float64))
     if len(times) < 2 or not times[0] > 0 or not math.isfinite(times[-1]):
@@ -56,7 +58,10 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
 
 
 def _quantiles(times: FlatArray) -> tuple[float, ...]:
-    """Equally probable ones; the last is where the mean comes out right, for of a long tail it says little itself."""
+    """Equally probable quantiles.
+
+    The last one is chosen to reproduce the mean, because it says little about a long tail.
+    """
     at = np.quantile(times, np.linspace(0, 1, QUANTILES))
     last = 2 * ((QUANTILES - 1) * times.mean() - at[1:-1].sum()) - at[0]
     if last >= at[-2]:
@@ -67,12 +72,12 @@ def _quantiles(times: FlatArray) -> tuple[float, ...]:
 
 
 def _distance(logs: FlatArray, mean: float, sigma: float) -> float:
-    """Kolmogorov and Smirnov's distance of sorted logarithms from a normal law."""
+    """Kolmogorov-Smirnov distance of sorted logarithms from a normal distribution."""
     share = np.array([0.5 * math.erfc((mean - one) / (sigma * math.sqrt(2))) for one in logs])
     steps = np.arange(len(logs) + 1) / len(logs)
     return float(max((share - steps[:-1]).max(), (steps[1:] - share).max()))
 
 
 def _short(value: float) -> float:
-    """Six digits: more are not known."""
+    """Round to six significant digits, since more are not known."""
     return float(f"{value:.6g}")

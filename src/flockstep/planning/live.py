@@ -1,4 +1,4 @@
-"""Virtual time with the model evaluated as it is now, not as it was when the slowest worker had come as far."""
+"""Virtual time with evaluations of the current model, instead of the model when the slowest worker had come as far."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flockstep.messages import server
 from flockstep.records.events import Snapshot
 
 NOW = ("server", "mean", "rank0")
-"""Policies whose model can be had at any moment."""
+"""Result policies whose model is available at any moment."""
 
 
 class LiveSimulation(Simulation):
-    """A run whose snapshots are of the model at their own time, one for every gradient of each worker in the mean.
+    """A run whose snapshots show the model at their own time, one for every gradient of each worker on average.
 
-    A record's snapshots are of the same progress on all nodes, and as late as the slowest one. Where workers differ in
-    speed and do not wait for each other, the model at hand is by then far ahead, and time to target is that model's.
+    A record's snapshots show equal progress of all nodes, and are as late as the slowest node. If workers differ in
+    speed and do not wait for each other, the current model is far ahead by then, and determines the time to target.
     """
 
     _begun = 0
@@ -31,7 +31,7 @@ class LiveSimulation(Simulation):
         if runner.node.address < 0:
             return
         workers = self.plan.cluster.workers
-        if self._begun % workers == workers - 1:  # the last of so many that begin a gradient: all have the last update
+        if self._begun % workers == workers - 1:  # all workers have the last update
             self._look(self._begun // workers * self.plan.evaluate_every)
         self._begun += 1
 

@@ -1,4 +1,4 @@
-"""A plan as one self-contained page: advice, scaling curves, a map of what is best, and the tables."""
+"""A plan as a self-contained HTML page: advice, scaling curves, a map of the best strategies, and tables."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ from flockstep.report.style import COLOURS, INK, Figure, axis, decades, layout, 
 from flockstep.report.words import number
 
 CELLS = 13
-"""Of the map, in each direction."""
+"""Number of the map's cells in each direction."""
 RANGE = 100.0
-"""How far bandwidth and model size go, up and down."""
+"""Factor by which bandwidth and model size vary on the map, up and down."""
 
 
 def write_plan(outlook: Outlook, advice: Advice, path: Path | str, further: Sequence[Listing] = ()) -> Path:
-    """Write the page to `path` and return it; the folder is made if need be. `further`: tables that come first."""
+    """Write the page to `path`, create its folder if it is missing, and return the path.
+
+    `further`: tables that come first.
+    """
     return plan_page(outlook, advice, further).write(path)
 
 
 def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ()) -> Page:
-    """Advice, pictures, and everything in them as tables too."""
+    """The page: advice, figures, and tables with everything that the figures show."""
     ranked = advice.ranked(outlook)
     marked = {place: "chosen" for place, one in enumerate(ranked) if one is advice.choice}
     rows = [cells(outlook, one, advice.worths[one.name]) for one in ranked]
@@ -79,32 +82,31 @@ def plan_page(outlook: Outlook, advice: Advice, further: Sequence[Listing] = ())
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
 _DASHES = ("solid", "dot", "dashdot")
 PREDICTED = (
-    "Worth: how many times as quickly as one worker it is taken to advance, that is samples per second over how many "
-    "of them do the work of one of plain training; the most first, also where something is ruled out. Samples per "
-    "second of all workers; seconds between two gradients of a worker; the share of them that it computes; bytes that "
-    "a worker sends in a step, and that pass the busiest server; versions by which an update is late, on average and "
-    "at most; memory on a worker; from a rehearsal with all workers or with fewer. The row in green is what is advised."
+    "Worth: predicted speed relative to one worker, that is samples per second, divided by the number of samples that "
+    "do the work of one sample of plain training; the highest first, including strategies that are ruled out. Then: "
+    "samples per second of all workers; seconds between two gradients of a worker; share of that time spent "
+    "computing; bytes per step sent by a worker, and through the busiest server; staleness in versions, mean and "
+    "maximum; memory on a worker; rehearsed with all workers, or with fewer. The row in green is the recommendation."
 )
 GRADED = (
-    "Table 2 of Langer et al. (2020), computed: whether the workers' data have to be alike, whether the best learning "
-    "rate is higher or lower than one worker's, versions by which updates are late, hyper-parameters that the strategy "
-    "adds, how much of the slowest worker's delay everyone takes on (over 100 %: it reaches into later steps), "
-    "whether the others go on when a worker is gone, how hard it is to get the same result again, and departures from "
-    "plain training."
+    "Table 2 of Langer et al. (2020), computed: whether the workers' data must be similar; whether the best learning "
+    "rate is higher or lower than one worker's; staleness in versions; hyper-parameters that the strategy adds; share "
+    "of the slowest worker's delay that all workers take on (over 100 %: it affects later steps); whether the other "
+    "workers continue after one is lost; how hard it is to reproduce a result; and departures from plain training."
 )
 SCALING = (
-    "Worth over workers: how many times as quickly as one worker a strategy is taken to advance, from rehearsals: "
-    "constant times, and on top what the slowest worker costs. The thick dashed line: one worker alone."
+    "Worth over the number of workers: predicted speed relative to one worker, from rehearsals with constant gradient "
+    "times plus the cost of the slowest worker. The thick dashed line is one worker alone."
 )
 MAP = (
-    "The strategy that is worth most among those that meet the needs and fit in memory here, by samples per second in "
-    "terms of plain training, over bandwidth and parameters; the work of a gradient stays the same. The letters are "
-    "in the legend. The cross: this cluster and model."
+    "The strategy with the highest worth among those that meet the needs and fit in memory, over bandwidth and "
+    "parameters; the work of a gradient stays the same. The legend explains the letters. The cross is this cluster "
+    "and model."
 )
 
 
 def scaling_picture(outlook: Outlook) -> Figure:
-    """A line for each strategy."""
+    """Figure of worth over the number of workers, one line for each strategy."""
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -138,7 +140,7 @@ def scaling_picture(outlook: Outlook) -> Figure:
 
 
 def scaling_table(outlook: Outlook) -> Listing:
-    """The same in figures."""
+    """Table of worth over the number of workers, one row for each strategy."""
     sizes = sorted({n for one in outlook.curves for n in one.workers})
     rows = []
     for one in outlook.curves:
@@ -150,38 +152,38 @@ def scaling_table(outlook: Outlook) -> Listing:
 
 @dataclass(frozen=True)
 class Map:
-    """Bandwidth × model size → the best strategy."""
+    """The best strategy for each pair of bandwidth and model size."""
 
     bandwidths: tuple[float, ...]
-    """Bytes per second, ascending."""
+    """Bandwidths in bytes per second, ascending."""
     sizes: tuple[float, ...]
-    """Parameters, ascending."""
+    """Model sizes in parameters, ascending."""
     names: tuple[tuple[str, ...], ...]
-    """A row for each size, a column for each bandwidth."""
+    """Names of strategies: a row for each size, a column for each bandwidth."""
 
     @property
     def kinds(self) -> list[str]:
-        """All names, in the order in which they get their letters."""
+        """All names, in the order of their letters."""
         return list(dict.fromkeys(name for row in self.names for name in row))
 
     def letter(self, name: str) -> str:
-        """A, B, C and so on."""
+        """The letter of a name: A, B, C and so on."""
         return chr(ord("A") + self.kinds.index(name))
 
     @property
     def key(self) -> str:
-        """What the letters mean."""
+        """The meaning of the letters, as text."""
         meant = "; ".join(f"{self.letter(name)}: {short(name)}" for name in self.kinds)
         return f"Parameters over the bandwidth of the slowest link. {meant}."
 
     def table(self) -> Listing:
-        """In letters, the largest model first as in the picture."""
+        """The map as a table of letters, with the largest model first as in the figure."""
         rows = [(amount(size), *map(self.letter, row)) for size, row in zip(self.sizes, self.names, strict=True)]
         headings = ("parameters", *map(speed, self.bandwidths))
         return Listing("Where what is best, in letters", self.key, headings, rows[::-1])
 
     def picture(self, outlook: Outlook) -> Figure:
-        """A coloured cell with a letter for each point."""
+        """The map as a figure with a colored cell and a letter for each point."""
         kinds, count = self.kinds, len(self.kinds)
         colours = [COLOURS[place % len(COLOURS)] for place in range(count)]
         heat = {
@@ -222,7 +224,7 @@ class Map:
 
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
-    """What is best around this cluster and model, of what meets the needs; None where nothing does."""
+    """The best strategies around this cluster and model among those that meet the needs; None if none does."""
     site, rivals = outlook.site, _rivals(outlook, advice)
     if not rivals:
         return None
@@ -240,7 +242,7 @@ def best_map(outlook: Outlook, advice: Advice) -> Map | None:
 
 
 def _rivals(outlook: Outlook, advice: Advice) -> list[Contender]:
-    """Those that meet the needs and are worth most here, and one worker if it does."""
+    """The strategies on the map: the best ones that meet the needs, and one worker if it does."""
     out = {name for name, _ in advice.excluded}
     left = [one for one in outlook.contenders if one.name not in out]
     left.sort(key=lambda one: -advice.worths[one.name])

@@ -1,4 +1,4 @@
-"""A job on a cluster: what every strategy would do there, ranked, before anything is run."""
+"""Predicts and ranks all strategies for a job on a cluster, before anything is run."""
 
 from __future__ import annotations
 
@@ -29,52 +29,54 @@ COMPOSED = (
     "ps(codec=topk, feedback=residual)",
     "powersgd(rank=1)",
 )
-"""What is considered besides every registered strategy as it is."""
+"""Compositions that a plan considers in addition to the registered strategies."""
 MOST = WORKERS[-1]
-"""Workers that a plan is made for: of more, some costs take minutes to work out."""
+"""Largest number of workers of a plan; some costs of larger numbers take minutes to compute."""
 CURVES = 6
-"""Strategies whose scaling is told."""
+"""Number of strategies whose scaling is reported."""
 KEEN = 6
-"""Contenders on the map: those that are worth most."""
+"""Number of contenders on the map: those with the highest worth."""
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is to be expected of a job on a cluster."""
+    """Predictions for a job on a cluster."""
 
     site: Site
     workers: int
     prospects: tuple[Prospect, ...]
-    """By what their samples a second are worth, the most first; one worker alone among them."""
+    """Predictions sorted by the worth of their samples per second, the highest first; one worker alone is
+    among them.
+    """
     refused: tuple[tuple[str, str], ...]
-    """What cannot run there, and why."""
+    """Strategies that cannot run on the cluster, each with the reason."""
     left_out: tuple[str, ...]
-    """What the predictions do not know."""
+    """Sentences about effects that the predictions ignore."""
     contenders: tuple[Contender, ...]
-    """Those that can be asked about other circumstances, one worker first."""
+    """Predictions that can be evaluated under other circumstances, one worker first."""
     curves: tuple[Curve, ...] = ()
     further: bool = False
-    """Whether it was asked how strategies scale, and what would change which is best."""
+    """Whether scaling and crossovers were requested."""
     length: float | None = None
-    """Seconds that the user says the run lasts; None: nobody said."""
+    """Duration of the run in seconds, as given by the user; None if not given."""
     steps: int | None = None
-    """Steps of a worker in a run of the job; None: only sizes are known, or no machine fails."""
+    """Steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
 
     @property
     def task(self) -> Task:
-        """The job."""
+        """The task of the plan."""
         return self.site.task
 
     @property
     def alone(self) -> Prospect:
-        """One worker."""
+        """The prediction for one worker."""
         return self.named(ALONE)
 
     def named(self, name: str) -> Prospect:
         """The prediction for a strategy.
 
         Raises:
-            ConfigurationError: it is not among those considered.
+            ConfigurationError: the strategy is not among those of the plan.
         """
         for found in self.prospects:
             if found.name == name:
@@ -82,27 +84,27 @@ class Outlook:
         raise ConfigurationError(f"{name} must be among the strategies of the plan, got none; name one that is listed")
 
     def pace(self, name: str) -> Pace | None:
-        """How a strategy depends on circumstances; None of one worker."""
+        """Dependence of a strategy on circumstances; None for one worker."""
         return next((one.pace for one in self.contenders if one.name == name), None)
 
     def departures(self, found: Prospect) -> tuple[str, ...]:
-        """In what a strategy departs from plain training."""
+        """The ways in which a strategy differs from plain training."""
         return departures(found, self.site)
 
     def need(self, found: Prospect) -> float:
-        """How many of its samples do the work of one of plain training."""
+        """Number of the strategy's samples that do the work of one sample of plain training."""
         return need(found, self.site)
 
     def worth(self, found: Prospect) -> float:
-        """Its samples a second, in terms of those of plain training: what strategies are compared by."""
+        """Samples per second of a strategy, in samples of plain training, by which strategies are compared."""
         return worth(found.samples_per_second, self.need(found))
 
     def criteria(self, found: Prospect) -> Criteria:
-        """Its row of Table 2."""
+        """The strategy's row of Table 2."""
         return criteria(found, self.pace(found.name))
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The predictions as plain data, for JSON."""
         latency, bandwidth = self.site.link
         return {
             "job": self.task.name,
@@ -137,13 +139,22 @@ def plan(
     length: float | None = None,
     say: Callable[[str], None] = lambda what: None,
 ) -> Outlook:
-    """Predict every strategy, or only `strategies`, on `workers` (None: all that the cluster has).
+    """Predict every strategy for a task on a cluster, without running anything for real.
 
-    `further`: also how they scale, and what would change which is best. `length`: seconds that the run is to last;
-    None: the job's own passes over its data, or a day where there is no job. `say` hears what is looked at.
+    Args:
+        task: sizes and work of the job.
+        cluster: the machines and links.
+        workers: number of workers; None for all that the cluster has.
+        strategies: expressions to consider; empty for every registered strategy and some compositions.
+        further: also predict how strategies scale, and what would change the best one.
+        length: seconds that the run lasts; None for the job's own passes over its data, or a day without a job.
+        say: receives lines of progress.
+
+    Returns:
+        The predictions, sorted by the worth of their samples per second.
 
     Raises:
-        ConfigurationError: the cluster cannot have so many workers, nor can a plan, or a strategy is none.
+        ConfigurationError: the cluster or a plan cannot have so many workers, or a strategy does not exist.
     """
     site = Site(task, cluster)
     count = cluster.workers if workers is None else workers
@@ -172,10 +183,10 @@ def plan(
 
 
 def candidates(texts: tuple[str, ...], site: Site) -> Iterator[Strategy]:
-    """The strategies to consider, each once: `texts`, or every registered one and some compositions.
+    """The strategies to consider, each once: `texts`, or every registered strategy and some compositions.
 
     Raises:
-        ConfigurationError: an expression is wrong.
+        ConfigurationError: an expression is invalid.
     """
     seen = set[str]()
     for text in texts or (*registry.names("strategy"), *COMPOSED, _fitting(site)):
@@ -186,7 +197,7 @@ def candidates(texts: tuple[str, ...], site: Site) -> Iterator[Strategy]:
 
 
 def _fitting(site: Site) -> str:
-    """An all-reduce that chooses by the cluster's own latency and bandwidth."""
+    """An all-reduce that selects its collective by the cluster's latency and bandwidth."""
     latency, bandwidth = site.link
     if bandwidth == float("inf"):
         return "all_reduce(collective=auto)"
@@ -194,7 +205,7 @@ def _fitting(site: Site) -> str:
 
 
 def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
-    """Refuse what only works on one machine, and factors of a model without matrices."""
+    """Refuse a strategy that needs a single machine, or matrices, if the site has none."""
     shared = strategy.cell is not None and strategy.cell.topology == "shared memory"
     if shared and len(site.cluster.placed(workers)) > 1:
         raise ConfigurationError("all workers must be on one machine; plan it for a cluster of one node")
@@ -220,12 +231,12 @@ def _further(outlook: Outlook) -> Outlook:
 
 
 def combines(found: Prospect) -> bool:
-    """Whether workers train one model, not one each."""
+    """Whether the workers train one common model."""
     return found.strategy is None or found.sent > 0
 
 
 def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]:
-    """What the predictions do not know."""
+    """Sentences about effects that the predictions ignore."""
     said = site.assumptions()
     if workers > site.cluster.workers:
         said.insert(0, _more(site.cluster, workers))
@@ -242,7 +253,7 @@ def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]
 
 
 def _more(cluster: ClusterShape, workers: int) -> str:
-    """That there are fewer workers than were asked for, and what the others are taken to be."""
+    """Sentence that the cluster has fewer workers than requested, and where the others are assumed to be."""
     machines = len(cluster.placed(workers))
     if machines > cluster.nodes:
         taken = f"taken to be on more machines of the same, {machines:,} instead of {cluster.nodes:,}"

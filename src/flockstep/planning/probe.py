@@ -1,6 +1,6 @@
-"""A strategy that trains nothing: its record says how fast gradients and messages are. Imported by name in a run.
+"""A strategy that trains nothing; its record shows the speed of gradients and messages. Imported by name in a run.
 
-`flockstep calibrate` runs it like any other, by a configuration that names this file among its imports.
+`flockstep calibrate` runs the strategy with a configuration that names this file among its imports.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 
 BURST = 200
-"""Messages in a row."""
+"""Number of successive messages in a measurement of message handling."""
 
 
 @dataclass(frozen=True)
 class Probe(Strategy):
     """Half of the steps each worker alone, in turns; half all at once; then messages to and fro between every pair.
 
-    Figures: "one way a b N" is the median of half a round trip of N bytes between workers a and b, in seconds:
-    of one element, and of as many as the model has, for no message may be larger. "message a b" is what each of `BURST`
-    messages of one element takes that a sends b in a row: handling them, where the link does not count.
+    Scalars: "one way a b N" is half of the median round trip of N bytes between workers a and b, in seconds: of one
+    element, and of the whole model, since no message may be larger. "message a b" is the time of each of `BURST`
+    messages of one element that a sends to b in succession: the handling of messages, in which the link does not count.
     """
 
     rounds: int = 20
 
     @property
     def traits(self) -> Traits:
-        """Everyone waits for everyone."""
+        """Synchronous, without tolerance of failures."""
         return Traits(completeness=1, survives=False, results=("rank0", "mean"))
 
     async def worker(self, me: Worker) -> None:
-        """Compute alone, compute together, talk in pairs."""
+        """Compute alone, compute at the same time, then exchange messages in pairs."""
         assert me.steps is not None
         alone = me.steps // 2
         for rank in range(me.workers):
@@ -57,7 +57,7 @@ class Probe(Strategy):
                 await self._burst(me, *pair)
 
     async def _together(self, me: Worker) -> None:
-        """Go on when all are here."""
+        """Wait until all workers have arrived."""
         me.send_all(me.peers, "here")
         for peer in me.peers:
             await me.receive("here", peer)

@@ -1,4 +1,4 @@
-"""What one strategy promises on a cluster: its own program in virtual time; of many workers, extrapolated."""
+"""Prediction of one strategy on a cluster: its own program in virtual time, extrapolated for many workers."""
 
 from __future__ import annotations
 
@@ -25,62 +25,63 @@ from flockstep.simulation.network import Link
 from flockstep.strategies.base import Strategy
 
 ALONE = "one worker"
-"""How training without any strategy is named."""
+"""Name of training without a strategy."""
 FEW = 16
-"""Workers up to which a strategy is rehearsed with all of them."""
+"""Largest number of workers that a rehearsal includes."""
 SIZES = (4, 8, 16)
-"""Numbers of workers from which larger ones are extrapolated."""
+"""Numbers of workers from which larger numbers are extrapolated."""
 SPREAD = 0.01
 """Share of a gradient that the slowest worker has to be late for stragglers to count."""
 SLIGHT = 0.03
 """Share of a step by which draws may differ from their law before it is asked how much of that everyone waits for."""
 WIDE = 2.0
-"""How many times as long a step may take in one half of a rehearsal as in the other."""
+"""Largest accepted ratio of the step times of the two halves of a rehearsal."""
 FACTOR, EVERY = 5.0, 4
-"""How many times as long a gradient takes that is slow, and of how many steps one has such a gradient, where a strategy
-is tried against stragglers on a cluster that has none."""
+"""Slowdown of a slow gradient, and number of steps per slow gradient, when a strategy is tested for stragglers on a
+cluster without any.
+"""
 LEAST = 1e-12
-"""Seconds of a step that computes and sends nothing."""
+"""Seconds assumed for a step that computes and sends nothing."""
 DECADE = 10.0
 """Ratios of size and bandwidth are rehearsed where they are 1/10, 1 and 10, and beyond at every second power of ten."""
 
 _known = lru_cache(maxsize=4096)(rehearse)
-"""`rehearse`, whose answers are kept: the table, scaling and crossovers ask for the same rehearsals."""
+"""`rehearse` with a cache: tables, scaling and crossovers need the same rehearsals."""
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a strategy is predicted to do. Seconds and bytes, in the mean, of a step: one gradient of each worker."""
+    """Predicted means of a strategy in seconds and bytes per step; a step is one gradient of each worker."""
 
     name: str
     strategy: Strategy | None
-    """None: one worker alone."""
+    """The strategy; None for one worker alone."""
     workers: int
     seconds: float
     utilisation: float
     """Share of its time that a worker computes."""
     sent: float
-    """Bytes that a worker sends."""
+    """Bytes that a worker sends per step."""
     server_bytes: float
-    """Through the busiest server."""
+    """Bytes per step through the busiest server."""
     staleness: float | None
-    """Versions by which an update is late, in the mean; None where there are no versions."""
+    """Mean staleness of updates in versions; None if there are no versions."""
     staleness_most: int | None
-    """The most that the rehearsal saw."""
+    """Largest staleness in the rehearsal."""
     samples_per_second: float
     memory: float
-    """Bytes on a worker: parameters, gradient, optimizer, and what the strategy keeps from step to step."""
+    """Bytes on a worker: parameters, gradient, optimizer, and the strategy's state."""
     source: Literal["rehearsal", "extrapolation"]
-    """Where the figures are from."""
+    """Source of the figures."""
     notes: tuple[str, ...] = ()
 
     @property
     def lossless(self) -> bool:
-        """Whether what is sent says exactly what is meant."""
+        """Whether messages hold the exact values."""
         return all(one.lossless for one in codecs_of(self.strategy))
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The prediction as plain data, for JSON."""
         names = (
             "name workers seconds utilisation sent server_bytes staleness staleness_most samples_per_second memory "
             "source"
@@ -89,7 +90,7 @@ class Prospect:
 
 
 def codecs_of(part: Any) -> list[Codec]:
-    """Codecs among the parts of a component."""
+    """The codecs among the parts of a component."""
     if part is None:
         return []
     inner = [value for value in vars(part).values() if hasattr(value, "noun")]
@@ -98,7 +99,7 @@ def codecs_of(part: Any) -> list[Codec]:
 
 
 def alone(site: Site) -> Prospect:
-    """One worker, on the fastest machine, without any messages."""
+    """Prediction for one worker on the fastest machine, without messages."""
     task = site.task
     mean = mean_of(site.compute(1)) if site.seconds is None else site.seconds
     fastest = max(group.speed for group in site.cluster.groups)
@@ -110,16 +111,16 @@ def alone(site: Site) -> Prospect:
 
 
 class Unpredictable(ConfigurationError):
-    """A strategy whose steps take times so different that their mean says little."""
+    """A strategy whose step times vary so much that their mean says little."""
 
 
 def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = None) -> Prospect:
-    """The prediction for a strategy; a rehearsal has so many `steps`, None: as many as it takes.
+    """Predict a strategy; a rehearsal has `steps` steps (None: as many as needed).
 
-    Of more than 16 workers it is extrapolated from rehearsals with fewer, every link as slow as the slowest.
+    More than 16 workers are extrapolated from rehearsals with fewer, with every link as slow as the slowest.
 
     Raises:
-        ConfigurationError: the strategy cannot run on so many workers, or nothing can tell what it would take.
+        ConfigurationError: the strategy cannot run on so many workers, or nothing determines the cost.
         Unpredictable: one half of a rehearsal takes more than twice as long as the other.
     """
     strategy.check(workers)
@@ -136,7 +137,7 @@ def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = N
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
-    """The configuration of a run in virtual time with what links, gradients, messages and steps take on a cluster.
+    """The configuration of a run in virtual time, with the costs of links, gradients, messages and steps on a cluster.
 
     Raises:
         ConfigurationError: the cluster cannot have so many workers.
@@ -149,7 +150,7 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
 
 
 def _share_encoded(strategy: Strategy, site: Site, workers: int) -> float:
-    """In which share of its steps a worker encodes."""
+    """Share of its steps in which a worker encodes."""
     once = site.encoded(strategy)
     if once is None:
         return 1.0
@@ -168,10 +169,10 @@ def rehearsed(
     ratio: float = 1.0,
     steps: int | None = None,
 ) -> Rehearsal:
-    """The strategy in virtual time on the site's machines and links, with what nodes spend on messages and steps.
+    """Rehearse a strategy in virtual time on the site's machines and links, with the costs of messages and steps.
 
-    `law`: another one of the gradients; `quick`: with a small stand-in for the model; `even`: with every link as slow
-    as the slowest; `ratio`: with links over which the model takes so many times as long.
+    `law`: another compute model; `quick`: use a small stand-in for the model; `even`: make every link as slow as the
+    slowest; `ratio`: factor on the time that the model takes over links.
     """
     task, coding = site.task, 1.0
     network = Link(site.link[1], site.link[0]) if even else site.cluster.network(workers)
@@ -197,7 +198,7 @@ def rehearsed(
         once = site.encoded(strategy)
         if coding < 1 or once is None or found.sent_per_step > once / 2:
             return found
-        coding = found.sent_per_step / once  # it encodes in some of its steps only
+        coding = found.sent_per_step / once  # the worker encodes in some of its steps only
 
 
 def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
@@ -247,12 +248,12 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
 
 
 def has_versions(strategy: Strategy) -> bool:
-    """Whether staleness counts versions of one model, and not steps of replicas that differ."""
+    """Whether staleness counts versions of one model, rather than steps of replicas that differ."""
     return strategy.traits.completeness == 1 or strategy.traits.server_optimizer
 
 
 def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
-    """From what fewer workers do in equal times over equal links, and what the slowest of them costs."""
+    """Extrapolate from fewer workers with constant times and equal links, and add the cost of the slowest worker."""
     pace = Pace(strategy, site)
     moved, mean = pace.at(site, workers), mean_of(site.compute(workers))
     return Prospect(
@@ -279,10 +280,10 @@ def _through_server(strategy: Strategy, found: Rehearsal) -> float:
 
 
 def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
-    """The value of so many workers, from those of fewer: what costs of collectives and servers consist of, fitted.
+    """Extrapolate a value to `workers` workers by fitting the terms of which costs of collectives and servers consist.
 
-    Least squares with the terms 1, log n, n - 1 and 1 - 1/n, none of them negative: latencies along a tree, all
-    workers' messages through one card, and the share of a model that is not a worker's own.
+    Least squares with nonnegative coefficients of 1, log n, n - 1 and 1 - 1/n: latencies along a tree, all workers'
+    messages through one card, and the share of a model that is not a worker's own.
     """
     if not any(values):
         return 0.0
@@ -303,28 +304,28 @@ def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a step costs elsewhere than where the plan is made."""
+    """Cost of a step under other circumstances than those of the plan."""
 
     seconds: float
     samples_per_second: float
-    """Of all workers."""
+    """Samples per second of all workers."""
     sent: float
     staleness: float | None
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How a strategy's step depends on workers, bandwidth, model and stragglers, from short rehearsals.
+    """Dependence of a strategy's step on workers, bandwidth, model and stragglers, from short rehearsals.
 
-    Their gradients take constant times; on top comes `exposure` times what the slowest worker of a step is late in the
-    mean. Of more than 16 workers a step is extrapolated; between ratios of size and bandwidth it is interpolated.
+    The rehearsals have constant gradient times; `exposure` times the mean delay of the slowest worker is added. Steps
+    of more than 16 workers are extrapolated, and steps between two ratios of size and bandwidth are interpolated.
     """
 
     strategy: Strategy
     site: Site
-    """Where the plan is made."""
+    """The site of the plan."""
     found: Prospect | None = None
-    """The prediction there; None: not rehearsed."""
+    """The prediction for the site of the plan; None if it was not rehearsed."""
 
     @cached_property
     def exposure(self) -> float:
@@ -351,15 +352,15 @@ class Pace:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Numbers of workers that larger ones are extrapolated from."""
+        """Numbers of workers from which larger numbers are extrapolated."""
         return [n for n in SIZES if self._runs(n)]
 
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
-        """What a measure of rehearsals with few workers comes to with many."""
+        """Extrapolate a measure of rehearsals with few workers to `workers` workers."""
         return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
 
     def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> Moved:
-        """The step of so many workers on a site that differs from the plan's in size and bandwidth.
+        """Cost of a step of `workers` workers on a site of another model size or bandwidth.
 
         Raises:
             ConfigurationError: the strategy, or the cluster, cannot have so many workers.
@@ -377,7 +378,7 @@ class Pace:
 
     @cached_property
     def _as_planned(self) -> Moved:
-        """The step where the plan is made, as of any other place."""
+        """Cost of a step on the plan's site, computed as for any other site."""
         assert self.found is not None
         return self._moved(self.site, self.found.workers, None)
 
@@ -422,7 +423,9 @@ class Pace:
         return first + (second - first) * (ratio - below) / (above - below)
 
     def _rehearsed(self, workers: int, even: bool = False, place: int = 0) -> Rehearsal:
-        """With constant times, and links over which the model takes ten to the `place` times as long."""
+        """A rehearsal with constant gradient times, and links over which the model takes ten to the `place` times as
+        long.
+        """
         law, ratio = _steady(self.site.compute(workers)), DECADE**place
         return rehearsed(self.strategy, self.site, workers, law, quick=True, even=even, ratio=ratio)
 
@@ -437,7 +440,7 @@ def _places(at: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Hiccups(ComputeModel):
-    """One worker after the other has a gradient that takes `factor` times as long, one worker every `every` steps."""
+    """Workers in turn have a gradient that takes `factor` times as long, one worker every `every` steps."""
 
     base: ComputeModel
     factor: float
@@ -446,27 +449,24 @@ class Hiccups(ComputeModel):
 
     @property
     def sharing(self) -> int | None:
-        """As of the base."""
         return self.base.sharing
 
     @property
     def turns(self) -> bool:
-        """As of the base."""
         return self.base.turns
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
-        """The durations of one worker's gradients, without end."""
         for number, seconds in enumerate(self.base.stream(seed, rank)):
             turn, within = divmod(number, self.every)
             yield seconds * (self.factor if within == self.every - 1 and turn % self.workers == rank else 1.0)
 
 
 def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
-    """The same cluster with so many times the bandwidth."""
+    """The cluster with `factor` times the bandwidth on every link."""
     return replace(cluster, wires=tuple(replace(wire, bandwidth=wire.bandwidth * factor) for wire in cluster.wires))
 
 
 def _steady(law: ComputeModel) -> ComputeModel:
-    """The law with its mean for everyone."""
+    """The compute model with its mean as a constant for all workers."""
     steady = Constant(mean_of(law))
     return replace(law, base=steady) if isinstance(law, SharedCores) else steady

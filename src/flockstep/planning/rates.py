@@ -1,4 +1,4 @@
-"""How many elements per second codecs and optimisers get through in one process here."""
+"""Measures the elements per second of codecs and optimizers in one process of this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flockstep.errors import ConfigurationError
 from flockstep.optimizers.base import Optimizer
 
 ELEMENTS = 1 << 20
-"""As large as a model of 4 MB."""
+"""Number of elements of the measured arrays, a model of 4 MB."""
 ROUNDS = 5
 PRODUCT = 512
-"""Rows and columns of the matrices whose product tells operations per second."""
+"""Rows and columns of the matrices whose product measures operations per second."""
 CODECS = ("half",)
 OPTIMIZERS = ("sgd(lr=0.1)", "adam(lr=0.001)")
 
@@ -30,12 +30,12 @@ def measure_rates(
     rounds: int = ROUNDS,
     shapes: Sequence[Shape] = (),
 ) -> Rates:
-    """Medians over rounds on float32, after a warm-up that compiles what is compiled.
+    """Measure medians over rounds on float32 arrays, after a warm-up that includes compilation.
 
-    `shapes`: those of a model's tensors, in place of one matrix of so many `elements`.
+    `shapes`: shapes of a model's tensors, in place of one matrix of `elements` elements.
 
     Raises:
-        ConfigurationError: there is no such codec or optimiser.
+        ConfigurationError: a codec or optimizer does not exist.
     """
     if elements < 1 or rounds < 1:
         raise ConfigurationError(f"elements and rounds must be >= 1, got {elements} and {rounds}; 5 rounds are usual")
@@ -58,7 +58,7 @@ def measure_rates(
 
 
 def measure_operations(size: int = PRODUCT, rounds: int = ROUNDS) -> float:
-    """Floating-point operations per second of a product of two square float32 matrices here, the median over rounds."""
+    """Floating-point operations per second of a product of two square float32 matrices, median over rounds."""
     one, other = np.random.default_rng(0).standard_normal((2, size, size), np.float32)
     out = np.empty((size, size), np.float32)
     return _rate(2 * size**3, lambda: np.matmul(one, other, out=out), rounds)
@@ -79,7 +79,7 @@ def _stepping(optimizer: Optimizer, params: np.ndarray, gradient: np.ndarray) ->
 
 
 def _rate(elements: int, action: Callable[[], object], rounds: int) -> float:
-    """Elements per second, to four digits."""
+    """Elements per second, rounded to four digits."""
     spent = []
     for number in range(rounds + 1):
         start = time.perf_counter()

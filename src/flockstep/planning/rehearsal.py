@@ -1,7 +1,7 @@
-"""What a step of any strategy takes, from its own program run in virtual time with nothing to compute.
+"""Rehearsals: the cost of a strategy's step, from its own program in virtual time with nothing to compute.
 
-Only seconds and bytes are wanted, so that a model that is large is stood for by a small one, every byte of which counts
-for many: the programs, their messages and their waiting are those of the real model, and so are the virtual seconds.
+Only seconds and bytes are needed, so a large model is replaced by a small stand-in, every byte of which counts for
+many. Programs, messages and waiting are those of the real model, and so are the virtual seconds.
 """
 
 from __future__ import annotations
@@ -32,92 +32,94 @@ from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
 
 ELEMENTS = 4096
-"""Parameters of the stand-in for a large model."""
+"""Number of parameters of the stand-in for a large model."""
 SMALL = 60_000
-"""Parameters of all workers up to which a model always stands for itself."""
+"""Number of parameters of all workers up to which a model is always rehearsed itself."""
 LARGE = 5e7
-"""Parameters of a worker, times steps and pairs of workers, up to which it may have to;"""
+"""Parameters of a worker times steps and pairs of workers, up to which a model may be rehearsed itself."""
 QUICK = 1e6
-"""the same where a rehearsal is to be quick."""
+"""The same limit for a quick rehearsal."""
 WORK = 4e8
-"""Parameters of all workers times steps that a rehearsal may touch."""
+"""Largest product of steps and parameters of all workers in a rehearsal."""
 STEPS = 40
-"""Of a rehearsal that is told how many."""
+"""Default number of steps in a rehearsal with a given number of steps."""
 LEFT_OUT = 0.25
-"""Share of the steps at the beginning that do not count: a pipeline has to fill."""
+"""Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
 """Steps that count in the shortest rehearsal, or fewer where all workers together take so many and keep abreast."""
 LITTLE, MOST_RANDOM = 0.25, 3.0
 """Share of a step by which the slowest worker may be late for so few steps; how many times as many at the most."""
 MOST, ALL, PATIENCE = 640, 20480, 1024
-"""Steps of the longest rehearsal; all workers' steps; those up to which it goes on only because its halves differ."""
+"""Steps of the longest rehearsal; its steps of all workers; steps up to which a rehearsal with different halves
+continues.
+"""
 FEW = 4
-"""Steps of the slowest worker while all train, at the least."""
+"""Smallest number of steps of the slowest worker while all workers train."""
 AGREE, BYTES = 0.05, 0.15
-"""Share by which the halves of a rehearsal may differ, in seconds and in bytes, which a few hundred messages tell."""
+"""Largest accepted relative differences between the halves of a rehearsal, in seconds and in bytes."""
 GROWS = 1.4
-"""How many times as late messages are after twice the steps if they pile up, or more: later steps will not end that."""
+"""Factor by which delays grow with twice the steps if messages pile up; further steps do not end that."""
 ALIKE = 0.1
-"""Share by which what a stand-in sends may differ from what one of a quarter of its size does."""
+"""Largest accepted relative difference between the bytes of a stand-in and those of one of a quarter of its size."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run would be like. Seconds and bytes; a step is one gradient of one worker."""
+    """The result of a rehearsal, in seconds and bytes; a step is one gradient of one worker."""
 
     seconds_per_step: float
-    """The time between two gradients of a worker, in the mean over the workers, while they all train."""
+    """Seconds between two gradients of a worker while all workers train, mean over the workers."""
     steps_per_second: float
-    """Gradients that all workers together compute, each at its own pace."""
+    """Gradients per second of all workers together, each at its own pace."""
     utilisation: float
     """Share of its time that a worker computes, from 0 to 1."""
     sent_per_step: float
-    """Payload bytes that a worker sends, in the mean."""
+    """Mean payload bytes that a worker sends per step."""
     server_sent_per_step: float
-    """Payload bytes that the busiest server sends for each step that a worker takes; 0 without servers."""
+    """Payload bytes that the busiest server sends for each step of a worker; 0 without servers."""
     messages_per_step: float
     staleness: float | None
-    """Mean number of versions by which an update was late; None where nothing counts them."""
+    """Mean staleness of updates in versions; None if nothing counts versions."""
     staleness_max: int | None
     steps: int = STEPS
-    """That every worker took."""
+    """Number of steps of every worker."""
     settled: bool = True
-    """Whether its halves agree."""
+    """Whether the two halves of the rehearsal agree."""
     batches: float = 1.0
-    """How many batches of samples a gradient is over, in the mean."""
+    """Mean number of batches in a gradient."""
     workers: int = 1
     used: float = 1.0
     """Share of the gradients that are applied."""
     held: float = 0.0
-    """Bytes that the strategy itself keeps on a worker from step to step."""
+    """Bytes of the strategy's own state on a worker."""
     spread: float = 1.0
-    """How many times as long a step takes in one half of the rehearsal as in the other."""
+    """Ratio of the step times of the two halves of the rehearsal, at least 1."""
 
     @property
     def computing(self) -> float:
-        """Seconds of a step in which a worker computes, or waits for a core."""
+        """Seconds of a step in which a worker computes or waits for a core."""
         return self.utilisation * self.seconds_per_step
 
     @property
     def unevenness(self) -> float:
-        """Gradients of all workers, over what they would be if each took the mean seconds a step: 1 and more."""
+        """Gradients of all workers, relative to those at the mean step time; at least 1."""
         return self.steps_per_second * self.seconds_per_step / self.workers if self.seconds_per_step else 1.0
 
 
 @dataclass
 class _Books:
-    """What of a run's events matters here."""
+    """The events of a run that a rehearsal uses."""
 
     workers: int
     steps: list[Step] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     late: float = 0.0
-    """Seconds from the last step of all to the last message."""
+    """Seconds from the last step of any worker to the last message."""
     held: float = 0.0
     """Bytes of a worker's state at the end."""
     servers: int = 0
-    """Servers that may give up gradients; 0 where none are given up."""
+    """Number of servers that may drop gradients; 0 if none are dropped."""
 
     @property
     def used(self) -> float:
@@ -125,7 +127,7 @@ class _Books:
         return min(1.0, len(self.staleness) / (self.servers * len(self.steps))) if self.servers else 1.0
 
     def take(self, event: Event) -> None:
-        """Keep an event."""
+        """Store an event."""
         if isinstance(event, Step):
             self.steps.append(event)
         elif isinstance(event, Node):
@@ -134,7 +136,7 @@ class _Books:
             self.staleness.append(event.staleness)
 
     def by_worker(self) -> list[list[Step]]:
-        """Each worker's steps, in order."""
+        """The steps of each worker, in order."""
         found: list[list[Step]] = [[] for _ in range(self.workers)]
         for step in self.steps:
             found[step.rank].append(step)
@@ -143,7 +145,7 @@ class _Books:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Everything of a rehearsal but the number of its steps and the size of its stand-in."""
+    """The settings of a rehearsal, except its number of steps and the size of its stand-in."""
 
     strategy: Strategy
     workers: int
@@ -161,15 +163,15 @@ class _Stage:
 
     @property
     def elements(self) -> int:
-        """Of the model."""
+        """Number of the model's parameters."""
         return sum(map(math.prod, self.shapes))
 
     def longest(self, elements: int) -> int:
-        """Steps that a rehearsal with a stand-in of so many elements may have at the most."""
+        """Largest number of steps of a rehearsal with a stand-in of `elements` parameters."""
         return max(20, min(MOST, ALL // self.workers, int(WORK / (self.workers * elements))))
 
     def run(self, elements: int, steps: int) -> tuple[_Books, StandIn]:
-        """So many steps with a stand-in of about so many elements."""
+        """Run `steps` steps with a stand-in of about `elements` parameters."""
         shapes = shrunk(self.shapes, elements)
         engine = StandIn(
             shapes, self.model_bytes, self.dtype_bytes, self.lessons, self.workers, self.optimizer, self.seed
@@ -197,7 +199,7 @@ class _Stage:
 
 
 def _nothing(event: Event) -> None:
-    """No listener."""
+    """Event listener that does nothing."""
 
 
 def rehearse(
@@ -219,14 +221,26 @@ def rehearse(
 ) -> Rehearsal:
     """Run `strategy` in virtual time on a stand-in for a model of `model_bytes` bytes.
 
-    `tensors` are the shapes of the model's tensors, or their sizes in elements (none: one tensor), which codecs and
-    buckets look at; a small model stands for itself, unless a rehearsal is to be `quick`.
-    `steps` None: as many as it takes for whole periods of what the strategy does, and for the first half to agree with
-    the second. Nodes spend `work` besides gradients. `listen` hears of every event, whose bytes are the stand-in's.
+    Args:
+        strategy: the strategy to rehearse.
+        workers: number of workers.
+        model_bytes: size of the model in bytes.
+        compute: compute model of the gradients.
+        network: network between the nodes.
+        tensors: shapes of the model's tensors, or their numbers of elements, on which codecs and buckets depend; empty
+            for one tensor.
+        dtype_bytes: bytes of an element.
+        optimizer: optimizer of the servers; None for the default.
+        steps: number of steps; None for as many as whole periods of the strategy need, until both halves agree.
+        quick: use a stand-in also for a small model.
+        seed: seed of the random draws.
+        lessons: what is known of the job's samples.
+        work: costs of nodes besides gradients.
+        listen: called with every event, whose bytes are the stand-in's.
 
     Raises:
         ConfigurationError: the strategy cannot run on so many workers.
-        Unrehearsed: nothing small can stand for the model, or nothing was sent by a strategy that sends.
+        Unrehearsed: no stand-in can replace the model, or a strategy that should send sent nothing.
     """
     strategy.check(workers)
     if steps is not None and steps < 2:
@@ -251,7 +265,7 @@ def rehearse(
 
 
 def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
-    """With the model itself if that is quick, else with a stand-in, unless only the model itself will do."""
+    """Rehearse the model itself if that is quick or no stand-in can replace it; otherwise a stand-in."""
     whole, workers = stage.elements, stage.workers
     first = 2 if steps is None else steps
     least = max(FEW + 2, longest_cycle(stage.strategy, MOST))
@@ -341,7 +355,7 @@ def _patience(stage: _Stage, cycle: int, early: bool) -> int:
 
 
 def _filling(late: dict[int, float], period: float) -> bool:
-    """Whether a message may be on its way for longer than the steps that are left out; later ones do not pile up."""
+    """Whether messages may be in transit for longer than the ignored steps last, without piling up."""
     lengths = sorted(late)[-2:]
     grows = len(lengths) == 2 and late[lengths[1]] > GROWS * late[lengths[0]]
     return not grows and late[lengths[-1]] > LEFT_OUT * period * lengths[-1]
@@ -363,14 +377,14 @@ def _counted(stage: _Stage, cycle: int, longest: int, random: float = 1.0) -> in
 
 
 def _length(counted: int) -> int:
-    """Steps in all."""
+    """Total number of steps."""
     return counted + max(2, math.ceil(LEFT_OUT * counted))
 
 
 def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step]]]:
-    """Whether workers keep abreast of each other, and if not, the steps that they took while all trained.
+    """Whether workers keep up with each other; if not, the steps that they took while all trained.
 
-    Of a worker that has hardly begun by then, all.
+    All steps count of a worker that has hardly begun by then.
     """
     end = min(mine[-1].t for mine in steps)
     found = [[step for step in mine if step.t <= end] for mine in steps]
@@ -387,7 +401,7 @@ def _whole(steps: list[Step], count: int, cycle: int) -> list[Step]:
 
 
 def _sends(stage: _Stage) -> bool:
-    """Whether its workers have anything to send to each other."""
+    """Whether the workers have anything to send to each other."""
     cell = stage.strategy.cell
     return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
@@ -449,7 +463,7 @@ def _busiest(books: _Books) -> int:
 
 
 def _summary(counted: list[list[Step]], books: _Books, engine: StandIn, cycle: int, steps: int) -> Rehearsal:
-    """`counted`: of each worker, the steps that count."""
+    """The result of a rehearsal; `counted`: the counted steps of each worker."""
     periods = [_period(mine) for mine in counted]
     busy = [statistics.fmean(step.compute for step in mine) for mine in counted]
     whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [s for mine in counted for s in mine]
@@ -488,7 +502,7 @@ def _bytes_in(state: Any) -> int:
 
 @lru_cache(maxsize=512)
 def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons: Lessons) -> str | None:
-    """Why a stand-in says little of a strategy: a smaller one sends other shares; None if that is not so."""
+    """Reason why a stand-in is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
     nbytes = 4 * sum(map(math.prod, shapes))
     stage = _Stage(
         strategy, workers, nbytes, Constant(1.0), Ideal(), shapes, 4, None, 0, lessons, Work(), True, _nothing
@@ -512,14 +526,14 @@ def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons
 
 
 def _by_shape(stage: _Stage) -> bool:
-    """Whether its bytes depend on shapes that a stand-in of a matrix with a short side would lose."""
+    """Whether the strategy's bytes depend on shapes that a stand-in of a matrix with a short side would lose."""
     codecs = [one for one in vars(stage.strategy).values() if isinstance(one, Codec)]
     fitted = stage.strategy.traits.matrices or any(one.on(stage.shapes) is not one for one in codecs)
     return fitted and any(len(shape) > 1 for shape in stage.shapes)
 
 
 def _few(strategy: Strategy, workers: int) -> int:
-    """Two workers, if the strategy can run on two: enough to compare what it sends."""
+    """Two workers if the strategy can run on two, which is enough to compare its bytes."""
     try:
         strategy.check(2)
     except ConfigurationError:

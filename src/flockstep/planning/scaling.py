@@ -1,4 +1,4 @@
-"""How strategies scale with workers, and where bandwidth, model or stragglers would change which is best."""
+"""How strategies scale with workers, and where bandwidth, model size or stragglers change the best one."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
 from flockstep.simulation.law import mean_of
 
 WORKERS = tuple(1 << power for power in range(11))
-"""1, 2, 4, … 1,024."""
+"""Numbers of workers of a scaling curve: 1, 2, 4, … 1,024."""
 GRAPHS = ("graph", "closed ring")
-"""Places whose mixing has to be worked out for every number of workers."""
+"""Topologies whose mixing must be computed for every number of workers."""
 GRAPH = 1024
-"""Workers up to which it is."""
+"""Largest number of workers for which mixing is computed."""
 PAYS = 1.1
-"""How many times as much twice the workers have to be worth, to pay."""
+"""Smallest factor on the worth by which twice the workers pay off."""
 SCAN = 6
-"""Points on either side of what is, between which a change of the best is looked for."""
+"""Number of points on either side of the present value at which a change of the best is searched."""
 HALVINGS = 6
-"""Of the interval in which it lies."""
+"""Number of bisections of the interval with the change."""
 REACH = 1000.0
-"""How far bandwidth and model size are varied, up and down."""
+"""Factor by which bandwidth and model size are varied, up and down."""
 FACTOR, LENGTH = 5.0, 10
-"""Of the slow spells that are varied: how many times as slow, for how many steps."""
+"""Slowdown and number of steps of the slow spells that are varied."""
 RARE, USUAL = 1e-4, 0.3
-"""Probabilities between which stragglers are varied."""
+"""Probabilities of slow spells between which stragglers are varied."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A strategy that can be asked about other circumstances; `pace` None: one worker."""
+    """A prediction that can be evaluated under other circumstances; `pace` is None for one worker."""
 
     found: Prospect
     need: float
-    """How many of its samples do the work of one of plain training."""
+    """Number of the strategy's samples that do the work of one sample of plain training."""
     pace: Pace | None
     site: Site = field(repr=False)
-    """Where the plan is made."""
+    """The site of the plan."""
 
     @property
     def name(self) -> str:
-        """Its expression."""
+        """The expression of the strategy."""
         return self.found.name
 
     def rate(self, site: Site, workers: int, law: ComputeModel | None = None) -> float:
-        """Samples a second; 0 where it cannot run."""
+        """Samples per second; 0 if the strategy cannot run."""
         if self.pace is None:
             return self.found.samples_per_second
         cost = self._step(self.pace, site, workers, law)
         return 0.0 if cost is None else cost.samples_per_second
 
     def _step(self, pace: Pace, site: Site, workers: int, law: ComputeModel | None) -> Moved | None:
-        """What a step costs; None where it cannot run."""
+        """Cost of a step; None if the strategy cannot run."""
         cell = pace.strategy.cell
         if workers > GRAPH and cell is not None and cell.topology in GRAPHS:
             return None
@@ -70,7 +70,9 @@ class Contender:
             return None
 
     def worth(self, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> float:
-        """Samples a second in terms of plain training's, where all but computing takes `slower` times as long."""
+        """Samples per second, in samples of plain training, if everything but computing takes `slower`
+        times as long.
+        """
         if self.pace is None:
             return worth(self.found.samples_per_second, self.need)
         cost = self._step(self.pace, site, workers, law)
@@ -82,70 +84,70 @@ class Contender:
         return worth(rate, need(self._moved(cost, site, workers), site))
 
     def _moved(self, cost: Moved, site: Site, workers: int) -> Prospect:
-        """The prediction as it is there: with other workers, bytes and lateness are those of its pace."""
+        """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
         moved = replace(self.found, workers=workers, seconds=cost.seconds)
         if workers != self.found.workers:
             return replace(moved, sent=cost.sent, staleness=cost.staleness)
         return replace(moved, sent=self.found.sent * site.task.nbytes / self.site.task.nbytes)
 
     def _computing(self, site: Site, workers: int, law: ComputeModel | None) -> float:
-        """Seconds of a step that a worker computes, from what they are where the plan is made."""
+        """Seconds of a step that a worker computes, scaled from the plan's site."""
         here, there = self.site.compute(self.found.workers), site.compute(workers) if law is None else law
         ratio = mean_of(there) / (mean_of(here) or 1.0)
         return self.found.utilisation * self.found.seconds * ratio
 
 
 def waiting(share: float, slower: float) -> float:
-    """How many times as long a step takes, `share` of it computing, where the rest takes `slower` times as long."""
+    """Factor on a step's time, `share` of which is computing, if the rest takes `slower` times as long."""
     return share + slower * (1 - share)
 
 
 Rivals = Sequence[Contender]
 Ask = Callable[[float, Contender], float]
-"""What a contender is worth at a value of what is varied."""
+"""(value of the varied quantity, contender) → worth of the contender."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples a second over numbers of workers, and what they are worth."""
+    """Samples per second, and worth, over numbers of workers."""
 
     name: str
     workers: tuple[int, ...]
     samples_per_second: tuple[float, ...]
     worths: tuple[float, ...]
-    """How many times as quickly as one worker it is taken to advance."""
+    """Predicted speed relative to one worker, for each number of workers."""
     pays_to: int
-    """The most workers that are worth at least a tenth more than half as many; 1 if none."""
+    """Largest number of workers worth at least a tenth more than half as many; 1 if there is none."""
     beats_one_from: int | None
-    """The fewest workers that are worth more than one worker alone; None if none are."""
+    """Smallest number of workers worth more than one worker alone; None if there is none."""
     beats_one_to: int | None
-    """The most that are; None if none are."""
+    """Largest number of workers worth more than one worker alone; None if there is none."""
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The curve as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The nearest place at which another strategy becomes better than the one that is chosen here."""
+    """The nearest value of a quantity at which another strategy becomes better than the choice."""
 
     quantity: str
     """bandwidth (bytes per second), parameters, or straggling: the probability that a slow spell begins at a step."""
     value: float
     here: float
-    """What it is now."""
+    """Present value of the quantity."""
     below: str
-    """The best where it is smaller."""
+    """The best strategy below the value."""
     above: str
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The crossover as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORKERS) -> Curve:
-    """How a contender scales, against `single` samples a second; sizes at which it cannot run are left out."""
+    """How a contender scales, relative to `single` samples per second; sizes at which it cannot run are omitted."""
     rates = {workers: rate for workers in sizes if (rate := one.rate(site, workers)) > 0}
     worths = {workers: one.worth(site, workers) / single for workers in rates}
     pays = [many for few, many in itertools.pairwise(worths) if worths[many] >= PAYS * worths[few]]
@@ -155,10 +157,10 @@ def curve(one: Contender, site: Site, single: float, sizes: Sequence[int] = WORK
 
 
 def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower: float = 1.0) -> tuple[Crossover, ...]:
-    """Where another of them becomes better than `choice`: of bandwidth, model size and stragglers the nearest place.
+    """The nearest bandwidth, model size and straggling at which another contender becomes better than `choice`.
 
-    One is varied at a time, up and down from what it is; `slower`: as of `Contender.worth`. None where the choice is
-    not among them.
+    One quantity is varied at a time, up and down from its present value; `slower` as in `Contender.worth`. Empty if the
+    choice is not among the contenders.
     """
     bandwidth, size, law = site.link[1], float(site.task.elements), site.compute(workers)
     chosen = next((one for one in contenders if one.name == choice), None)
@@ -188,17 +190,17 @@ def crossovers(contenders: Rivals, site: Site, workers: int, choice: str, slower
 
 
 def _from(here: float, reach: float) -> Iterable[float]:
-    """Points from here to so many times that."""
+    """Points from the present value to `reach` times that value."""
     return [here * reach ** ((i + 1) / SCAN) for i in range(SCAN)]
 
 
 def best(contenders: Rivals, site: Site, workers: int, law: ComputeModel | None = None, slower: float = 1.0) -> str:
-    """The name of the one that is worth most."""
+    """Name of the contender with the highest worth."""
     return max(contenders, key=lambda one: one.worth(site, workers, law, slower)).name
 
 
 def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
-    """The law with slow spells on top: five times as slow for ten steps."""
+    """The compute model with slow spells added: five times as slow for ten steps."""
     if isinstance(law, SharedCores):
         return replace(law, base=SlowSpells(law.base, probability, FACTOR, LENGTH))
     return SlowSpells(law, probability, FACTOR, LENGTH)
@@ -207,11 +209,12 @@ def _straggling(law: ComputeModel, probability: float) -> ComputeModel:
 def _leaves(
     quantity: str, ask: Ask, chosen: Contender, rivals: Rivals, here: float, points: Iterable[float]
 ) -> Crossover | None:
-    """The first place on the way along `points` where a rival is ahead of the one that is chosen here.
+    """The first value along `points` at which a rival is better than the choice.
 
-    Between two points only those are compared that are ahead at the second: who is ahead in between alone is missed.
+    Only rivals that are better at a point are compared before that point; a rival that is better only in between is
+    missed.
     """
-    if here > 0:  # as far as it is known there: of a model that is scaled shapes are not, on which some depend
+    if here > 0:  # as far as known: a scaled model has no shapes, on which some strategies depend
         least = ask(here, chosen)
         rivals = [one for one in rivals if ask(here, one) <= least] if least > 0 else []
     near = here

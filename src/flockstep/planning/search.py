@@ -1,4 +1,6 @@
-"""Time to target of the most promising strategies, each with the best hyper-parameters that a budget can find."""
+"""Searches the shortest time to target of the most promising strategies, with the best hyper-parameters within a
+budget.
+"""
 
 from __future__ import annotations
 
@@ -23,43 +25,44 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 TRIALS = 8
-"""Of each strategy."""
+"""Trials of each strategy."""
 TOP = 5
-"""Strategies that are searched, besides one worker."""
+"""Number of strategies that are searched, besides one worker."""
 SLACK = 2.0
-"""Times the shortest time to target of all strategies: longer runs are of no interest and end there."""
+"""Factor on the shortest time to target of all strategies after which a trial is ended."""
 RANDOM = 3
-"""Trials before Optuna's sampler makes use of what it has seen; the strategy as it is written is the first of them,
-with another learning rate, where Table 2 says that it is better, the second."""
+"""Trials before Optuna's sampler uses earlier results: the strategy as written, then with the learning rate that Table
+2 suggests.
+"""
 TRIES = 4
-"""Draws of hyper-parameters for one trial, where combinations are not allowed."""
+"""Draws of hyper-parameters for one trial, because some combinations are not allowed."""
 FAR = 1e9
-"""Added to the objective where the target was not reached: behind everything that did."""
+"""Added to the objective if the target was missed, so that such trials rank last."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What trials say about one strategy of a plan."""
+    """The trials of one strategy of a plan."""
 
     strategy: str
-    """As it is called in the plan."""
+    """Name of the strategy in the plan."""
     trials: tuple[Trial, ...]
-    """In order; the first is the strategy as it is written, with the job's own learning rate."""
+    """Trials in order; the first one has the strategy as written and the job's own learning rate."""
     refused: str | None = None
-    """Why there are none, or no more."""
+    """Reason why there are no trials, or no further ones."""
 
     @property
     def best(self) -> Trial | None:
-        """The first to reach the target; else the one that came nearest."""
+        """The first trial to reach the target; if none did, the trial that came nearest."""
         return min(self.trials, key=_cost, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """Virtual seconds to target, with the best hyper-parameters that were found; None: not reached."""
+        """Virtual seconds to target with the best hyper-parameters found; None if the target was missed."""
         return None if self.best is None else self.best.seconds_to_target
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The trials as plain data, for JSON."""
         best = self.best
         return {
             "strategy": self.strategy,
@@ -72,31 +75,31 @@ class Found:
 
 @dataclass(frozen=True)
 class Step:
-    """Where a search is: in or after the trial `number` of a strategy."""
+    """Progress of a search: in or after trial `number` of a strategy."""
 
     strategy: str
     number: int
     trials: int
-    """Of each strategy."""
+    """Trials of each strategy."""
     done: int
     all_trials: int
     steps: float
-    """Of a worker in the trial that is under way, in the mean."""
+    """Mean steps of a worker in the running trial."""
     seconds: float
-    """Virtual time there."""
+    """Virtual seconds of the running trial."""
     trial: Trial | None
-    """What came of it; None while it is under way."""
+    """Result of the trial; None while it runs."""
     again: bool
-    """Whether it was kept from before."""
+    """Whether the trial was stored by an earlier search."""
     best: tuple[str, Trial] | None
-    """The shortest time to target so far, and the strategy in the plan that it is of."""
+    """The strategy in the plan with the shortest time to target so far, and its trial."""
 
 
 def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tuple[Prospect, ...]:
-    """One worker, and the strategies that are worth most by the plan, without those to `leave`.
+    """One worker, and the strategies with the highest worth in the plan, except those in `leave`.
 
     Raises:
-        ConfigurationError: less than one is asked for.
+        ConfigurationError: `top` is below 1.
     """
     if top < 1:
         raise ConfigurationError(f"top must be >= 1 strategy, got {top}; 5 is usual")
@@ -108,19 +111,19 @@ def keenest(outlook: Outlook, top: int = TOP, leave: Iterable[str] = ()) -> tupl
 
 @dataclass
 class Search:
-    """Trials of several strategies in turn. What is found so far can be had at any time, also after an interruption."""
+    """Trials of several strategies in turn. Results are available at any time, also after an interruption."""
 
     outlook: Outlook
     candidates: Sequence[Prospect]
     kept: Kept
     trials: int = TRIALS
     budget: float | None = None
-    """Real seconds after which no more is tried, except that one worker is tried once; what was kept costs nothing."""
+    """Real seconds after which no further trial begins, except one trial of one worker; stored trials cost nothing."""
     target: float | None = None
     seed: int = 0
     split: str = "iid"
     bench: Bench | None = None
-    """Saves reading the data again."""
+    """The data and engines that trials share."""
     out_of_budget: bool = False
     _studies: list[_Candidate] = field(default_factory=list)
 
@@ -137,26 +140,26 @@ class Search:
         ]
 
     def found(self) -> tuple[Found, ...]:
-        """What is known of every strategy that was tried."""
+        """The trials of every strategy that was tried."""
         known = [Found(one.prospect.name, tuple(one.done), one.refused) for one in self._studies]
         return tuple(one for one in known if one.trials or one.refused)
 
     @property
     def done(self) -> int:
-        """Finished trials, those from before among them."""
+        """Number of finished trials, including stored ones."""
         return sum(len(one.done) for one in self._studies)
 
     @property
     def best(self) -> tuple[str, Trial] | None:
-        """The shortest time to target, and the strategy in the plan that it is of."""
+        """The strategy in the plan with the shortest time to target, and its trial."""
         reached = [(one.strategy, one.best) for one in self.found() if one.best is not None and one.seconds is not None]
         return min(reached, key=lambda pair: _cost(pair[1]), default=None)
 
     def run(self, say: Callable[[Step], None] = lambda step: None) -> tuple[Found, ...]:
-        """Try every strategy in turn until trials or budget are used up; `say` hears of every gradient and trial.
+        """Try every strategy in turn until trials or budget are used up; `say` is called at every gradient and trial.
 
         Raises:
-            ConfigurationError: there is nothing to train with.
+            ConfigurationError: there is no data to train with.
         """
         began = time.monotonic()
         try:
@@ -212,7 +215,7 @@ class Search:
         )
 
     def _within(self, one: _Candidate) -> float | None:
-        """Virtual seconds after which a trial cannot say anything new."""
+        """Virtual seconds after which a trial cannot yield a better result; None without a limit."""
         limits = [result.seconds_to_target for result in one.done if result.seconds_to_target is not None]
         if self.best is not None:
             limits.append(SLACK * _cost(self.best[1]))
@@ -222,14 +225,14 @@ class Search:
 
 
 class _OutOfBudget(Exception):
-    """The real time that a search was given is used up."""
+    """Raised when the real time of a search is used up."""
 
 
 class _Candidate:
-    """One strategy: what was tried, and what to try next."""
+    """One strategy: its finished trials, and its next trial."""
 
     def __init__(self, prospect: Prospect, lr: float, workers: int, seed: int, guess: float):
-        """`guess`: how many times the job's own learning rate is tried first; 1: none."""
+        """`guess`: factor on the job's learning rate that is tried first; 1 for none."""
         self.prospect = prospect
         self.done: list[Trial] = []
         self.refused: str | None = None
@@ -243,7 +246,7 @@ class _Candidate:
         self._guess = guess
 
     def next(self) -> tuple[Strategy | None, float] | None:
-        """The strategy and the learning rate to try; None where no allowed combination was drawn."""
+        """The strategy and the learning rate to try; None if no allowed combination was drawn."""
         if not self.done:
             return self.prospect.strategy, self._knobs["lr"].value
         from optuna.trial import TrialState
@@ -258,7 +261,7 @@ class _Candidate:
         return None
 
     def tell(self, result: Trial) -> None:
-        """Learn from a finished trial."""
+        """Add a finished trial."""
         self.done.append(result)
         if self._asked is not None:
             self._begun().tell(self._asked, _cost(result))
@@ -274,7 +277,7 @@ class _Candidate:
         return strategy, _short(params["lr"])
 
     def _begun(self) -> Study:
-        """The study, which knows of the first trial."""
+        """The Optuna study, with the first trial added."""
         if self._study is None:
             import optuna
 
@@ -296,7 +299,7 @@ class _Candidate:
 
 
 def _guess(outlook: Outlook, found: Prospect) -> float:
-    """How the best learning rate is likely to change, by Table 2: with the square root of the workers, up or down."""
+    """Likely factor on the best learning rate, by Table 2: the square root of the workers, or its inverse, or 1."""
     if found.strategy is None:
         return 1.0
     root = math.sqrt(found.workers)
@@ -312,12 +315,12 @@ def _distribution(knob: Knob) -> BaseDistribution:
 
 
 def _short(value: float) -> float:
-    """Three digits: more would only look exact."""
+    """Round to three significant digits."""
     return float(f"{value:.3g}")
 
 
 def _cost(result: Trial) -> float:
-    """What is made small: seconds to target, or, behind all of these, how far from the target it ended."""
+    """Objective to minimize: seconds to target, or, behind all of these, the distance from the target at the end."""
     if result.seconds_to_target is not None:
         return result.seconds_to_target
     gap = math.inf if result.best is None else abs(result.target - result.best)

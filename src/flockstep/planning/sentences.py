@@ -1,4 +1,4 @@
-"""What advice says: which strategy to take, why, and what would change that."""
+"""Sentences of advice: the recommended strategy, the reasons, and what would change the choice."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 
 FEW = 0.001
-"""Share of steps under which slow spells are the first."""
+"""Share of steps below which slow spells are called the first ones."""
 CLOSE = 2.0
-"""Times as fast up to which it is said by how much faster."""
+"""Ratio up to which a speed advantage is given in percent."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the sentences are about."""
+    """The facts that the sentences are about."""
 
     outlook: Outlook
     left: Sequence[Prospect]
-    """Those that meet the needs, the best first."""
+    """Strategies that meet the needs, the best first."""
     worths: Mapping[str, float]
-    """How many times as quickly as one worker each is taken to advance, under the needs."""
+    """Name of a strategy → its predicted speed relative to one worker, under the needs."""
     meanings: Sequence[str]
-    """Of the needs."""
+    """Meanings of the needs."""
     alone: str | None = None
-    """Why one worker does not meet the needs; None if it does."""
+    """Reason why one worker does not meet the needs; None if it does."""
     tried: bool = False
-    """Whether the best of those that are left is so by its trials."""
+    """Whether the best remaining strategy was chosen by trials."""
 
     def worth(self, found: Prospect) -> float:
-        """As in `worths`."""
+        """The strategy's predicted speed relative to one worker."""
         return self.worths[found.name]
 
     @property
     def second(self) -> Prospect | None:
-        """The runner-up."""
+        """The runner-up; None if there is none."""
         return self.left[1] if len(self.left) > 1 else None
 
 
 def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """That no strategy meets what is asked, and why."""
+    """Sentences that no strategy meets the needs, with the reasons."""
     why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
     single = f"{alone.name}: {why.pop(alone.name)}"
     too_large = memory is not None and alone.memory > memory
@@ -62,7 +62,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
 
 
 def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
-    """What to do."""
+    """Sentences that say what to do."""
     if choice.strategy is None:
         rate = words.number(choice.samples_per_second)
         return (f"Stay on one worker: {rate} samples a second.", *_rather(case, choice))
@@ -70,7 +70,9 @@ def recommendation(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 
 def _take(case: Case, choice: Prospect) -> str:
-    """The choice, by what it is worth: its samples a second alone do not say that it is quicker than one worker."""
+    """Sentence that recommends a strategy by its worth, because samples per second alone do not show an advantage over
+    one worker.
+    """
     worth = case.worth(choice)
     take = f"Take {short(choice.name)} on {many(choice.workers, 'worker')}"
     more = as_much(choice.samples_per_second / case.outlook.alone.samples_per_second)
@@ -87,7 +89,7 @@ def _take(case: Case, choice: Prospect) -> str:
 
 
 def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
-    """Why the most that all workers get through is not taken."""
+    """Sentences on why the strategy with the most samples per second is not recommended."""
     rivals = [one for one in case.left if one.strategy is not None and combines(one)]
     if not rivals:
         return ("Nothing else here meets what is asked.",)
@@ -113,7 +115,7 @@ def _dear(case: Case, found: Prospect) -> str:
 
 
 def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
-    """Why nothing is compressed, where something that is allowed to would be worth less."""
+    """Sentence on why no compression is recommended, if a strategy with compression would be worth less."""
     compressed = [one for one in case.left if approximates(one) and not drops(one)]
     if approximates(choice) or not compressed:
         return ()
@@ -132,7 +134,7 @@ def _uncompressed(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 
 def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
-    """Why it is the choice."""
+    """Reasons for the recommendation, one sentence each."""
     outlook = case.outlook
     latency, bandwidth = outlook.site.link
     said = []
@@ -187,7 +189,7 @@ _RATES = {"higher": "may grow with the workers", "likely": f"is {RATES['likely']
 
 
 def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried: bool) -> tuple[str, ...]:
-    """Where another that meets the needs becomes better, how far the runner-up is behind, and how to find out."""
+    """Sentences on where another strategy becomes better, how far the runner-up is behind, and how to find out."""
     said = []
     for one in crossovers:
         other, side = (one.above, "above") if one.below == choice.name else (one.below, "below")
@@ -213,7 +215,7 @@ def _faster(ratio: float) -> str:
 
 
 def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str, ...]:
-    """A command that compares the two with real gradients, where there is a job."""
+    """A command that compares choice and runner-up with real gradients, if there is a job."""
     if outlook.task.job is None:
         return ()
     named = [shlex.quote(short(one.name)) for one in (choice, second) if one.strategy is not None]
@@ -225,7 +227,7 @@ def _measured(outlook: Outlook, choice: Prospect, second: Prospect) -> tuple[str
 
 
 def quantity(one: Crossover, side: str) -> str:
-    """That a crossover's quantity is above or below its value, in words."""
+    """Text that a crossover's quantity is above or below its value."""
     if one.quantity == "bandwidth":
         return f"{side} {speed(one.value)} (now {speed(one.here)})"
     if one.quantity == "parameters":

@@ -1,4 +1,4 @@
-"""Which hyper-parameters of a strategy and its parts are worth searching, and between which values."""
+"""The hyper-parameters of a strategy and its parts that are searched, and their ranges."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flockstep.expression import WORKERS, Component, fields_of, ranges
 
 C = TypeVar("C", bound=Component)
 FACTOR = 8.0
-"""Learning rates are looked for between the job's own over this and times this."""
+"""Factor on the job's learning rate, up and down, within which learning rates are searched."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A hyper-parameter of one strategy: where it is, what it is now, between which values it is looked for."""
+    """A hyper-parameter of a strategy: its path, its present value, and its range."""
 
     path: tuple[str, ...]
     value: float
@@ -27,12 +27,15 @@ class Knob:
 
     @property
     def name(self) -> str:
-        """As in `consistency.s`."""
+        """Dotted path of the hyper-parameter, for example `consistency.s`."""
         return ".".join(self.path)
 
 
 def knobs(part: Component, workers: int, path: tuple[str, ...] = ()) -> Iterator[Knob]:
-    """Those of a component and of its parts, of the outermost first; ranges are widened to hold what is written."""
+    """The hyper-parameters of a component and of its parts, the outermost first.
+
+    Ranges are widened to contain present values.
+    """
     for name, one in ranges(type(part)).items():
         value = getattr(part, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -47,7 +50,7 @@ def knobs(part: Component, workers: int, path: tuple[str, ...] = ()) -> Iterator
 
 
 def learning_rate(lr: float) -> Knob:
-    """That of the job's optimiser."""
+    """The learning rate of the job's optimizer, as a hyper-parameter."""
     return Knob(("lr",), lr, lr / FACTOR, lr * FACTOR, whole=False, log=True)
 
 
@@ -55,7 +58,7 @@ def changed(part: C, path: tuple[str, ...], value: Any) -> C:
     """The component with another value at `path`.
 
     Raises:
-        ConfigurationError: the value is not allowed there.
+        ConfigurationError: the value is not allowed.
     """
     name, *rest = path
     inner = changed(getattr(part, name), tuple(rest), value) if rest else value

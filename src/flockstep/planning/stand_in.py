@@ -1,7 +1,7 @@
-"""What is trained in a rehearsal: arrays in the shapes of a model, with nothing to compute.
+"""The stand-in for a model in a rehearsal: arrays in the model's shapes, with nothing to compute.
 
-A model that is small enough stands for itself. Of a larger one matrices shrink to smaller matrices, every byte of
-payload counts for many, and what a strategy has to say of sizes shrinks alike.
+A small model stands for itself. For a larger model, matrices shrink to smaller matrices, every byte of payload counts
+for many, and the sizes in a strategy's settings shrink accordingly.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 
 DTYPES = {2: "float16", 4: "float32", 8: "float64"}
-"""Of elements of so many bytes."""
+"""Bytes of an element → dtype."""
 BATCHES = 16
-"""Batches that every worker has, where the job's samples are not known."""
+"""Batches of each worker if the job's samples are not known."""
 
 C = TypeVar("C", bound=Component)
 
 
 @dataclass(frozen=True)
 class Lessons:
-    """What is known of a job's samples."""
+    """What a rehearsal knows of a job's samples."""
 
     batch: int = 1
     samples: int | None = None
-    """To train on; None: not known."""
+    """Number of training samples; None if unknown."""
     layers: tuple[Layer, ...] | None = None
-    """Those whose gradients can be had as factors; None: not known."""
+    """Layers whose gradients can be computed as factors; None if unknown."""
 
 
 class StandIn(NumpyEngine):
-    """The engine of a rehearsal. `factor`: how many bytes of the model a byte of it stands for."""
+    """The engine of a rehearsal. `factor`: bytes of the model for each byte of the stand-in."""
 
     def __init__(
         self,
@@ -67,23 +67,23 @@ class StandIn(NumpyEngine):
 
     @property
     def batches(self) -> float:
-        """How many batches of samples a gradient was over, in the mean."""
+        """Mean number of batches in a gradient."""
         return self._counted / (self._asked * self._lessons.batch) if self._asked else 1.0
 
     def gradients(
         self, params: FlatArray, indices: Indices, out: FlatArray, replicas: Sequence[int], steps: Sequence[int]
     ) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Slopes of a bowl."""
+        """Compute gradients of a quadratic function; no samples are used."""
         self._asked += len(indices)
         self._counted += indices.size
         np.multiply(self._slopes, params, out=out)
         return np.asarray(np.einsum("ij,ij->i", out, params) / 2, np.float64)
 
     def layers(self, batch: int) -> tuple[Layer, ...]:
-        """Those of the job.
+        """The job's layers.
 
         Raises:
-            ConfigurationError: they are not known, or the stand-in is smaller than the model.
+            ConfigurationError: the layers are unknown, or the stand-in is smaller than the model.
         """
         if self._lessons.layers is None:
             raise ConfigurationError(
@@ -96,7 +96,7 @@ class StandIn(NumpyEngine):
     def factored(
         self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
     ) -> float:
-        """As `gradient`, packed with factors of nothing."""
+        """Compute a gradient, and pack it with factors that are zero."""
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)
         empty = [
@@ -109,24 +109,24 @@ class StandIn(NumpyEngine):
     def distil(
         self, params: FlatArray, indices: Indices, out: FlatArray, lesson: Lesson, replica: int, step: int
     ) -> float:
-        """The gradient: what teachers say costs no virtual time of its own."""
+        """Compute the gradient; the teachers' outputs cost no virtual time."""
         return self.gradient(params, indices, out, replica, step)
 
     def evaluate_together(self, members: FlatArray, replicas: Sequence[int]) -> Evaluation:
-        """Nothing is learnt."""
+        """Return zeros, because nothing is trained."""
         return Evaluation(0.0, 0.0)
 
 
 class Unrehearsed(ConfigurationError):
-    """No rehearsal can tell what a strategy would take here."""
+    """No rehearsal can predict the strategy here."""
 
 
 class Shrunk(Unrehearsed):
-    """A stand-in that is smaller than the model cannot say what the model itself would take."""
+    """A stand-in smaller than the model cannot predict the cost of the model itself."""
 
 
 class _Bowl(Model):
-    """Half of the sum of h w², with a different h for every w, so that a second-order method has something to do."""
+    """Half the sum of h w², with a different h for every w, so that a second-order method has something to do."""
 
     def __init__(self, shapes: tuple[Shape, ...], dtype: str):
         self.dtype = dtype
@@ -161,13 +161,13 @@ def _job(samples: int, batch: int, optimizer: Optimizer | None) -> Job:
 
 
 def shrunk(shapes: Sequence[Shape], elements: int) -> tuple[Shape, ...]:
-    """Shapes of as many axes in about the same proportions, with about so many elements in all."""
+    """Shapes of equal numbers of axes and similar proportions, with about `elements` elements in total."""
     share = min(1.0, elements / max(1, sum(map(math.prod, shapes))))
     return tuple(_smaller(shape, share) for shape in shapes) if share < 1 else tuple(shapes)
 
 
 def _smaller(shape: Shape, share: float) -> Shape:
-    """A shape with that share of the elements: of a matrix, or a stack of kernels, the two longest axes shrink."""
+    """A shape with that share of the elements; of a matrix or a stack of kernels, the two longest axes shrink."""
     longest = sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
     sides = list(shape)
     for axis in longest:
@@ -176,7 +176,7 @@ def _smaller(shape: Shape, share: float) -> Shape:
 
 
 def scaled(component: C, factor: float) -> C:
-    """The component with what it says of sizes as many times as small, also in its parts."""
+    """The component with the sizes in its settings, and in those of its parts, divided by `factor`."""
     if factor == 1:
         return component
     changed: dict[str, Any] = {}
@@ -192,9 +192,10 @@ def scaled(component: C, factor: float) -> C:
 
 
 def longest_cycle(component: Component, most: int) -> int:
-    """The largest whole number up to `most` that may count steps, of a component and its parts: its period, or more.
+    """The largest setting up to `most` that may count steps, in a component and its parts: an upper bound of its
+    period.
 
-    More does no harm, and codecs and collectives count elements and pieces.
+    A larger bound does no harm. Settings that count elements or pieces are ignored.
     """
     found = 1
     for one in dataclasses.fields(component):  # type: ignore[arg-type]

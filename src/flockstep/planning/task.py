@@ -1,4 +1,4 @@
-"""What a plan has to know of a job: sizes, work and samples, without training anything."""
+"""The properties of a job that a plan needs: sizes, work and samples, without training."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from flockstep.strategies.base import Strategy
 from flockstep.workloads.sampler import steps_for
 
 BATCH = 32
-"""Samples in a gradient of a model that no job says it of."""
+"""Batch size of a model without a job."""
 OPERATIONS = 1e10
 """Floating-point operations per second of a worker of which nothing is known."""
 WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
-"""Operations that an element is taken to cost where nobody measured how fast machines are at that."""
+"""Operations assumed per element if the machines' rates were not measured."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A job by its sizes."""
+    """A job, described by its sizes."""
 
     name: str
     elements: int
     tensors: tuple[tuple[int, ...], ...] = ()
-    """Shapes of the model's tensors; none: one."""
+    """Shapes of the model's tensors; empty for one tensor."""
     dtype: str = "float32"
     batch: int = BATCH
     usual: bool = True
-    """The batch is the job's own, or the job has none."""
+    """Whether the batch is the job's own, or the job has none."""
     slots: int = 0
-    """Arrays of the model's size that the optimiser keeps."""
+    """Number of arrays of the model's size that the optimizer keeps."""
     work: float | None = None
-    """Floating-point operations of a gradient; None: not known."""
+    """Floating-point operations of a gradient; None if unknown."""
     optimizer: Optimizer | None = None
     job: Callable[[int], Job] | None = field(default=None, compare=False, repr=False)
-    """The job of a run with that seed; None: only sizes are known, and nothing can be trained."""
+    """Function from a seed to the job of a run; None if only sizes are known, so that nothing can be trained."""
     file: Path | None = field(default=None, compare=False)
-    """The Python file that the job is from; None: it is built in, or was given as an object."""
+    """The Python file of the job; None for a built-in job, or one given as an object."""
 
     @cached_property
     def lessons(self) -> Lessons:
-        """What a rehearsal has to know of the job where a strategy asks for more than its next gradient."""
+        """What a rehearsal knows of the job's samples, for strategies that ask for more than their next gradient."""
         if self.job is None:
             return Lessons(self.batch)
         engine = make_engine(self.job(0), 0)
@@ -83,42 +83,42 @@ class Task:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each tensor."""
+        """Number of elements of each tensor."""
         return tuple(math.prod(shape) for shape in self.tensors)
 
     def steps(self, workers: int) -> int | None:
-        """Steps of each of so many workers in a run of the job, whose data is read for it; None: there is no job."""
+        """Steps of each of `workers` workers in a run of the job, whose data is read; None without a job."""
         if self.job is None:
             return None
         job = self.job(0)
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
     def scaled(self, factor: float) -> Task:
-        """The same with so many times the parameters, in one tensor, and the same work."""
+        """The task with `factor` times the parameters, in one tensor, and the same work."""
         return replace(self, elements=max(1, round(self.elements * factor)), tensors=(), job=None)
 
 
 @dataclass(frozen=True)
 class Site:
-    """A task on a cluster: everything that a prediction depends on but the strategy and the number of workers."""
+    """A task on a cluster: everything that a prediction depends on, except strategy and number of workers."""
 
     task: Task
     cluster: ClusterShape
 
     @property
     def _measured(self) -> bool:
-        """The cluster's law is that of this very job."""
+        """Whether the cluster's compute model was measured with this job."""
         return self.cluster.job == self.task.name and self.task.usual
 
     @property
     def seconds(self) -> float | None:
-        """Mean of a gradient at speed 1; None: that of the cluster's own law, whatever the task."""
+        """Mean seconds of a gradient at speed 1; None if those of the cluster's compute model apply."""
         if self._measured or self.task.work is None or self.cluster.operations is None:
             return None
         return self.cluster.seconds_for(self.task.work)
 
     def compute(self, workers: int) -> ComputeModel:
-        """How long gradients take.
+        """The compute model of the gradients.
 
         Raises:
             ConfigurationError: the cluster cannot have so many workers.
@@ -127,7 +127,7 @@ class Site:
 
     @property
     def link(self) -> tuple[float, float]:
-        """Latency and bandwidth of the slowest link, which extrapolations take for all of them."""
+        """Latency and bandwidth of the slowest link, which extrapolations use for all links."""
         if self.cluster.workers > 1:
             wire = self.cluster.slowest
         elif self.cluster.wires:
@@ -143,17 +143,19 @@ class Site:
         return latency + self.task.nbytes / bandwidth
 
     def rate(self, what: str, name: str) -> float:
-        """Elements per second that a worker encodes, decodes, steps or adds up: as measured, or by their operations."""
+        """Elements per second that a worker encodes, decodes, steps or adds: as measured, or estimated from
+        operations.
+        """
         measured: Mapping[str, float] = getattr(self.cluster.rates, what, {})
         return measured.get(name, (self.cluster.operations or OPERATIONS) / WORK[what])
 
     @property
     def optimizer(self) -> str:
-        """The name of the task's optimizer."""
+        """Name of the task's optimizer."""
         return str(self.task.optimizer).partition("(")[0]
 
     def encoded(self, strategy: Strategy) -> int | None:
-        """Bytes of the whole model as the strategy's codec encodes it; None without a codec."""
+        """Bytes of the whole model in the encoding of the strategy's codec; None without a lossy codec."""
         codec, task = strategy.coding, self.task
         if codec is None or codec.lossless:
             return None
@@ -162,7 +164,7 @@ class Site:
         return fitted(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
     def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Work:
-        """What nodes spend besides gradients; a worker encodes in a `share` of its steps."""
+        """Costs of nodes besides gradients; a worker encodes in a `share` of its steps."""
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
         receive = serve = add / task.itemsize
@@ -178,7 +180,7 @@ class Site:
         return Work(self.cluster.message, receive, serve, step)
 
     def assumptions(self) -> list[str]:
-        """What was taken for granted because neither job nor cluster says it."""
+        """Sentences about assumptions, where neither job nor cluster has the information."""
         said = ["memory is without what layers put out, which flockstep layers tells"]
         if len({group.speed for group in self.cluster.groups}) > 1:
             said.append("one worker has the fastest machine to itself; the first of several may have a slower one")
@@ -202,10 +204,10 @@ class Site:
 
 
 def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> Task:
-    """The task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, a reference model.
+    """The task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, or a reference model.
 
     Raises:
-        ConfigurationError: there is no such job or model, or it cannot be run.
+        ConfigurationError: the job or model does not exist, or cannot be run.
     """
     if batch is not None and batch < 1:
         raise ConfigurationError(f"batch must be >= 1, got {batch}; leave it out for the job's own")
@@ -240,7 +242,7 @@ def _of_shape(model: ModelShape, batch: int | None) -> Task:
 
 
 def _work(model: ModelShape, batch: int) -> float | None:
-    """Operations of a gradient; None where layers with parameters could not be counted."""
+    """Operations of a gradient; None if layers with parameters could not be counted."""
     unknown = any(layer.counted == "unknown" and layer.parameters for layer in model.layers)
     return None if unknown else float(model.work(batch)) or None
 
@@ -252,7 +254,7 @@ def _of_job(job: Job, batch: int | None) -> Task:
     optimizer = _optimizer(job, parameters)
     try:
         work = _work(job_shape(job), size)
-    except ConfigurationError:  # a model that cannot be taken apart has sizes all the same
+    except ConfigurationError:  # a model that cannot be split into layers has sizes nevertheless
         work = None
     slots = 1 if optimizer is None else _slots(optimizer, schema)
     tensors = tuple(entry.shape for entry in schema.entries)
@@ -261,7 +263,7 @@ def _of_job(job: Job, batch: int | None) -> Task:
 
 
 def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:
-    """Shapes of what is trained, and torch's parameters if it is torch's."""
+    """Shapes of the trained parameters, and torch's parameters if it is a torch model."""
     if isinstance(model, Model):
         return Schema.of(model.shapes, model.dtype), []
     if not hasattr(model, "named_parameters"):
@@ -287,7 +289,7 @@ def _optimizer(job: Job, parameters: list[Any]) -> Optimizer | None:
 
 
 def _slots(optimizer: Optimizer, schema: Schema) -> int:
-    """Arrays of the model's size that it keeps, tried on as many parameters as there are tensors."""
+    """Number of arrays of the model's size that the optimizer keeps, found by a step on a small array."""
     params = np.zeros(len(schema.entries), np.float32)
     state = optimizer.init(params)
     state.tensors = tuple(slice(i, i + 1) for i in range(len(params)))

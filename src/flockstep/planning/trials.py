@@ -1,4 +1,4 @@
-"""One run in virtual time with real gradients, ended when the target is reached: what a plan cannot know without it."""
+"""Trials: runs in virtual time with real gradients that end at the target, for what a plan cannot know without them."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from flockstep.workloads.split import Split
 
 End = Literal["target", "steps", "time", "diverged"]
 FINE = 200
-"""Evaluations of a run that goes on to its last step, at the least; one every step where there are fewer steps."""
+"""Smallest number of evaluations in a run that takes all its steps; one per step if there are fewer steps."""
 DEAR = 2
-"""Training samples per test sample between two evaluations, where that is often enough: real time, not virtual."""
+"""Training samples per test sample between two evaluations, to limit the real time of evaluations."""
 LEFT_OUT = (
     "in trials adding up what arrives, and what servers compute, takes no time",
     "in trials whoever encodes does so with the whole model at every gradient",
     "where workers' models differ, trials end with averaging them once, on the slowest link",
     "nothing fails in trials, and each has one set of random times",
 )
-"""What the virtual seconds of a trial do not know."""
+"""Effects that the virtual seconds of a trial ignore."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How far one run came. Seconds are virtual; bytes are payloads that a worker sent, in the mean."""
+    """Result of one trial. Seconds are virtual; bytes are the mean payload bytes that a worker sent."""
 
     strategy: str
     workers: int
@@ -56,35 +56,37 @@ class Trial:
     seed: int
     target: float
     end: End
-    """Why it ended: at the target, after its last step, after as much time as it was given, by diverging."""
+    """Why the trial ended: at the target, after its last step, at its time limit, or by diverging."""
     seconds_to_target: float | None
-    """With what it takes to average the workers' models once, where they differ then; None: not reached."""
+    """Virtual seconds to target, including one averaging of the replicas if they differ; None if the target
+    was missed.
+    """
     seconds: float
-    """When it ended."""
+    """Virtual seconds at the end of the trial."""
     steps: float
-    """Of a worker, in the mean, until the evaluation at which the target was reached, or else the last one."""
+    """Mean steps of a worker until the evaluation that reached the target, or else until the last evaluation."""
     bytes: float
-    """Until then."""
+    """Bytes sent until that evaluation."""
     metric: float | None
-    """At that evaluation; None where it is no number or there was none."""
+    """Metric of that evaluation; None if it is not finite or there was none."""
     best: float | None
-    """The best of all evaluations."""
+    """Best metric of all evaluations."""
 
     def document(self) -> dict[str, Any]:
-        """As plain data."""
+        """The trial as plain data, for JSON."""
         return dataclasses.asdict(self)
 
 
 @dataclass
 class Bench:
-    """What the trials of a job share: its data and, where gradients leave nothing behind, what computes them."""
+    """What the trials of a job share: its data and, if gradients leave no state behind, its engine."""
 
     site: Site
     _jobs: dict[int, Job] = field(default_factory=dict)
     _engines: dict[int, Engine] = field(default_factory=dict)
 
     def job(self, seed: int) -> Job:
-        """The job of a run, whose data is read once.
+        """The job of a run; its data is read once.
 
         Raises:
             ConfigurationError: the task has sizes only.
@@ -102,11 +104,11 @@ class Bench:
         return self._jobs[seed]
 
     def engine(self, job: Job, seed: int) -> Engine:
-        """What computes gradients; a new one where replicas have buffers, which an earlier trial has changed."""
+        """The engine for gradients; a new one if replicas have buffers, which an earlier trial has changed."""
         if seed not in self._engines:
             limit_threads(1)
             engine = make_engine(job, seed)
-            limit_threads(1)  # of what the job has imported too
+            limit_threads(1)  # also the libraries that the job has imported
             if len(engine.buffers(0)):
                 return engine
             self._engines[seed] = engine
@@ -129,18 +131,27 @@ def trial(
     bench: Bench | None = None,
     heed: Callable[[float, float], None] = lambda steps, seconds: None,
 ) -> Trial:
-    """Train until the target is reached; None for one worker on the fastest machine.
+    """Train until the target is reached; a `strategy` of None stands for one worker on the fastest machine.
 
-    `target`, `lr`: None for the job's own. `steps` of a worker at the most: None for what one worker alone takes for
-    the job's epochs. `within`: virtual seconds after which it is over.
-    `every`: steps between two evaluations, None for few. `live`: evaluate the model that is there at the moment, as
-    `LiveSimulation` does, and not, as a record, what all nodes had after as many steps.
-    `bench` saves reading the data again.
-    `heed` hears after every gradient how many steps a worker has taken, in the mean, and how late it is; what it raises
-    ends the trial without a result.
+    Args:
+        site: the task and the cluster.
+        strategy: the strategy; None for one worker alone.
+        workers: number of workers.
+        target: metric to reach; None for the job's own.
+        lr: learning rate; None for the job's own.
+        seed: seed of data order and random draws.
+        steps: largest number of steps of a worker; None for those of one worker alone in the job's epochs.
+        within: virtual seconds after which the trial ends.
+        split: how the data is split over the workers.
+        every: steps between two evaluations; None for few evaluations.
+        live: evaluate the current model, as `LiveSimulation` does, instead of the model after equally many steps of all
+            nodes.
+        bench: data and engines that trials share.
+        heed: called after every gradient with the mean steps of a worker and the virtual seconds; an exception that it
+            raises ends the trial without a result.
 
     Raises:
-        ConfigurationError: the task has no data, or no target; the strategy cannot run on so many workers.
+        ConfigurationError: the task has no data or no target, or the strategy cannot run on so many workers.
     """
     bench = bench or Bench(site)
     job = bench.job(seed)
@@ -169,10 +180,10 @@ def trial(
 
 
 def goal_of(job: Job, target: float | None) -> float:
-    """The metric that is to be reached.
+    """The metric to reach.
 
     Raises:
-        ConfigurationError: neither the job nor anyone else says it, or it is no accuracy where the metric is that.
+        ConfigurationError: neither the job nor the caller has a target, or the target is not a valid accuracy.
     """
     goal = job.target if target is None else target
     if goal is None or not math.isfinite(goal):
@@ -187,14 +198,14 @@ def goal_of(job: Job, target: float | None) -> float:
 
 
 def law_of(site: Site, strategy: Strategy | None, workers: int) -> ComputeModel:
-    """How long gradients take, with what a worker computes besides: its optimiser's step, encoding and decoding."""
+    """The compute model of gradients, including the worker's optimizer step, encoding and decoding."""
     if strategy is None:
         return Longer(_fastest(site), site.task.elements / site.rate("optimizer", site.optimizer))
     return Longer(site.compute(workers), site.work(strategy, workers).step)
 
 
 def averaging(site: Site, workers: int) -> tuple[float, float]:
-    """Seconds and bytes for a worker, on the slowest link, of averaging models that nobody has averaged yet."""
+    """Seconds and bytes per worker of averaging the replicas once, over the slowest link."""
     latency, bandwidth = site.link
     if workers == 1 or bandwidth == math.inf:
         return 0.0, 0.0
@@ -205,7 +216,7 @@ def averaging(site: Site, workers: int) -> tuple[float, float]:
 
 
 def _fastest(site: Site) -> ComputeModel:
-    """The law of a worker that has the fastest machine to itself."""
+    """The compute model of a worker that has the fastest machine to itself."""
     speed = max(group.speed for group in site.cluster.groups)
     law, mean = site.cluster.law, mean_of(site.cluster.law)
     if site.seconds is None:
@@ -214,33 +225,35 @@ def _fastest(site: Site) -> ComputeModel:
 
 
 def _every(job: Job, workers: int, steps: int) -> int:
-    """Steps between two evaluations: few, but such that evaluating takes no more real time than training."""
+    """Steps between two evaluations, so many that evaluating takes no more real time than training."""
     tested = len(job.data().test_y)
     return max(1, min(steps // FINE, math.ceil(tested / (DEAR * job.batch * workers))))
 
 
 class _Over(Exception):
-    """The trial has ended before its last step."""
+    """Raised to end a trial before its last step."""
 
 
 @dataclass
 class _Watch:
-    """Listens to a run and ends it."""
+    """Listens to the events of a run and ends the run at the target or the time limit."""
 
     goal: float
     higher: bool
     within: float
     averaging: float
-    """Seconds that a result which is the mean of workers' models takes to be had, where they differ."""
+    """Seconds of averaging the replicas, if the result is their mean and they differ."""
     averaged: float
-    """Bytes of that."""
+    """Bytes of averaging the replicas."""
     now: float = 0.0
     seen: list[Snapshot] = field(default_factory=list)
     hit: tuple[float, Snapshot, float] | None = None
-    """When the target is reached, at which evaluation, after how many bytes; a later one may need no averaging."""
+    """Time at which the target is reached, the evaluation, and the bytes sent; a later evaluation may need no
+    averaging.
+    """
 
     def emit(self, event: Event) -> None:
-        """Look at evaluations only."""
+        """Handle evaluations, and ignore other events."""
         if not isinstance(event, Snapshot):
             return
         self.step(event.t)
@@ -254,7 +267,7 @@ class _Watch:
         self.step(event.t)
 
     def step(self, now: float) -> None:
-        """Time has gone on."""
+        """Advance the time, and end the trial if it is over."""
         self.now = max(self.now, now)
         if self.hit is not None and self.now >= self.hit[0]:
             raise _Over
@@ -262,7 +275,7 @@ class _Watch:
             raise _Over
 
     def trial(self, name: str, plan: Plan, end: End) -> Trial:
-        """What came of it."""
+        """The result of the trial."""
         known = [one.metric for one in self.seen if math.isfinite(one.metric)]
         reached, last, sent = None, None, 0.0
         if self.hit is not None:

@@ -1,4 +1,4 @@
-"""Whose code is run where a record is looked at: files that its reader names, and no other."""
+"""Reading a record runs no code from the record; only files passed with --import are executed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class NotAskedFor(ConfigurationError):
 
 
 def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunConfig:
-    """The configuration in a record with the reader's own files, told by their names, in place of those it says.
+    """The configuration in a record, with the reader's files in place of the files of the same names in the record.
 
     Raises:
-        NotAskedFor: it says one that is not among them.
+        NotAskedFor: the record names a file that the reader has not named.
     """
     given = {Path(file).name: file for file in files}
     job = (config.job,) if config.job.endswith(".py") else ()
@@ -36,11 +36,11 @@ def trusted(config: RunConfig, folder: Path | str, files: Sequence[str]) -> RunC
 
 
 def same_job(config: RunConfig, what: str) -> bool:
-    """Whether `what` is the job of a record: the same workload however written, or a file with the same content."""
+    """Whether `what` is the job of a record: the same workload in any notation, or a file with the same content."""
     if not (config.job.endswith(".py") and what.endswith(".py")):
         return what == config.job or (_workload(what) is not None and _workload(what) == _workload(config.job))
     recorded, theirs, ours = config.versions.get(JOB_FILE), Path(config.job), Path(what)
-    if recorded is None and theirs.is_file():  # of a record that does not tell the content
+    if recorded is None and theirs.is_file():  # a record without a digest of the file
         recorded = digest(theirs)
     return ours.is_file() and digest(ours) == recorded
 

@@ -1,4 +1,4 @@
-"""A plan as text: the same cells in the terminal and on the page."""
+"""A plan as text, with equal cells in the terminal and on the HTML page."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HEADINGS = (
 )
 
 LITTLE = 1e-3
-"""Worth below which it does not matter how little."""
+"""Worth below which only an upper limit is shown."""
 _NUMBER = re.compile(r"(?<![\w.])(?:\d+\.\d+(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?!\w)")
-"""A float, in an expression."""
+"""Pattern of a float in an expression."""
 _LONG = 6
-"""Figures up to which one without an exponent is left as it is."""
+"""Largest number of characters of a number that is left without an exponent."""
 
 
 def short(text: str) -> str:
-    """An expression with its numbers written as briefly as they can be: 4000000000.0 as 4e9."""
+    """An expression with its numbers in their shortest form: 4000000000.0 becomes 4e9."""
     return _NUMBER.sub(lambda found: _brief(found[0]), text)
 
 
@@ -47,12 +47,12 @@ def _brief(text: str) -> str:
 
 
 def many(count: int, noun: str, plural: str | None = None) -> str:
-    """So many things: "1 worker", "1,024 workers"; `plural` where an s does not make it."""
+    """A count with its noun: "1 worker", "1,024 workers"; `plural` for nouns whose plural has no s."""
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def as_much(ratio: float, what: str = "many") -> str:
-    """A ratio: "3.2 times as many", "as many", "85 % as many"."""
+    """A ratio as text: "3.2 times as many", "as many", "85 % as many"."""
     if 0.995 <= ratio < 1.005:
         return f"as {what}"
     if ratio < 1:
@@ -61,7 +61,10 @@ def as_much(ratio: float, what: str = "many") -> str:
 
 
 def late(outlook: Outlook, found: Prospect) -> float | None:
-    """Versions by which its updates are late in the mean; None where it has none, and all wait for each other."""
+    """Mean staleness of a strategy's updates in versions.
+
+    None if it has no versions, or all workers wait for each other.
+    """
     if found.staleness is not None or found.strategy is None or not combines(found):
         return found.staleness
     return None if is_synchronous(found.strategy.cell, found.strategy.traits) else lateness(found, outlook.site)
@@ -73,19 +76,22 @@ def _late(outlook: Outlook, found: Prospect) -> str:
 
 
 def exposed(exposure: float | None) -> str:
-    """How much of the slowest worker's delay everyone takes on: over all of it where it reaches into later steps."""
+    """Text of the share of the slowest worker's delay that all workers take on.
+
+    The share is above 100 % if the delay affects later steps.
+    """
     if exposure is None:
         return NONE
     return "over 100 %" if exposure >= 1.005 else share(exposure)
 
 
 def worth_of(worth: float | None) -> str:
-    """What a strategy is worth, as text."""
+    """Text of a strategy's worth."""
     return f"< {LITTLE:g}" if worth is not None and worth < LITTLE else number(worth)
 
 
 def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
-    """A row of the table; `worth`: how many times as quickly as one worker it is taken to advance."""
+    """A table row; `worth`: the strategy's predicted speed relative to one worker."""
     most = found.staleness_most
     return (
         short(found.name),
@@ -103,7 +109,7 @@ def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
 
 
 def scaling_sentence(one: Curve) -> str:
-    """Where a strategy begins and stops to pay."""
+    """Sentence on the numbers of workers at which a strategy begins and stops to pay off."""
     name = short(one.name)
     if one.beats_one_from is None:
         return f"{name} is never worth more than one worker alone"
@@ -116,13 +122,13 @@ def scaling_sentence(one: Curve) -> str:
 
 
 def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """How strategies scale, those that are ruled out marked as such."""
+    """Sentences on how strategies scale; strategies that are ruled out are marked."""
     out = {name for name, _ in excluded}
     return tuple(f"{scaling_sentence(one)}{' (ruled out)' if one.name in out else ''}" for one in curves)
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Strategies that do not meet the needs, by reason."""
+    """Strategies that do not meet the needs, grouped by reason."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)
@@ -130,12 +136,12 @@ def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def unplanned(outlook: Outlook) -> tuple[str, ...]:
-    """What is not in the table, and why."""
+    """Strategies that are not in the table, with the reasons."""
     return tuple(f"{short(name)}: {why}" for name, why in outlook.refused)
 
 
 RATES = {"higher": "higher", "likely": "near one worker's", "lower": "lower"}
-"""OptLR in words."""
+"""Value of OptLR → text."""
 TABLE_2 = (
     "strategy",
     "technique",
@@ -148,11 +154,13 @@ TABLE_2 = (
     "reproducible",
     "departures",
 )
-"""Of Langer et al. (2020): R_LBD, OptLR, COCC, CAHP, RSOI (two columns), ERB, and how many departures were counted."""
+"""Column titles of Table 2 of Langer et al. (2020): R_LBD, OptLR, COCC, CAHP, RSOI (two columns), ERB, and the number
+of departures.
+"""
 
 
 def row_of_table_2(outlook: Outlook, found: Prospect) -> tuple[str, ...]:
-    """A strategy's criteria."""
+    """The criteria of a strategy as a table row."""
     row = outlook.criteria(found)
     return (
         short(found.name),

@@ -43,8 +43,9 @@ LONGEST_HEARTBEAT = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`); None means the job's own
-    value.
+    """The configuration of one run. Components are stored as text (`ps(consistency=ssp(3))`).
+
+    None means the job's own value.
     """
 
     kind: Kind
@@ -178,7 +179,8 @@ def same_run(a: RunConfig, b: RunConfig) -> bool:
 
 
 def _word(value: str | float) -> str:
-    """Format a value as one command-line word; a whole float is written without its fraction, as integer options
-    require.
+    """Format a value as one command-line word.
+
+    A whole float is written without its fraction, as integer options require.
     """
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

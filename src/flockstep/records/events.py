@@ -50,8 +50,9 @@ class Span(msgspec.Struct, tag="span", frozen=True):
 
 
 class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
-    """Evaluation of the model that the run would return if the run ended at `t`; evaluating takes no time on the run's
-    clock.
+    """Evaluation of the model that the run would return if the run ended at `t`.
+
+    Evaluating takes no time on the run's clock.
 
     `step`: mean local steps per worker; `samples`: samples used by all workers; `bytes`: mean bytes sent per worker so
     far; `divergence`: root mean square distance of the replicas from their mean, None if not all replicas are known.

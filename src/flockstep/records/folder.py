@@ -288,8 +288,9 @@ class RunFolder:
         return params, schema
 
     def _computed(self) -> str | None:
-        """What the folder holds, for an error message; None if it holds no run, or a run that ended before its first
-        step.
+        """What the folder holds, for an error message.
+
+        None if it holds no run, or a run that ended before its first step.
         """
         if not self.config_file.exists():
             return None

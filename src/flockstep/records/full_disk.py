@@ -32,8 +32,9 @@ def write_whole(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None
 
 
 def replace(path: Path, data: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file; if the disk is full, write it to the temporary folder or the home folder and print where it
-    is.
+    """Write a whole file.
+
+    If the disk is full, write it to the temporary folder or the home folder and print where it is.
 
     A symbolic link, for which a full disk has room, is left in the file's own place.
 

@@ -30,8 +30,9 @@ _HALF = ".half"
 
 
 class HandedIn(msgspec.Struct, frozen=True):
-    """A snapshot of a node's parameters at a tick of progress, and its file; a `tick` of None is the end of the node's
-    program.
+    """A snapshot of a node's parameters at a tick of progress, and its file.
+
+    A `tick` of None is the end of the node's program.
     """
 
     tick: float | None
@@ -86,8 +87,9 @@ class Arriving:
     """Writes an arriving snapshot, parameters and buffers, to a file part by part; no part is kept in memory."""
 
     def __init__(self, folders: Sequence[Path], address: Address, note: Fields, largest: int):
-        """Open a file in the first of the folders that accepts one; `largest`: upper limit of the arrays' size in
-        bytes.
+        """Open a file in the first of the folders that accepts one.
+
+        `largest`: upper limit of the arrays' size in bytes.
 
         Raises:
             ProtocolError: the announced size exceeds `largest`.

@@ -17,8 +17,9 @@ _held: dict[Path, IO[str]] = {}
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Context manager that owns a folder and creates it if it is missing; the system releases the lock if the process
-    dies.
+    """Context manager that owns a folder and creates it if it is missing.
+
+    The system releases the lock if the process dies.
 
     Raises:
         ConfigurationError: another run owns the folder.

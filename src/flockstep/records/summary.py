@@ -88,8 +88,9 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One run in figures. Seconds are those of `clock`; bytes are payload bytes; "per worker" is the mean over all
-    workers.
+    """One run in figures. Seconds are those of `clock`; bytes are payload bytes.
+
+    "per worker" is the mean over all workers.
     """
 
     job: str
@@ -203,7 +204,18 @@ def time_of(event: Event) -> float:
 def summarise(
     config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
 ) -> Summary:
-    """Summarize a run that ended in `status`; `events` may be in any order."""
+    """Summarize the events of a run.
+
+    Args:
+        config: the run's configuration.
+        events: the events of all nodes, in any order.
+        status: how the run ended; "finished" becomes "diverged" if the final model is not finite.
+        error: reason why the run did not finish.
+        notes: sentences about what is missing from the record.
+
+    Returns:
+        The summary, with every figure computed from the events alone.
+    """
     ordered = sorted(events, key=time_of)
     updates = [event for event in ordered if isinstance(event, Update)]
     quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])

@@ -156,8 +156,9 @@ def timeline(series: Sequence[Series]) -> Figure | None:
 
 
 def _spans(one: Series, many: bool) -> list[Span]:
-    """The spans of the run's first few nodes, at most `_MOST_SPANS`, in order of their start; fewer nodes if `many`
-    runs are drawn.
+    """The spans of the run's first few nodes, at most `_MOST_SPANS`, in order of their start.
+
+    There are fewer nodes if `many` runs are drawn.
     """
     chosen = [
         event

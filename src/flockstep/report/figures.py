@@ -111,8 +111,9 @@ def _axes(first: Summary, losses: Sequence[float]) -> dict[str, Any]:
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 of every decade that `values` touch; from four decades on, the powers of
-    ten alone.
+    """Ticks of a logarithmic axis: 1, 2 and 5 of every decade that `values` touch.
+
+    From four decades on there are powers of ten only.
     """
     decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
     return [float(f"{digit}e{decade}") for decade in decades for digit in ((1, 2, 5) if len(decades) < 4 else (1,))]

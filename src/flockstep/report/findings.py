@@ -32,8 +32,9 @@ class _Hit:
 
 
 def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
-    """Findings as plain unescaped sentences, the most important first; `series` in order of rank, each the median of
-    `seeds` runs.
+    """Findings as plain unescaped sentences, the most important first.
+
+    `series` in order of rank, each the median of `seeds` runs.
     """
     usable = [one for one in series if one.record.summary.useful]
     if not usable:

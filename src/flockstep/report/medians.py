@@ -159,8 +159,9 @@ def title(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
 
 
 def rows(groups: Sequence[Group], chosen: Sequence[Group]) -> list[list[str]]:
-    """Rows of the table of ranges, in the order of `SPREAD`; a star marks the learning rate that is ranked if there are
-    several.
+    """Rows of the table of ranges, in the order of `SPREAD`.
+
+    A star marks the learning rate that is ranked if there are several.
     """
     several = len(groups) > len(chosen)
     return [_row(group, several and group in chosen) for group in groups]

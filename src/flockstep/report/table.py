@@ -60,7 +60,7 @@ def _time(summary: Summary) -> str:
 def modelled(summaries: Sequence[Summary]) -> str:
     """The compute model that all simulated runs share, for a heading; if the runs differ, their labels name it."""
     laws = {summary.compute for summary in summaries}
-    return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modelled"
+    return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modeled"
 
 
 def one_by_one(configs: Iterable[RunConfig]) -> list[str]:

@@ -105,7 +105,7 @@ class Narrows(Fault):
             raise ConfigurationError(f"factor must be > 0 and finite, got {self.factor}; 10 leaves a tenth")
         at, until = units.duration(self.at, "at"), units.duration(self.until, "until")
         if until and until <= at:
-            raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means for ever")
+            raise ConfigurationError(f"until must be after at, got {self.until} and {self.at}; 0 means forever")
 
     def check(self, cluster: Cluster) -> None:
         _takes_part(self.node, cluster)

@@ -152,8 +152,9 @@ def check_add_decoded(codec: Codec, arrays: Iterable[FlatArray]) -> None:
 
 
 def check_stream(codec: Codec, arrays: Iterable[FlatArray]) -> None:
-    """Check that `stream` returns ascending indices and the values that decoding puts there; all other elements are
-    zero.
+    """Check that `stream` returns ascending indices and the values that decoding puts there.
+
+    All other elements are zero.
     """
     for array in arrays:
         dtype, what = array.dtype.name, _on(codec, array)
@@ -235,8 +236,9 @@ _TOP = {"float16": 15, "bfloat16": 127, "float32": 127, "float64": 1023}
 
 
 def decodes(codec: Codec, data: Bytes, size: int, dtype: str) -> bool:
-    """Whether `data` is accepted; any result but a `ProtocolError` or an array of the right shape is a
-    broken promise.
+    """Whether `data` is accepted.
+
+    Any result but a `ProtocolError` or an array of the right shape is a broken promise.
     """
     what = f"{codec} answers {data.size} damaged bytes for {size} {dtype} with"
     try:

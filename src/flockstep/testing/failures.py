@@ -144,8 +144,9 @@ def _spread(replicas: np.ndarray) -> float:
 
 
 def dead_worker(strategy: Strategy | str, workers: int = WORKERS) -> str:
-    """What the others do when a worker dies; "up to b" is added if more than b of n > b + 1 deaths have a worse
-    outcome.
+    """What the others do when a worker dies.
+
+    "up to b" is added if more than b of n > b + 1 deaths have a worse outcome.
     """
     whole = observe(strategy, workers)
     words = [_after_deaths(strategy, whole, workers, count) for count in range(1, workers)]

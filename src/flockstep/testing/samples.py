@@ -27,8 +27,9 @@ assert set(ROUNDING) == set(SMALLEST) == set(_DECADES) == set(FLOATS)
 
 
 def samples(dtype: str) -> Iterator[FlatArray]:
-    """Finite arrays: every size in `SIZES`, 0-d, strided, transposed, read-only; one-hot, constant, zero,
-    heavy-tailed.
+    """Finite arrays: every size in `SIZES`, 0-d, strided, transposed, read-only.
+
+    They include one-hot, constant, zero and heavy-tailed arrays.
     """
     random, kind = np.random.default_rng(0), numpy_dtype(dtype)
     for size in SIZES:

@@ -114,8 +114,9 @@ def check_replicas_agree(strategy: Strategy, workers: int, steps: int = STEPS) -
 
 
 def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
-    """Check that no update takes effect twice; in classes 1 to 3 each takes effect everywhere, and every message is
-    read.
+    """Check that no update takes effect twice.
+
+    In classes 1 to 3 each takes effect everywhere, and every message is read.
 
     Where servers record updates, an update takes effect on every server; otherwise, where workers record updates, on
     every other worker. Updates that a strategy does not record are not checked.
@@ -185,8 +186,9 @@ def bowl_job(
     start: float = 0.0,
     dtype: str = "float64",
 ) -> Job:
-    """A quadratic function with its minimum near 1 and curvatures from 1 down to 0.1; batches of 4 out of 240 noisy
-    samples.
+    """A quadratic function with its minimum near 1 and curvatures from 1 down to 0.1.
+
+    Each batch has 4 out of 240 noisy samples.
     """
 
     def data() -> Data:

@@ -59,8 +59,9 @@ class Bus(ABC):
 
     @abstractmethod
     def connect(self, peers: Mapping[Address, str]) -> None:
-        """Connect to the peers at their addresses and accept no other connections; call `poll` until all peers are
-        `reachable`.
+        """Connect to the peers at their addresses and accept no other connections.
+
+        Call `poll` until all peers are `reachable`.
         """
 
     @abstractmethod
@@ -81,8 +82,9 @@ class Bus(ABC):
 
     @abstractmethod
     def send(self, to: Address, message: Message) -> None:
-        """Send a message to a peer without waiting; the caller may change the array afterwards, unless `lend` returned
-        the array.
+        """Send a message to a peer without waiting.
+
+        The caller may change the array afterwards, unless `lend` returned the array.
 
         Raises:
             Backlog: too many messages or bytes are queued for the peer; the same message may be sent again later.

@@ -32,8 +32,9 @@ class Copies:
         self._buffers: dict[int, list[Array]] = {}
 
     def frozen(self, array: Any) -> Array:
-        """A read-only copy of `array`, or `array` itself if it cannot change; the copy of a tensor is on the tensor's
-        device.
+        """A read-only copy of `array`, or `array` itself if it cannot change.
+
+        The copy of a tensor is on the tensor's device.
         """
         if not isinstance(array, np.ndarray):
             return frozen(array)

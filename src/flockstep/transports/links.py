@@ -62,7 +62,7 @@ class Control:
         return Wire(self._context, address, endpoint, me, self._heartbeat)
 
     def wait(self, wires: Iterable[Wire], seconds: float) -> bool:
-        """Wait up to `seconds` for a message on the control socket or on a link; whether one has arrived."""
+        """Wait up to `seconds` for a message on the control socket or on a link; return whether one has arrived."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         for one in wires:
@@ -91,8 +91,9 @@ class Wire:
         self.socket.connect(endpoint)
 
     def send(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:
-        """Queue a message without waiting. The array must not change afterwards, because all links send it without a
-        copy.
+        """Queue a message without waiting.
+
+        The array must not change afterwards, because all links send it without a copy.
         """
         message = Message(LAUNCHER, tag, array, note or {}, number=self._told + 1)
         frames: list[bytes | memoryview] = [encode(message, self._me)]
@@ -139,8 +140,9 @@ class Line:
     """A node's end of its link to the supervisor, which connects to `address`."""
 
     def __init__(self, me: Identity, address: str, heartbeat: float):
-        """Listen for the supervisor; `heartbeat`: seconds without a heartbeat after which the supervisor counts as
-        lost.
+        """Listen for the supervisor.
+
+        `heartbeat`: seconds without a heartbeat after which the supervisor counts as lost.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.

@@ -51,7 +51,7 @@ class Work:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the end of the operation; whether it has ended.
+        """Wait up to `seconds` for the end of the operation; return whether it has ended.
 
         Raises:
             PeerLost: the operation failed, as it does when a peer dies.
@@ -100,7 +100,7 @@ class Joining:
         return not self._thread.is_alive() and self._error is None
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for all workers; whether all have joined.
+        """Wait up to `seconds` for all workers; return whether all have joined.
 
         Raises:
             ConfigurationError: torch cannot create such a group.
@@ -150,8 +150,9 @@ class Group:
         return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
 
     def reduce(self, array: Any, root: int) -> Work:
-        """Start replacing `array` on worker `root` by the sum over all workers; on the others `array` becomes
-        undefined.
+        """Start replacing `array` on worker `root` by the sum over all workers.
+
+        On the others `array` becomes undefined.
         """
         options = dist.ReduceOptions()
         options.rootRank = root
@@ -173,8 +174,9 @@ class Group:
         return self._work("all-gather", work, lambda: [back() for _, back in pairs if back is not None])
 
     def scatter_sum(self, out: Any, parts: Sequence[Any]) -> Work:
-        """Start writing this worker's part of the sum into `out`; `parts`, all of one size, are this worker's summands,
-        one for each rank.
+        """Start writing this worker's part of the sum into `out`.
+
+        `parts`, all of one size, are this worker's summands, one for each rank.
         """
         tensor, back = self._taken(out)
         given = [self._taken(part)[0] for part in parts]
@@ -189,8 +191,9 @@ class Group:
         return Work(f"a {self.backend} {what}", work, self.backend == "gloo", after)
 
     def _taken(self, array: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The array as a tensor that the backend accepts; if that is a copy, also a function that copies the result
-        back.
+        """The array as a tensor that the backend accepts.
+
+        If that is a copy, the second value is a function that copies the result back.
         """
         tensor = _tensor(array)
         if self.backend != "nccl" or tensor.is_cuda:

@@ -86,8 +86,9 @@ class SharedGroup:
         return array.dtype.char in "fd" and array.dtype.isnative and array.ndim == 1 and array.flags.c_contiguous
 
     def all_reduce(self, array: FlatArray, meanwhile: Callable[[], None], divisor: int = 1) -> None:
-        """Replace `array` by the sum over all processes, divided by `divisor`; without a copy if `array` lies in the
-        region.
+        """Replace `array` by the sum over all processes, divided by `divisor`.
+
+        No copy is made if `array` lies in the region.
 
         The result equals that of a ring all-reduce bit for bit. `meanwhile` is called from time to time while this
         process waits for others, and may raise.

@@ -70,8 +70,9 @@ class SharedHeap:
         self._used = FRONT
 
     def copy(self, array: Array, lost: Collection[Address] = ()) -> Array | None:
-        """A read-only copy of `array` in a free slot; None if no slot is free. Slots held only by `lost` nodes count as
-        free.
+        """A read-only copy of `array` in a free slot; None if no slot is free.
+
+        Slots held only by `lost` nodes count as free.
         """
         room, gone = slot_bytes(array.nbytes), {address % NODES for address in lost}
         slots = self._slots.setdefault(room, [])
@@ -92,8 +93,9 @@ class SharedHeap:
         return slot.number
 
     def sent(self, place: int, to: Address, count: int = 1) -> int:
-        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all); return the
-        array's offset.
+        """Count `count` messages with slot `place` to a node (-1 if a message was not sent after all).
+
+        Return the array's offset.
         """
         slot = self._numbered[place]
         slot.sent[to % NODES] += count

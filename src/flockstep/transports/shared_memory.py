@@ -102,8 +102,9 @@ class SharedMemory:
 
 
 def _opened(path: str, size: int) -> int:
-    """A descriptor of the segment at `path`; any other file is refused, so that a peer cannot make this process write
-    to it.
+    """A descriptor of the segment at `path`.
+
+    Any other file is refused, so that a peer cannot make this process write to it.
     """
     if not (_PLACE.fullmatch(path) and str(Path(path).readlink()).startswith(f"/memfd:{_NAME} ")):
         raise OSError(f"{path[:80]!r} is no segment of flockstep's")

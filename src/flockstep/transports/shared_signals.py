@@ -110,7 +110,7 @@ def raise_to(counters: Any, who: int, value: int) -> None:
 
 @jit
 def _look(counters: Any, who: int, value: int, times: int) -> bool:
-    """Poll the counter of process `who` up to `times` times; whether it has reached `value`."""
+    """Poll the counter of process `who` up to `times` times; return whether it has reached `value`."""
     for _ in range(times):  # noqa: SIM110 - numba has no any()
         if reached(counters, who, value):
             return True

@@ -114,8 +114,9 @@ class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
     def __init__(self, me: Identity, address: str, lends: bool = False):
-        """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port; `lends`: peers may read this node's
-        memory.
+        """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port.
+
+        `lends`: peers may read this node's memory.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
@@ -229,8 +230,9 @@ class StreamBus(Bus):
         return message
 
     def _wait(self, seconds: float | None, wanted: Wanted | None) -> None:
-        """Wait for the next message, and receive its array in the wanted place; afterwards nothing is written to that
-        place.
+        """Wait for the next message, and receive its array in the wanted place.
+
+        Afterwards nothing is written to that place.
         """
         now = time.monotonic()
         until = None if seconds is None else now + seconds
@@ -272,7 +274,7 @@ class StreamBus(Bus):
             self._epoll.close()
 
     def attend(self) -> bool:
-        """Receive and send as far as the sockets allow while the program computes; whether to call again."""
+        """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
         if not self._asked and self._lock.acquire(blocking=False):
             try:
                 self._end_unanswered(time.monotonic())
@@ -303,7 +305,7 @@ class StreamBus(Bus):
         return PeerLost(f"{node_name(peer)} is not reachable from {node_name(self._me.address)}")
 
     def _move(self, seconds: float | None) -> int:
-        """Let all sockets that are ready proceed, within that time; the number of sockets that did."""
+        """Let all sockets that are ready proceed, within that time; return the number of sockets that did."""
         moved = 0
         for descriptor, what in self._epoll.poll(seconds):
             connection = self._connections.get(descriptor)

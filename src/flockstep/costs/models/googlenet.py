@@ -18,14 +18,15 @@ INCEPTIONS = {
 }
 """Block → channels of: 1 × 1; 3 × 3 reduced, 3 × 3; 5 × 5 reduced, 5 × 5; 1 × 1 after the pooling."""
 NOTE = (
-    "the published network without its two auxiliary classifiers, without batch normalisation, with biases, inputs of "
-    "224 × 224; local response normalisation and dropout left out; often quoted as 6.8 M parameters"
+    "the published network without its two auxiliary classifiers, without batch normalization, with biases, inputs of "
+    "224 × 224; local response normalization and dropout left out; often quoted as 6.8 M parameters"
 )
 
 
 def googlenet(classes: int = 1000) -> ModelShape:
-    """GoogLeNet: three convolutions, nine inception blocks, a fully connected layer; 6,998,552 parameters, 1.6 G
-    multiply-adds.
+    """GoogLeNet: three convolutions, nine inception blocks, a fully connected layer.
+
+    It has 6,998,552 parameters and 1.6 G multiply-adds.
     """
     net = Net()
     x = net.relu(net.conv(At(3, 224), "conv1", 64, 7, 2, 3), "relu1")

@@ -16,8 +16,9 @@ def gpt_2_small() -> ModelShape:
 def gpt(
     name: str, layers: int = 12, width: int = 768, heads: int = 12, context: int = 1024, symbols: int = 50257
 ) -> ModelShape:
-    """A decoder-only transformer on samples of `context` tokens; the output layer shares the embedding's weights,
-    without biases.
+    """A decoder-only transformer on samples of `context` tokens.
+
+    The output layer shares the embedding's weights, without biases.
 
     Attention is counted over all pairs of tokens, including masked ones, as dense kernels compute it.
     """
