@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from flockstep.drivers.torch_buffers import Buffers
 from flockstep.drivers.torch_guard import Guard
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.feedback.nothing import NoFeedback
+from flockstep.frameworks import torch_flat
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Cluster, Node
 from flockstep.strategies.encoding import codec_for
@@ -56,6 +58,29 @@ def test_one_value_that_is_not_finite_is_found(dtype, value):
     model.bias.data[1] = value
     guard.note()
     assert guard.not_finite() == "bias"
+
+
+class Counted(torch.Tensor):
+    """A tensor of which it is counted how often the host asks for values, and then waits for the device."""
+
+    asked: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "nonzero", "equal"):
+            cls.asked.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_host_waits_for_a_device_once_before_a_step_and_once_after_it(dtype, monkeypatch):
+    monkeypatch.setattr(torch_flat, "native", lambda flat: flat.as_subclass(Counted))
+    guard = Guard(FlatModule(nn.Sequential(nn.Linear(300, 300, dtype=dtype), nn.Linear(300, 300))))
+    Counted.asked.clear()
+    guard.check()
+    guard.note()
+    assert guard.not_finite() is None
+    assert Counted.asked == ["tolist", "tolist"]
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "easgd(2)", "asgd", "bucketed"])

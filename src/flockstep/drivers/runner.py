@@ -397,7 +397,7 @@ class Runner:
         if self.progress is not None and self.hand_in is not None and self.recorded:
             for tick in self.progress.due():
                 self.hand_in(tick)
-        if self.reception is not None:
+        if self.reception is not None and self.reception.asked:
             self._attend()
 
     def _attend(self) -> None:

@@ -57,11 +57,12 @@ class SGD(Optimizer):
         share: float = 1.0,
     ) -> None:
         """Take a step with another momentum, of any sign; 0 keeps a velocity, None does not."""
-        xp, rate, share = namespace(params), float(lr * share if momentum is None else lr), float(share)
+        rate, share = float(lr * share if momentum is None else lr), float(share)
         first_step, state.steps = state.steps == 0, state.steps + share
         if len(params) <= BLOCK and not self.weight_decay and momentum is None:
             params -= rate * gradient
             return
+        xp = namespace(params)
         first, second = xp.empty_like(params[:BLOCK]), xp.empty_like(params[:BLOCK])
         for part in blocks(len(params)):
             w, g = params[part], gradient[part]
