@@ -50,7 +50,7 @@ class SimulatorFigure:
 
 
 Way = Callable[[], tuple[int, int]]
-"""Runs what is measured once; returns the number of worker-steps and of events written to the record."""
+"""Function that runs a measured program once and returns the numbers of worker-steps and of recorded events."""
 
 
 def measure(

@@ -118,7 +118,7 @@ class Seat(Messenger):
         self.hand_in(FINAL)
 
     def attend(self, message: Message) -> None:
-        """The program has ended; background tasks that have not go on."""
+        """Deliver a message after the end of the program, for background tasks that still run."""
         if self.node.tasks:
             self.take(message)
 

@@ -33,7 +33,7 @@ SIZES = (4, 8, 16)
 SPREAD = 0.01
 """Share of a gradient that the slowest worker has to be late for stragglers to count."""
 SLIGHT = 0.03
-"""Share of a step by which draws may differ from their law before it is asked how much of that everyone waits for."""
+"""Difference between drawn and expected times, as a share of a step, below which exposure is not measured."""
 WIDE = 2.0
 """Largest accepted ratio of the step times of the two halves of a rehearsal."""
 FACTOR, EVERY = 5.0, 4
@@ -43,7 +43,7 @@ cluster without any.
 LEAST = 1e-12
 """Seconds assumed for a step that computes and sends nothing."""
 DECADE = 10.0
-"""Ratios of size and bandwidth are rehearsed where they are 1/10, 1 and 10, and beyond at every second power of ten."""
+"""Base of the rehearsed ratios of size and bandwidth: 1/10, 1 and 10, and beyond them every second power of ten."""
 
 _known = lru_cache(maxsize=4096)(rehearse)
 """`rehearse` with a cache: tables, scaling and crossovers need the same rehearsals."""
@@ -202,7 +202,7 @@ def rehearsed(
 
 
 def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
-    """As if gradients took what their law says, in the mean and at the slowest worker, not what a few draws say."""
+    """Correct a rehearsal from its few draws to the compute model's mean and the mean delay of the slowest worker."""
     law, step, busy = site.compute(workers), site.work(strategy, workers).step, found.computing
     each, seconds = mean_of(law) + step, found.seconds_per_step
     if law.sharing is not None or not seconds or not each:
@@ -221,7 +221,7 @@ def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) ->
 
 
 def _drawn_in(found: Rehearsal, law: ComputeModel) -> tuple[float, float]:
-    """What gradients took in the mean in a rehearsal, and how late the slowest worker of a step was."""
+    """Mean seconds of a gradient in a rehearsal, and mean delay of the slowest worker of a step."""
     return drawn(law, found.workers, found.steps, found.steps - int(found.steps / (1 + LEFT_OUT)))
 
 
@@ -329,7 +329,7 @@ class Pace:
 
     @cached_property
     def exposure(self) -> float:
-        """How much of the slowest worker's delay everyone takes on: about 1 with a barrier, about 0 without."""
+        """Share of the slowest worker's delay that all workers take on: about 1 with a barrier, about 0 without."""
         whole = self.found is not None and self.found.workers <= FEW
         count = self.site.cluster.workers if self.found is None else self.found.workers
         few = min(SIZES[-2], count)
@@ -344,7 +344,7 @@ class Pace:
         if few == 1 or not mean:
             return 0.0
         steady, bare = _steady(self.site.compute(few)), self._rehearsed(few, not whole)
-        each = (FACTOR - 1) * mean / EVERY  # by which a step is longer where everyone waits for the slow worker
+        each = (FACTOR - 1) * mean / EVERY  # by which a step is longer if all workers wait for the slow one
         slow = Hiccups(steady, FACTOR, EVERY, few)
         steps = 4 + 2 * EVERY * min(few, 4)
         found = rehearsed(self.strategy, self.site, few, slow, quick=True, even=not whole, steps=steps)

@@ -46,9 +46,9 @@ STEPS = 40
 LEFT_OUT = 0.25
 """Share of the steps at the beginning that is ignored, because a pipeline has to fill."""
 FEWEST, EVERYONES = 16, 48
-"""Steps that count in the shortest rehearsal, or fewer where all workers together take so many and keep abreast."""
+"""Counted steps of the shortest rehearsal; fewer if all workers together take the second number and keep up."""
 LITTLE, MOST_RANDOM = 0.25, 3.0
-"""Share of a step by which the slowest worker may be late for so few steps; how many times as many at the most."""
+"""Largest delay of the slowest worker, as a share of a step, for so few steps; largest factor on their number."""
 MOST, ALL, PATIENCE = 640, 20480, 1024
 """Steps of the longest rehearsal; its steps of all workers; steps up to which a rehearsal with different halves
 continues.
@@ -292,7 +292,7 @@ def _staged(stage: _Stage, steps: int | None) -> Rehearsal:
 
 
 def _begun(stage: _Stage, elements: int, first: int) -> int:
-    """Steps that a rehearsal begins with, or has to have where a step takes no longer than its gradient."""
+    """Number of steps of the first attempt, which suffices if a step takes no longer than its gradient."""
     longest = stage.longest(elements)
     cycle, step = longest_cycle(stage.strategy, longest), mean_of(stage.compute)
     return max(first, _length(_counted(stage, cycle, longest, _random(stage, step))))
@@ -310,7 +310,7 @@ def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
 
 
 def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
-    """Twice as many steps until there are enough of random times, the halves agree and something was sent."""
+    """Double the number of steps until random times are averaged, the halves agree and something was sent."""
     longest = stage.longest(elements)
     cycle = longest_cycle(stage.strategy, longest)
     count = _counted(stage, cycle, longest)
@@ -343,10 +343,10 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
 
 
 def _patience(stage: _Stage, cycle: int, early: bool) -> int:
-    """Steps up to which a rehearsal goes on because its halves differ, or because messages may still be on their way.
+    """Steps up to which a rehearsal continues because its halves differ, or because messages may be in transit.
 
-    If it is to be quick, these have to be waited for only as far as the strategy counts: whoever does not wait by then
-    never does.
+    A quick rehearsal waits for such messages only as long as the strategy counts steps: a worker that does not wait
+    for them by then never does.
     """
     usual = PATIENCE // stage.workers
     if not early:
@@ -362,13 +362,13 @@ def _filling(late: dict[int, float], period: float) -> bool:
 
 
 def _random(stage: _Stage, step: float) -> float:
-    """How many times as many steps have to count where a step takes so many seconds and gradients random times."""
+    """Factor on the number of counted steps if gradient times are random and a step takes `step` seconds."""
     late = late_of(stage.compute, stage.workers)
     return min(MOST_RANDOM, max(1.0, (late / step / LITTLE) ** 2)) if step else 1.0
 
 
 def _counted(stage: _Stage, cycle: int, longest: int, random: float = 1.0) -> int:
-    """Steps that are counted: an even number of cycles, or a single one that is long; `random` times as many."""
+    """Number of counted steps: an even number of cycles, or one long cycle, with the factor `random`."""
     least = random * min(FEWEST, max(FEW, EVERYONES // stage.workers))
     pairs = 2 * cycle * max(1, math.ceil(least / (2 * cycle)))
     if stage.quick and cycle >= least:
@@ -395,7 +395,7 @@ def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step
 
 
 def _whole(steps: list[Step], count: int, cycle: int) -> list[Step]:
-    """The last `count` of them, or as many cycles as there are after the beginning."""
+    """The last `count` steps, in whole cycles if possible, without the beginning."""
     kept = count if len(steps) >= _length(count) else min(count, max(1, math.floor(len(steps) * (1 - LEFT_OUT))))
     return steps[-(kept - kept % cycle if kept >= cycle else kept) :]
 
@@ -407,9 +407,9 @@ def _sends(stage: _Stage) -> bool:
 
 
 def _agree(counted: list[list[Step]], cycle: int, by_law: bool) -> bool:
-    """Whether both halves of every worker's steps took as long and sent as much; a single cycle has no halves.
+    """Whether both halves of all workers' steps took equally long and sent equally much; one cycle has no halves.
 
-    Where steps compute what a law says, it does not matter how much: the mean is known.
+    If computing times follow a known compute model (`by_law`), differences between them are ignored.
     """
     took, sent = _halves(counted, cycle, _took), _halves(counted, cycle, _sent)
     told = _halves(counted, cycle, _waited) if by_law else took
@@ -429,14 +429,14 @@ def _by_law(stage: _Stage, counted: list[list[Step]]) -> bool:
 
 
 def _halves(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> tuple[float, float]:
-    """What a step of each worker comes to in the first half and in the second, added up."""
+    """Sum over the workers of the mean of a measure per step, in the first half and in the second half."""
     halves = [(mine[: len(mine) // 2], mine[len(mine) // 2 :]) for mine in counted if len(mine) >= 2 * cycle]
     first, second = (sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2))
     return first, second
 
 
 def _spread(counted: list[list[Step]], cycle: int) -> float:
-    """How many times as long a step takes in one half as in the other."""
+    """Ratio of the step times of the two halves, at least 1."""
     took = _halves(counted, cycle, _took)
     return max(took) / min(took) if min(took) else math.inf if max(took) else 1.0
 
