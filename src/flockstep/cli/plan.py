@@ -247,32 +247,15 @@ def _outlook(
     strategies: tuple[str, ...],
     length: float | None,
 ) -> Outlook:
-    from flockstep.costs.cluster_reading import load_cluster
-    from flockstep.launchers.threads import limit_threads
-    from flockstep.planning.plan import plan as predict
-    from flockstep.planning.task import task_of
-
-    shape = load_cluster(cluster)
+    from flockstep.experiments.planned import predicted
 
     def run(say: Callable[[str], None]) -> Outlook:
-        say(f"reading {what}")
-        task = task_of(what, batch)
-        limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
-        found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
-        return _some(found, strategies)
+        return predicted(what, cluster, workers, batch, strategies, length, say)
 
     if not show.console.is_terminal:
         return run(lambda what: None)
     with show.console.status("starting") as status:
         return run(lambda what: status.update(escape(what)))
-
-
-def _some(outlook: Outlook, named: tuple[str, ...]) -> Outlook:
-    """The same, unless none of the strategies that were named can run."""
-    if named and len(outlook.prospects) == 1:
-        why = "; ".join(f"{name}: {reason}" for name, reason in outlook.refused)
-        raise ConfigurationError(f"no strategy of --strategy can be planned on {outlook.site.cluster.name}: {why}")
-    return outlook
 
 
 def _table(outlook: Outlook, advice: Advice) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,33 @@ def plan(
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")
     import_components(imports)
-    shape, task = load_cluster(cluster), task_of(str(what), batch)
-    limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
     length = None if hours is None else 3600 * hours
-    outlook = predict(task, shape, workers, strategies=tuple(strategies), length=length, say=lambda line: None)
+    outlook = predicted(what, cluster, workers, batch, tuple(strategies), length)
     return PlanResult(outlook, advise(outlook, tuple(need)))
+
+
+def predicted(
+    what: str | Path,
+    cluster: str | Path,
+    workers: int | None = None,
+    batch: int | None = None,
+    strategies: tuple[str, ...] = (),
+    length: float | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Outlook:
+    """Predict every strategy, or only `strategies`, for a job on a cluster; `say` hears what is looked at.
+
+    `length`: seconds that the run lasts; None: the job's own length.
+
+    Raises:
+        ConfigurationError: there is no such job, cluster or strategy, or none of `strategies` can run.
+    """
+    shape = load_cluster(cluster)
+    say(f"reading {what}")
+    task = task_of(str(what), batch)
+    limit_threads(1)  # a rehearsal's products of small matrices only wait for other threads
+    found = predict(task, shape, workers, strategies=strategies, length=length, say=say)
+    if strategies and len(found.prospects) == 1:
+        why = "; ".join(f"{name}: {reason}" for name, reason in found.refused)
+        raise ConfigurationError(f"no strategy of --strategy can be planned on {shape.name}: {why}")
+    return found
