@@ -58,12 +58,13 @@ def check_strategy(
     accepted = [n for n in workers if accepts(strategy, n)]
     assert accepted, f"{strategy} refuses every number of workers in {tuple(workers)}"
     for n in accepted:
-        check_ends(strategy, n, steps)
-        check_repeatable(strategy, n, steps)
-        check_deliveries(strategy, n, steps)
+        run = run_or_fail(strategy, n, steps)
+        check_ends(run)
+        check_repeatable(run)
+        check_deliveries(run)
         if strategy.traits.completeness == 1:
-            check_replicas_agree(strategy, n, steps)
-        check_restart(strategy, n, steps)
+            check_replicas_agree(run)
+        check_restart(run)
     if alone_is_plain and 1 in accepted:
         check_alone(strategy, steps)
     check_component(strategy)
@@ -87,9 +88,9 @@ def check_traits(strategy: Strategy) -> None:
     assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
 
 
-def check_ends(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+def check_ends(run: Run) -> None:
     """Check that every program ends, each worker has taken exactly its steps, and the parameters are finite."""
-    run = run_or_fail(strategy, workers, steps)
+    strategy, workers, steps = run.setting
     taken = Counter(event.rank for event in run.of(Step))
     fixed = strategy.traits.fixed_steps
     wrong = {rank: taken[rank] for rank in range(workers) if fixed and taken[rank] != steps}
@@ -98,22 +99,24 @@ def check_ends(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
         assert np.isfinite(params).all(), f"{strategy} on {workers} workers leaves {node_name(address)} not finite"
 
 
-def check_repeatable(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+def check_repeatable(first: Run) -> None:
     """Check that two runs of one seed give the same parameters and the same events at the same times, bit for bit."""
-    first, second = (run_or_fail(strategy, workers, steps) for _ in range(2))
+    strategy, workers, steps = first.setting
+    second = run_or_fail(strategy, workers, steps)
     differ = _differences(first, second)
     assert not differ, f"{strategy} on {workers} workers: two runs of one seed differ on {differ}"
     assert first.events == second.events, f"{strategy} on {workers} workers: two runs of one seed have other events"
 
 
-def check_replicas_agree(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+def check_replicas_agree(run: Run) -> None:
     """Check that all workers end with the same parameters, bit for bit, as completeness class 1 promises."""
-    replicas = run_or_fail(strategy, workers, steps).replicas
+    strategy, workers, _ = run.setting
+    replicas = run.replicas
     apart = [rank for rank in range(1, workers) if not equal_bits(replicas[0], replicas[rank])]
     assert not apart, f"{strategy} is declared synchronous, but workers {apart} of {workers} differ from worker 0"
 
 
-def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+def check_deliveries(run: Run) -> None:
     """Check that no update takes effect twice.
 
     In classes 1 to 3 each takes effect everywhere, and every message is read.
@@ -121,9 +124,9 @@ def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> No
     Where servers record updates, an update takes effect on every server; otherwise, where workers record updates, on
     every other worker. Updates that a strategy does not record are not checked.
     """
+    strategy, workers, steps = run.setting
     if not strategy.traits.fixed_steps:
         return
-    run = run_or_fail(strategy, workers, steps)
     who = f"{strategy} on {workers} workers"
     for (node, source), count in run.deliveries().items():
         where = f"of worker {source} take effect on {node_name(node)}"
@@ -135,19 +138,19 @@ def check_deliveries(strategy: Strategy, workers: int, steps: int = STEPS) -> No
         assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
 
 
-def check_restart(strategy: Strategy, workers: int, steps: int = STEPS) -> None:
+def check_restart(whole: Run) -> None:
     """Check that a run stopped midway, with messages in transit, and restarted from bytes ends as if never stopped.
 
     Parameters, events and times must be equal bit for bit. All nodes are stopped at once, also in the middle of a step:
     a node restarts at its program's last restart point and receives the messages since then again. A strategy whose
     traits exclude restarts must refuse them.
     """
+    strategy, workers, steps = whole.setting
     if not strategy.traits.restarts:
         with contextlib.suppress(CompositionError):
             run_strategy(strategy, workers, steps, restarts=[0.0])
             raise AssertionError(f"{strategy} is declared to have no restarts, and begins anew")
         return
-    whole = run_or_fail(strategy, workers, steps)
     times = [whole.seconds * share for share in RESTARTS]
     resumed = run_or_fail(strategy, workers, steps, restarts=times)
     who = f"{strategy} on {workers} workers, begun anew at {', '.join(f'{t:.3g}' for t in times)} virtual seconds,"
@@ -266,6 +269,12 @@ class Run:
     """A finished run, with the final state of its simulation."""
 
     simulation: Watched
+
+    @property
+    def setting(self) -> tuple[Strategy, int, int]:
+        """The strategy, the number of workers, and the steps of each."""
+        plan = self.simulation.plan
+        return plan.strategy, plan.cluster.workers, plan.steps
 
     @property
     def events(self) -> list[Event]:
