@@ -1,8 +1,9 @@
 # make demo     train, compare and draw: the first thing to run
-# make test     the test suite
+# make test     the tests: each mechanism, each component and each value of a parameter once
+# make test-all the whole suite, with every combination of parameters
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes
-# make nightly  every published result anew, its verdict kept in docs/claims.md; hours
+# make nightly  the whole suite, and every published result anew, its verdict kept in docs/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there
 # make docs     rewrite the generated tables in README.md and docs/
@@ -18,8 +19,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # a file's tests stay together; most tests wait for processes of their own, more than four at once only delay each other
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# what every push runs
+PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 
-.PHONY: help venv demo test check format docs package fuzz nightly mutants clean
+.PHONY: help venv demo test test-all check format docs package fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,13 +41,16 @@ demo: $(READY)
 		-s all_reduce -s bsp -s "ps(consistency=ssp(3))" -s asgd -s local_sgd -s easgd -s gossip -s dpsgd -s broadcast
 
 test: $(READY)
+	$(BIN)/python -m pytest $(PUSH)
+
+test-all: $(READY)
 	$(BIN)/python -m pytest $(SPREAD)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(SPREAD)
+	$(BIN)/python -m pytest $(PUSH)
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -69,7 +75,7 @@ fuzz: $(READY)
 	$(BIN)/python fuzz/fuzz_codecs.py -max_total_time=$(FUZZ_SECONDS)
 	$(BIN)/python fuzz/fuzz_wire.py -max_total_time=$(FUZZ_SECONDS)
 
-nightly: $(READY)
+nightly: test-all
 	$(BIN)/flockstep reproduce --all --write
 
 mutants: $(READY)

@@ -1,20 +1,52 @@
-"""Whatever happens in a test, no process that it has started survives it, and signals do what they do by default."""
+"""What holds for every test: nothing that it has started survives it, and of a matrix few cases run at every push."""
 
 from __future__ import annotations
 
-import signal
+import os
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
+from support.leaks import left, shared, usual_signals
+from support.matrix import covering, values
 from support.processes import RealRun
+
+settings.register_profile("push", settings.get_profile("ci"), max_examples=25)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `full` what adds to a test of crossed parameters no value, but another combination only."""
+    tests = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        kept = covering([values(case) for case in cases])
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker(pytest.mark.full)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is read from the user's home, and nothing written there."""
+    before = os.environ.get("HOME")
+    os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
+    yield
+    if before is not None:
+        os.environ["HOME"] = before
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits what is ignored here
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _nothing_is_left(_home: None) -> Iterator[None]:
+    usual_signals()
+    before, path = shared(), list(sys.path)
     yield
     while RealRun.started:
         RealRun.started.pop().close()
+    sys.path[:] = path  # a job file's folder is searched from when it is read
+    assert left(before) == [], "a test leaves what others share other than it was"

@@ -15,21 +15,24 @@ from flockstep.claims.c13_hogwild import rate
 from flockstep.claims.clockwork import timed, trace_of
 from flockstep.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
 from flockstep.records.events import Step, Update
+from support.matrix import each, few
 
 NAMES = registry.names("claim")
 QUICK = [name for name in NAMES if Claim.parse(name).quick]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_claim_says_what_it_is(name: str) -> None:
-    claim = Claim.parse(name)
-    for text in (claim.statement, claim.source, claim.setting, claim.tolerance):
-        assert text
-        assert text == text.strip()
-    assert isinstance(claim.quick, bool)
+def test_a_claim_says_what_it_is() -> None:
+    def check(name: str) -> None:
+        claim = Claim.parse(name)
+        for text in (claim.statement, claim.source, claim.setting, claim.tolerance):
+            assert text
+            assert text == text.strip()
+        assert isinstance(claim.quick, bool)
+
+    each(check, NAMES)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", few(QUICK, "A6", "A9", "A12", "A13", "A15", "A17"))  # those of a second
 def test_a_quick_claim_holds(name: str) -> None:
     said: list[str] = []
     verdict = Claim.parse(name).check(said.append)

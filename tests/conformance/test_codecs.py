@@ -15,6 +15,7 @@ from flockstep.testing.codec_tensors import check_tensors
 from flockstep.testing.codecs import check_codec
 from flockstep.testing.expressions import check_component
 from flockstep.testing.feedback import check_feedback
+from support.matrix import few
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "topk": (
@@ -49,7 +50,7 @@ def test_a_codec_keeps_what_it_promises(text: str) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("text", EXAMPLES)
+@pytest.mark.parametrize("text", few(EXAMPLES, *registry.names("codec")))
 def test_tensors_give_the_same_bytes(text: str) -> None:
     check_tensors(Codec.parse(text), same_bytes=text.partition("(")[0] not in MULTIPLY)
 

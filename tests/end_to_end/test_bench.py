@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flockstep.bench.ways import Party, Place, Summing, Way
 from flockstep.cli.app import run
 from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
+from support.matrix import few
 
 ORDINARY = ["ring", "recursive_doubling"]
 
@@ -28,18 +30,20 @@ def outcome(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     return code, captured.out, captured.err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_collectives_says_what_each_took_or_lacks_and_saves_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table, picture = tmp_path / "measured.toml", tmp_path / "rates.html"
     arguments = ["bench", "collectives", "-n", "2", "--sizes", "4096,65536", "-r", "2", "--json"]
+    start = time.perf_counter()
     code, out, err = outcome([*arguments, "--save", str(table), "--out", str(picture)], capsys)
+    wall = time.perf_counter() - start
     assert code == 0, err
     rows: list[dict[str, Any]] = json.loads(out)
     for row in rows:
         assert bool(row["seconds"]) != bool(row["missing"]), row
-        assert row["seconds"] is None or row["seconds"] > 0
+        assert row["seconds"] is None or 0 < row["seconds"] < wall
     named = {row["way"] for row in rows}
     assert {*collectives.SHOWN, *collectives.candidates()} == named
     assert {(row["way"], row["bytes"]) for row in rows} == {(way, size) for way in named for size in (4096, 65536)}
@@ -58,7 +62,7 @@ def test_shared_memory_adds_up_in_place_and_elsewhere() -> None:
     assert [one.missing for one in figures] == [""] * 4
 
 
-@pytest.mark.parametrize("peer", ["gloo", "openmpi"])
+@pytest.mark.parametrize("peer", few(["gloo", "openmpi"], "openmpi"))
 def test_a_peer_takes_part_where_it_is_installed(peer: str) -> None:
     way = next(one for one in collectives.WAYS if one.name == peer)
     if any(importlib.util.find_spec(module) is None for module in way.modules):
@@ -105,7 +109,7 @@ def test_codecs_are_measured_beside_a_copy(tmp_path: Path, capsys: pytest.Captur
     assert rows["numpy.copyto"]["encode"] == 1
     for name in ("identity", "half"):
         assert all(rows[name][what] > 0 for what in ("encode", "encode_residual", "add_decoded"))
-    assert picture.exists()
+    assert "numpy.copyto" in picture.read_text("utf-8")
     code, out, _ = outcome(arguments, capsys)
     assert code == 0
     assert "bits an element" in out
@@ -118,10 +122,10 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
     assert code == 0, err
     rows = json.loads(out)
     assert [row["strategy"] for row in rows[:2]] == ["plain loop", "batched call"]
-    assert all(row["rate"] > 0 for row in rows)
-    assert all(row["events"] > 0 for row in rows[2:])
     assert (rows[0]["to_loop"], rows[1]["to_batched"]) == (1, 1)
-    assert picture.exists()
+    assert [row["to_loop"] for row in rows] == pytest.approx([row["rate"] / rows[0]["rate"] for row in rows])
+    assert all(row["events"] >= row["rate"] for row in rows[2:]), "a step is an event on the record"
+    assert "plain loop" in picture.read_text("utf-8")
     assert outcome(arguments, capsys)[0] == 0
 
 
@@ -181,20 +185,22 @@ def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPa
     assert "sums 2 ones to 8" in said["miscounts"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter"))), reason="needs root")
 def test_prediction_runs_processes_on_links_and_says_how_far_off_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "prediction.html"
     arguments = ["bench", "prediction", "-s", "scatter_reduce", "--bandwidths", "1gbit", "--out", str(picture)]
+    start = time.perf_counter()
     code, out, err = outcome([*arguments, "--json"], capsys)
+    wall = time.perf_counter() - start
     assert code == 0, err
     said = json.loads(out)
     (pair,) = said["pairs"]
     assert (pair["strategy"], pair["bandwidth"]) == ("scatter_reduce", "1gbit")
-    assert pair["predicted"] > 0
-    assert pair["measured"] > 0
+    assert 0 < pair["predicted"] < wall
+    assert 0 < pair["measured"] < wall
     assert pair["error"] == pytest.approx(pair["predicted"] / pair["measured"] - 1)
     assert said["ranks"] == {"1gbit": None, "all": None}
     assert "plotly" in picture.read_text("utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flockstep.cli.app import run
+from flockstep.drivers.account import fingerprint
 from flockstep.experiments.comparison import runs_in
 from flockstep.records.folder import RunFolder
 from flockstep.report.medians import Group, caveats
@@ -94,7 +95,7 @@ def test_what_a_grid_does_not_settle_is_said(capsys: pytest.CaptureFixture[str])
     grid = [*BASE, "-s", "all_reduce", "--lr-grid"]
     assert run([*grid, "0.002,0.01", "--out", "low"]) == 0
     err = " ".join(capsys.readouterr().err.split())
-    assert "were chosen on these very runs" in err
+    assert "were chosen on these same runs" in err
     assert "all_reduce: the best learning rate 0.01 is the largest of the grid; extend it" in err
     assert "is the largest of the grid; extend it." in Path("low/report.html").read_text()
     assert run([*grid, "0.002,0.3,20", "--out", "middle"]) == 0
@@ -124,7 +125,7 @@ def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) 
         assert other["status"] == "finished"
         steps = [worker["steps"] for worker in other["per_worker"]]
         assert 0 < max(steps) < 60
-        assert Path(other["folder"], "result.npy").exists()
+        assert fingerprint(RunFolder(other["folder"]).read_result()[0]) == other["result_hash"]
     assert "--until-target" in RunFolder(short[0]["folder"]).read_config().command
 
 

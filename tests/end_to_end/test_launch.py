@@ -17,7 +17,8 @@ import flockstep
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
-from support.processes import PATIENCE, Ended, RealRun, wait_until
+from support.matrix import few
+from support.processes import IPC, PATIENCE, Ended, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -71,10 +72,11 @@ def launched(body: str, folder: Path, workers: int = 2, before: str = NUMPY, see
     script = folder / "script.py"
     script.write_text(before + body)
     return RealRun(
-        ["launch", "-n", str(workers), "--seed", str(seed), str(script)], folder / "run", torch=before == TORCH
+        ["launch", "-n", str(workers), *IPC, "--seed", str(seed), str(script)], folder / "run", torch=before == TORCH
     )
 
 
+@pytest.mark.full
 def test_the_seed_decides_which_peers_gossip_draws(tmp_path: Path) -> None:
     """The same at every launch with one seed: nodes draw from streams of (seed, rank), not of their own."""
     body = """
@@ -156,9 +158,9 @@ assert rates == [0.4] * 4 + [0.2] * 5 + [0.1] * 3, rates
 assert torch.equal(frozen, model[3].weight)
 torch.save([p.detach() for p in model.parameters() if p.requires_grad], HERE / f"model-{rank}")
 """
-    ended = outcome(body, tmp_path, 4, TORCH)
+    ended = outcome(body, tmp_path, 2, TORCH)
     assert (ended.code, ended.out) == (0, "")
-    models = [torch.load(tmp_path / f"model-{rank}") for rank in range(4)]
+    models = [torch.load(tmp_path / f"model-{rank}") for rank in range(2)]
     for other in models[1:]:
         assert all(torch.equal(a, b) for a, b in zip(models[0], other, strict=True))
     result = torch.from_numpy(RunFolder(tmp_path / "run").read_result()[0])
@@ -166,10 +168,10 @@ torch.save([p.detach() for p in model.parameters() if p.requires_grad], HERE / f
     assert ended.summary is not None
     assert ended.summary["replicas_agree"] is True
     assert ended.summary["strategy"] == "all_reduce"
-    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [12] * 4
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [12] * 2
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "bsp", "gossip"])
+@pytest.mark.parametrize("strategy", few(["all_reduce", "bsp", "gossip"], "bsp"))
 def test_a_script_need_not_call_finish(strategy: str, tmp_path: Path) -> None:
     ended = outcome(f"start({strategy!r}); steps(20)", tmp_path)
     assert ended.code == 0
@@ -178,13 +180,13 @@ def test_a_script_need_not_call_finish(strategy: str, tmp_path: Path) -> None:
     assert [worker["steps"] for worker in ended.summary["per_worker"]] == [20, 20]
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "bsp"])
+@pytest.mark.parametrize("strategy", few(["all_reduce", "bsp"], "all_reduce"))
 def test_a_killed_worker(strategy: str, tmp_path: Path) -> None:
     run = launched(f"start({strategy!r}); steps({FOREVER})", tmp_path)
     run.wait_for_work()
     run.fault(signal.SIGKILL, "worker-1")
     ended = run.end()
-    assert ended.seconds < 5
+    assert ended.seconds < ended.limit
     failed(ended, r"worker 1 was killed by SIGKILL at step \d+; (worker 0|server 0) at step \d+ .*")
     assert ended.summary is not None
     assert [lost["node"] for lost in ended.summary["lost"]] == [1]
@@ -211,14 +213,14 @@ if rank == 0:
     assert [worker["steps"] for worker in ended.summary["per_worker"]] == [60, 20]
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "bsp", "local_sgd(period=4)", "dpsgd"])
+@pytest.mark.parametrize("strategy", few(["all_reduce", "bsp", "local_sgd(period=4)", "dpsgd"], "all_reduce"))
 def test_a_worker_that_leaves_early_ends_a_run_in_which_all_go_in_step(strategy: str, tmp_path: Path) -> None:
     ended = outcome(f"start({strategy!r}); steps(10 if rank else 50)", tmp_path)
     waited = r"worker 0 at step 1[12] waited for .*"
     failed(ended, rf"worker 1 (left after step 10; {waited}|has left while worker 0 waited for .* at step 1[12])")
 
 
-@pytest.mark.parametrize("strategy", ["asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast"])
+@pytest.mark.parametrize("strategy", few(["asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast"], "asgd"))
 def test_a_worker_may_leave_early_where_the_others_can_do_without_it(strategy: str, tmp_path: Path) -> None:
     ended = outcome(f"start({strategy!r}); steps(10 if rank else 50)", tmp_path)
     assert ended.code == 0
@@ -240,6 +242,7 @@ def test_a_script_that_raises_is_named(tmp_path: Path) -> None:
     assert ended.summary["status"] == "failed"
 
 
+@pytest.mark.full
 def test_a_script_that_catches_the_runs_error_gets_it_again(tmp_path: Path) -> None:
     body = """
 start(); steps(5)
@@ -257,29 +260,33 @@ for attempt in range(3):
     assert caught.pop().startswith("PeerLost: worker 1 exited with code 7")
 
 
-@pytest.mark.parametrize("who", ["True", "rank"])
+@pytest.mark.parametrize("who", few(["True", "rank"], "rank"))
 def test_a_script_that_never_calls_distribute(who: str, tmp_path: Path) -> None:
     ended = outcome(f"if {who}: sys.exit()\nstart(); steps(5)", tmp_path)
     failed(ended, r"worker [01] exited with code 0 without joining the run .*before the run started")
 
 
+@pytest.mark.full
 def test_workers_that_ask_for_different_strategies(tmp_path: Path) -> None:
     ended = outcome("start('gossip' if rank else 'all_reduce'); steps(5)", tmp_path)
     pattern = r"worker \d asks for \w+ where others ask for \w+; give every worker the same strategy"
     failed(ended, pattern, code=2)
 
 
+@pytest.mark.full
 def test_workers_with_different_models(tmp_path: Path) -> None:
     pattern = r"the model of worker \d differs: .*; build the same model on every worker"
     failed(outcome("start(size=3 if rank else 2)", tmp_path), pattern, code=2)
 
 
+@pytest.mark.full
 def test_a_script_takes_part_once(tmp_path: Path) -> None:
     once = "call flockstep.distribute once in a script, and flockstep.join after it"
     pattern = f"this process takes part in a run already; {once}"
     failed(outcome("start(); steps(2); start()", tmp_path), pattern, code=2)
 
 
+@pytest.mark.full
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     ended = outcome("start(); steps(2); optimizer.finish(); optimizer.finish()\nif rank: steps(1)", tmp_path)
     assert ended.code == 1
@@ -319,8 +326,8 @@ steps(2)
     assert (tmp_path / "said").read_text() == "None\n"
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("joined", few([True, False], False))
+@pytest.mark.parametrize("kind", few([signal.SIGKILL, signal.SIGINT], signal.SIGKILL))
 def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, tmp_path: Path) -> None:
     last = f"start(); steps({FOREVER})" if joined else "until('never')"
     run = launched(f"(HERE / f'here-{{rank}}').touch(); {last}", tmp_path)

@@ -11,6 +11,7 @@ import torch
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks import torch_flat
 from support.elsewhere import Elsewhere
+from support.matrix import few
 from support.processes import RealRun
 from support.torch_loops import equal, start, step, values
 
@@ -18,10 +19,7 @@ ALONE = ["all_reduce", "ps(ssp(2))", "local_sgd(4)", "gossip", "easgd", "buckete
 SUPPORT = Path(__file__).parents[1]
 
 SCRIPT = """
-import sys, types, torch
-sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
-torch._dynamo.disable = lambda function, *_, **__: function
-torch._dynamo.graph_break = lambda: None
+import sys, torch
 sys.path.insert(0, {support!r})
 from support.elsewhere import Elsewhere
 from support.torch_loops import net, start, step, values
@@ -62,8 +60,14 @@ def test_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["all_reduce", "ps(bsp, codec=half, feedback=residual)", "dpsgd", "local_sgd(3, outer=nesterov)"]
+    "strategy",
+    few(
+        ["all_reduce", "ps(bsp, codec=half, feedback=residual)", "dpsgd", "local_sgd(3, outer=nesterov)"],
+        "all_reduce",
+        "ps(bsp, codec=half, feedback=residual)",
+    ),
 )
+@pytest.mark.full
 def test_among_others(strategy: str, tmp_path: Path) -> None:
     models = []
     for moved in (False, True):

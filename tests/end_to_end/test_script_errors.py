@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import RealRun
+from support.processes import IPC, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -21,7 +21,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def run(tmp_path: Path, body: str):
     script = tmp_path / "script.py"
     script.write_text(body)
-    started = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", torch="torch" in body)
+    started = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run", torch="torch" in body)
     try:
         return started.end()
     finally:
@@ -39,7 +39,10 @@ def test_a_wrong_strategy_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     "body",
     [
-        MODEL + "o = flockstep.distribute(model, optimizer, 'local_sgd'); o.finish(); o.step()",
+        pytest.param(
+            MODEL + "o = flockstep.distribute(model, optimizer, 'local_sgd'); o.finish(); o.step()",
+            marks=pytest.mark.full,
+        ),
         "import flockstep\nwith flockstep.join() as comm:\n    comm.barrier()\ncomm.barrier()",
     ],
     ids=["distribute", "join"],

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import PATIENCE, RealRun, wait_until
+from support.matrix import few
+from support.processes import IPC, PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -38,7 +39,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(folder: Path, *options: str) -> RealRun:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    return RealRun(["launch", "-n", "2", *options, str(script)], folder / "run")
+    return RealRun(["launch", "-n", "2", *IPC, *options, str(script)], folder / "run")
 
 
 CASES = [
@@ -48,7 +49,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "out", "err"), CASES)
+@pytest.mark.parametrize(("options", "out", "err"), few(CASES, CASES[1]))
 def test_lines_come_while_the_script_runs(
     options: tuple[str, ...], out: list[str], err: list[str], tmp_path: Path
 ) -> None:
@@ -70,7 +71,7 @@ THREADING = [
 ]
 
 
-@pytest.mark.parametrize(("given", "options", "threads"), THREADING)
+@pytest.mark.parametrize(("given", "options", "threads"), few(THREADING, THREADING[1]))
 def test_the_users_number_of_threads_is_kept(
     given: dict[str, str], options: tuple[str, ...], threads: list[str | None], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -100,7 +101,7 @@ flockstep.join()
 """
     script = tmp_path / "script.py"
     script.write_text(body)
-    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()
     assert ended.code == 1
     assert re.search(
         r"ConfigurationError: this process has left the run; call flockstep\.join after .*finish\(\)", ended.err

@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.processes import Ended, RealRun
+from support.matrix import few
+from support.processes import IPC, Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 BEFORE = """
-import math, sys, types, warnings
+import math, sys, warnings
 from pathlib import Path
 import torch
-sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
-torch._dynamo.disable = lambda function, *_, **__: function
-torch._dynamo.graph_break = lambda: None
 from torch import nn
 import flockstep
 from flockstep.drivers.ticket import ticket_from_environment
@@ -54,7 +52,7 @@ def save(model):
 def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
     script = folder / "script.py"
     script.write_text(BEFORE + body)
-    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=True).end(400)
+    return RealRun(["launch", "-n", str(workers), *IPC, str(script)], folder / "run", torch=True).end(400)
 
 
 def models(folder: Path, workers: int = 2) -> list[torch.Tensor]:
@@ -168,7 +166,10 @@ def plain(scaler: bool, initial: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "scaler", "initial"),
-    [("all_reduce", True, True), ("bucketed(cap=0.00008, first=0.00004)", False, False), ("bsp", True, False)],
+    few(
+        [("all_reduce", True, True), ("bucketed(cap=0.00008, first=0.00004)", False, False), ("bsp", True, False)],
+        ("bucketed(cap=0.00008, first=0.00004)", False, False),
+    ),
 )
 def test_a_loop_with_what_ddp_offers(strategy: str, scaler: bool, initial: bool, tmp_path: Path) -> None:
     """Clipping, accumulation, a scaler's skipped step and uneven batches: as on one process, after each of them."""
@@ -204,12 +205,16 @@ save(model)
 
 @pytest.mark.parametrize(
     ("strategy", "step", "norms"),
-    [
+    few(
+        [
+            ("fused", [1.0, 0.01], [5.00025, 5.00025]),
+            ("local_sgd(period=1)", [0.5, 0.05], [10.0, 0.1]),
+            ("asgd", [1.0, 0.1], [10.0, 0.1]),
+        ],
         ("fused", [1.0, 0.01], [5.00025, 5.00025]),
-        ("local_sgd(period=1)", [0.5, 0.05], [10.0, 0.1]),
-        ("asgd", [1.0, 0.1], [10.0, 0.1]),
-    ],
+    ),
 )
+@pytest.mark.full
 def test_what_is_clipped(strategy: str, step: list[float], norms: list[float], tmp_path: Path) -> None:
     """DDP clips the mean (5, 0.05) to (1, 0.01); where no gradient is combined, each worker's own one is clipped."""
     for model in trained(CLIPPED.format(strategy=strategy), tmp_path):
@@ -217,6 +222,7 @@ def test_what_is_clipped(strategy: str, step: list[float], norms: list[float], t
     assert [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)] == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.full
 def test_torchs_own_clipping_before_the_mean_is_told(tmp_path: Path) -> None:
     body = CLIPPED.format(strategy="all_reduce")
     ended = outcome(body.replace("flockstep.clip_grad_norm_(optimizer", "nn.utils.clip_grad_norm_([model.w]"), tmp_path)

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from support.processes import Ended, RealRun
+from support.matrix import few
+from support.processes import IPC, Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 
 SCRIPT = """
-import copy, sys, types
+import copy, sys
 from pathlib import Path
 import torch
-sys.modules["torch._dynamo"] = torch._dynamo = types.ModuleType("torch._dynamo")  # seconds of imports for nothing
-torch._dynamo.disable = lambda function, *_, **__: function
-torch._dynamo.graph_break = lambda: None
 from torch import nn
 import flockstep
 from flockstep.drivers.ticket import ticket_from_environment
@@ -52,7 +50,7 @@ PLAIN = SCRIPT + "model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3,
 def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
     script = folder / "script.py"
     script.write_text(body)
-    return RealRun(["launch", "-n", str(workers), str(script)], folder / "run", torch=True).end()
+    return RealRun(["launch", "-n", str(workers), *IPC, str(script)], folder / "run", torch=True).end()
 
 
 def saved(folder: Path, name: str, workers: int = 2) -> list[Any]:
@@ -91,6 +89,7 @@ def test_evaluation_is_equal_on_all_ranks_after_the_end(tmp_path: Path) -> None:
     assert [int(b[2]) for b in buffers] == [6, 6]
 
 
+@pytest.mark.full
 def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
     fine(outcome(NET + BATCH_NORM.format(policy=', buffers="local"'), tmp_path))
     own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
@@ -98,6 +97,7 @@ def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
     assert not torch.equal(buffers[0][0], buffers[1][0])
 
 
+@pytest.mark.full
 def test_buffers_of_rank_0_at_the_start_and_on_demand(tmp_path: Path) -> None:
     """Rank 0 alone has a checkpoint's statistics; two ranks with unequal numbers of steps; buffers exceed the model."""
     body = """
@@ -127,12 +127,14 @@ save("end", model.state_dict())
         assert torch.equal(end[0][name], end[1][name]), name
 
 
+@pytest.mark.full
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers="newest"'), tmp_path)
     assert ended.code == 2
     assert ended.err == "flockstep: buffers must be mean, rank0 or local, got 'newest'; leave it out for mean\n"
 
 
+@pytest.mark.full
 def test_other_policies_for_buffers_on_other_ranks_are_refused(tmp_path: Path) -> None:
     """The ranks waited for each other for ever."""
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers=["mean", "local"][rank]'), tmp_path)
@@ -237,26 +239,30 @@ assert (params < 0).all(), params
 
 @pytest.mark.parametrize(
     ("strategy", "uneven"),
-    [
+    few(
+        [
+            ("easgd(2)", 3),
+            ("hierarchical(1, asynchronous, asynchronous)", 2),
+            ("gossip(1)", 3),
+            ("ps(essp(2), shards=2)", 0),
+            ("ps(k_async(2))", 0),
+            ("ps(k_sync(1))", 0),
+            ("ps(backup(0))", 0),
+            ("ps(backup(1))", 0),
+            ("slice_servers", 2),
+            ("overlap_local_sgd(2)", 0),
+            ("broadcast", 1),
+            ("hogwild", 1),
+        ],
         ("easgd(2)", 3),
-        ("hierarchical(1, asynchronous, asynchronous)", 2),
         ("gossip(1)", 3),
-        ("ps(essp(2), shards=2)", 0),
-        ("ps(k_async(2))", 0),
-        ("ps(k_sync(1))", 0),
-        ("ps(backup(0))", 0),
-        ("ps(backup(1))", 0),
-        ("slice_servers", 2),
-        ("overlap_local_sgd(2)", 0),
-        ("broadcast", 1),
-        ("hogwild", 1),
-    ],
+    ),
 )
 def test_nothing_of_the_old_model_comes_back(strategy: str, uneven: int, tmp_path: Path) -> None:
     """Centres, caches, masses, ledgers and what is on its way hold positive numbers; the new model has none."""
     script = tmp_path / "script.py"
     script.write_text(RENEWED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
-    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()
     assert (ended.code, ended.out) == (0, ""), ended.err
 
 
@@ -287,6 +293,7 @@ optimizer.finish()
 """
 
 
+@pytest.mark.full
 def test_a_run_with_servers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Parameters and momentum of the servers, saved by rank 0 and loaded again: the same steps in every bit."""
     fine(outcome(PLAIN + GOES_ON, tmp_path))
@@ -325,6 +332,7 @@ optimizer.finish()
 """
 
 
+@pytest.mark.full
 def test_a_state_that_rank_0_alone_has_loaded_is_everyones(tmp_path: Path) -> None:
     """Replicas that step themselves along one gradient parted in silence: their optimizers remembered other things."""
     fine(outcome(PLAIN + LOADED_BY_RANK_0, tmp_path))
@@ -354,7 +362,7 @@ if rank == 0:
 
 @pytest.mark.parametrize(
     ("strategy", "uneven", "gradients"),
-    [("asgd", 40, 42), ("ps(ssp(3, weight=sum))", 40, 42), ("ps(bsp, shards=4)", 0, 1)],
+    few([("asgd", 40, 42), ("ps(ssp(3, weight=sum))", 40, 42), ("ps(bsp, shards=4)", 0, 1)], ("asgd", 40, 42)),
 )
 def test_what_servers_remember_is_kept_as_it_is_in_the_end(
     strategy: str, uneven: int, gradients: int, tmp_path: Path
@@ -367,7 +375,7 @@ def test_what_servers_remember_is_kept_as_it_is_in_the_end(
     script = tmp_path / "script.py"
     body = LAST.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)).replace("GRADIENTS", str(gradients))
     script.write_text(body)
-    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()
     assert (ended.code, ended.out) == (0, ""), ended.err
 
 
@@ -385,12 +393,14 @@ loop.finish()
 )
 
 
-@pytest.mark.parametrize(("strategy", "told"), [("all_reduce", True), ("dpsgd(ring)", False)])
+@pytest.mark.parametrize(
+    ("strategy", "told"), few([("all_reduce", True), ("dpsgd(ring)", False)], ("all_reduce", True))
+)
 def test_a_schedule_that_rank_0_alone_has_loaded_is_told_of(strategy: str, told: bool, tmp_path: Path) -> None:
     """Optimizers are given what rank 0 has loaded, schedulers are not: replicas that are to be equal parted."""
     script = tmp_path / "script.py"
     script.write_text(RATES.replace("STRATEGY", strategy))
-    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
+    ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()
     assert ended.code == 0, ended.err
-    sentence = "learning rates at step 5, 0.125 on worker 0 and 0.25 on worker 1, so that their parameters part"
+    sentence = "learning rates at step 5, 0.125 on worker 0 and 0.25 on worker 1, so their parameters diverge"
     assert (sentence in ended.err) == told, ended.err

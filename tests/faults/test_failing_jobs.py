@@ -11,8 +11,10 @@ import pytest
 
 from flockstep.drivers.reports import PERIOD
 from flockstep.drivers.setup import prepare
+from flockstep.launchers import supervisor
 from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
+from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 
 ENDLESS = ["-n", "3", "--steps", "1000000", "--evaluate-every", "10"]
@@ -60,13 +62,16 @@ def misfortune():
 """
 
 
-def failing(misfortune: str, folder: Path, *options: str, strategy: str = "all_reduce") -> RealRun:
+def failing(
+    misfortune: str, folder: Path, *options: str, strategy: str = "all_reduce", grace: float = GRACE
+) -> RealRun:
     (folder / "faulty.py").write_text(JOB.replace("{misfortune}", misfortune).replace("{period}", str(PERIOD)))
-    return RealRun(["train", str(folder / "faulty.py"), "-s", strategy, *ENDLESS, *options], folder / "run")
+    arguments = ["train", str(folder / "faulty.py"), "-s", strategy, *ENDLESS, *options]
+    return RealRun(arguments, folder / "run", before=f"import {supervisor.__name__} as s; s.GRACE = {grace}")
 
 
 # The worker that fails has made 39 gradients; under asgd the two others may have made none by then.
-@pytest.mark.parametrize(("strategy", "least"), [("all_reduce", 38), ("asgd", 38 / 3)])
+@pytest.mark.parametrize(("strategy", "least"), few([("all_reduce", 38), ("asgd", 38 / 3)], ("all_reduce", 38)))
 def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, least: float, tmp_path: Path) -> None:
     ended = failing("raise OverflowError('too many cooks')", tmp_path, strategy=strategy).end()
     assert ended.code == 1
@@ -84,6 +89,7 @@ def test_an_error_in_the_job_is_named_with_its_worker_and_step(strategy: str, le
     assert not np.array_equal(record.read_result()[0], prepare(record.read_config())[0].initial())
 
 
+@pytest.mark.full
 def test_its_traceback_is_shown_on_request(tmp_path: Path) -> None:
     ended = failing("raise OverflowError('too many cooks')", tmp_path, "--debug").end()
     assert ended.code == 1
@@ -92,7 +98,7 @@ def test_its_traceback_is_shown_on_request(tmp_path: Path) -> None:
     assert ended.err.splitlines()[-1].startswith("flockstep: worker ")
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", few([0, 3], 0))
 def test_a_process_that_just_exits_is_a_lost_worker(code: int, tmp_path: Path) -> None:
     ended = failing(f"os._exit({code})", tmp_path).end()
     assert ended.code == 1
@@ -100,11 +106,13 @@ def test_a_process_that_just_exits_is_a_lost_worker(code: int, tmp_path: Path) -
     assert len(ended.err.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_crash_in_native_code_is_a_lost_worker(tmp_path: Path) -> None:
     ended = failing("os.kill(os.getpid(), 11)", tmp_path).end()
     assert re.match(r"flockstep: worker \d was killed by SIGSEGV at step 38; ", ended.err)
 
 
+@pytest.mark.full
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     ended = RealRun(["train", "quadratic", "-s", "asgd", *ENDLESS, "--lr", "50"], tmp_path / "run").end()
     assert ended.code == 1
@@ -161,15 +169,14 @@ BUSY = "open(os.path.join(HERE, 'busy'), 'w').close()\n    while True: pass"
 
 
 def test_a_second_interrupt_ends_at_once_what_does_not_react_to_the_first(tmp_path: Path) -> None:
-    run = failing(BUSY, tmp_path)
+    run = failing(BUSY, tmp_path, grace=3600.0)
     wait_until((tmp_path / "busy").exists, PATIENCE, "a worker is busy")
-    everyone = len(run.processes())
     run.fault(signal.SIGINT, "group")
-    wait_until(lambda: len(run.processes()) == everyone - 2, GRACE, "the two others have ended")
+    wait_until(lambda: len(run.working()) == 1, PATIENCE, "the two others have ended")
+    assert run.going(), "it waits for the third"
     run.fault(signal.SIGINT, "group")
     ended = run.end()
     assert (ended.code, ended.err) == (130, "flockstep: interrupted; what was computed is in the record\n")
-    assert ended.seconds < GRACE
     assert ended.summary is not None
     assert ended.summary["status"] == "interrupted"
 
@@ -180,4 +187,4 @@ def test_what_does_not_react_to_an_interrupt_is_killed(tmp_path: Path) -> None:
     run.fault(signal.SIGTERM, "main")
     ended = run.end()
     assert (ended.code, ended.err) == (130, "flockstep: stopped by SIGTERM; what was computed is in the record\n")
-    assert ended.seconds < 5
+    assert ended.seconds < ended.limit

@@ -12,6 +12,7 @@ import pytest
 from flockstep.cli.app import run as run_command
 from flockstep.records.folder import RunFolder
 from support.disks import small_disk
+from support.matrix import few
 from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
@@ -31,7 +32,7 @@ optimizer.finish()
 """
 
 
-@pytest.mark.parametrize("command", ["train", "launch"])
+@pytest.mark.parametrize("command", few(["train", "launch"], "train"))
 def test_a_run_on_a_small_disk_goes_on_and_says_where_its_result_is(command: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     what = ["softmax", "-s", "all_reduce", "--steps", "2000"] if command == "train" else [str(tmp_path / "script.py")]
@@ -40,7 +41,9 @@ def test_a_run_on_a_small_disk_goes_on_and_says_where_its_result_is(command: str
         ended = run.end()
         assert ended.code == 0, ended.err
         record = RunFolder(disk / "run")
-        for file in (record.result_file, record.summary_file):
+        kept = [file for file in (record.result_file, record.summary_file) if file.is_symlink()]
+        assert record.result_file in kept, "a summary may be small enough for what the events left"
+        for file in kept:
             said = re.search(
                 rf"flockstep: {file} could not be written: .*; it was written to (.*) instead\n", ended.err
             )
@@ -53,5 +56,6 @@ def test_a_run_on_a_small_disk_goes_on_and_says_where_its_result_is(command: str
         assert params == 2000 if command == "launch" else np.isfinite(params).all()
         assert run_command(["report", str(record.path), "--out", str(tmp_path / "report.html")]) == 0
         assert "without a summary" not in (tmp_path / "report.html").read_text()
-        record.summary_file.resolve().unlink()
-        assert f"it was in {record.summary_file.readlink()}" in str(record.read_summary().error)
+        if record.summary_file in kept:
+            record.summary_file.resolve().unlink()
+            assert f"it was in {record.summary_file.readlink()}" in str(record.read_summary().error)

@@ -16,6 +16,7 @@ from flockstep.launchers.train import finished
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
+from support.matrix import few
 from support.processes import PATIENCE, RealRun, alive, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -23,16 +24,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 ENDLESS = ["-n", "3", "--steps", "1000000"]
 
 
-@pytest.mark.parametrize("strategy", ["all_reduce", "asgd"])
+@pytest.mark.parametrize("strategy", few(["all_reduce", "asgd"], "asgd"))
 @pytest.mark.parametrize(
-    ("kind", "whom"), [(signal.SIGINT, "main"), (signal.SIGINT, "group"), (signal.SIGTERM, "main")]
+    ("kind", "whom"),
+    few([(signal.SIGINT, "main"), (signal.SIGINT, "group"), (signal.SIGTERM, "main")], (signal.SIGINT, "group")),
 )
 def test_an_interrupted_run_ends_cleanly(strategy: str, kind: signal.Signals, whom: str, tmp_path: Path) -> None:
     run = RealRun(["train", "softmax", "-s", strategy, *ENDLESS], tmp_path / "run")
     run.wait_for_work()
     run.fault(kind, whom)
     ended = run.end()
-    assert ended.seconds < 5
+    assert ended.seconds < ended.limit
     assert ended.code == 130
     why = "stopped by SIGTERM" if kind == signal.SIGTERM else "interrupted"
     assert ended.err == f"flockstep: {why}; what was computed is in the record\n"
@@ -78,14 +80,14 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     strategies = ["-s", "gossip", "-s", "all_reduce"]
     options = ["-n", "2", "--epochs", "20"]
     run = RealRun(["compare", "softmax", *strategies, *options], tmp_path / "c")
-    wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), 40, "the first run finished")
+    wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), PATIENCE, "the first run finished")
     run.record = tmp_path / "c/all-reduce"
     run.wait_for_work(steps=20)
     run.fault(signal.SIGINT, "main")
     ended = run.end()
     assert ended.code == 130
     assert "finished runs are kept: repeat the command with --out" in ended.err
-    assert (tmp_path / "c/report.html").exists()
+    assert "gossip" in (tmp_path / "c/report.html").read_text("utf-8")
     before = (tmp_path / "c/gossip/events.jsonl").stat().st_mtime_ns
     monkeypatch.chdir(tmp_path)
     assert run_command(["compare", "softmax", *strategies, *options, "--out", str(tmp_path / "c"), "--json"]) == 0
@@ -110,7 +112,7 @@ def test_an_interrupted_search_keeps_what_is_finished_and_goes_on(
     assert "2 of 200000: all_reduce, trial 1 of 100000" in ended.err
     assert "best found" in ended.out
     assert "one worker reached the target" in ended.out
-    assert (tmp_path / "plan.html").exists()
+    assert "all_reduce" in (tmp_path / "plan.html").read_text("utf-8")
     before = kept.read_bytes()
     assert run_command(["plan", *options, "--trials", "1", "--json"]) == 0
     captured = capsys.readouterr()

@@ -14,7 +14,8 @@ from flockstep.cli.app import run as run_command
 from flockstep.drivers.setup import prepare
 from flockstep.records.events import Result
 from flockstep.records.folder import RunFolder
-from support.processes import Ended, RealRun
+from support.matrix import few
+from support.processes import IPC, Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -51,7 +52,7 @@ def check(ended: Ended, folder: Path, strategy: str) -> None:
     assert min(near) < 1e-5, near
 
 
-@pytest.mark.parametrize("fault", ["interrupt", "kill"])
+@pytest.mark.parametrize("fault", few(["interrupt", "kill"], "kill"))
 def test_the_newest_model_is_the_result(fault: str, tmp_path: Path) -> None:
     run = RealRun(["train", "softmax", "-s", "all_reduce", *ENDLESS], tmp_path / "run")
     run.wait_for_work()
@@ -78,11 +79,12 @@ for step in range(1_000_000):
 """
 
 
-@pytest.mark.parametrize("fault", ["interrupt", "fail"])
+@pytest.mark.parametrize("fault", few(["interrupt", "fail"], "fail"))
+@pytest.mark.full
 def test_the_newest_model_of_a_launched_script_is_the_result(fault: str, tmp_path: Path) -> None:
     """The only weight counts the steps."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    run = RealRun(["launch", "-n", "2", str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
+    run = RealRun(["launch", "-n", "2", *IPC, str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
     if fault == "interrupt":
         run.wait_for_work()
         run.fault(signal.SIGINT, "main")

@@ -21,22 +21,29 @@ from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.transports.kinds import Ipc
 from flockstep.transports.links import Wire
+from support.jobs import go_on, paced
+from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
-NEEDS_EVERYONE = ["all_reduce", "ps(consistency=bsp)", "ps(consistency=ssp(0))", "local_sgd"]
-SURVIVES = [
-    *("asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast", "partial"),
-    *("dpsgd", "adpsgd(tree)", "sgp", "sgp(tau=2)"),
-]
-LIMIT = 5.0
-"""Seconds within which a run ends after a process was killed."""
+NEEDS_EVERYONE = few(
+    ["all_reduce", "ps(consistency=bsp)", "ps(consistency=ssp(0))", "local_sgd"], "all_reduce", "ps(consistency=bsp)"
+)
+"""Whom a peer waits for, and whom a server waits for."""
+SURVIVES = few(
+    [
+        *("asgd", "ps(consistency=ssp(3))", "easgd", "gossip", "broadcast", "partial"),
+        *("dpsgd", "adpsgd(tree)", "sgp", "sgp(tau=2)"),
+    ],
+    *("asgd", "gossip", "dpsgd"),
+)
+"""With a server, with a collector at the end, with neighbors whose weights change."""
 
 
-def started(strategy: str, folder: Path, steps: int, heartbeat: float = 5.0) -> RealRun:
+def started(strategy: str, folder: Path, steps: int, heartbeat: float = 5.0, job: str = "softmax") -> RealRun:
     options = ["-n", "3", "--steps", str(steps), "--heartbeat", str(heartbeat), "--seed", "1"]
-    run = RealRun(["train", "softmax", "-s", strategy, *options], folder / "run")
+    run = RealRun(["train", job, "-s", strategy, *options], folder / "run")
     run.wait_for_work()
     return run
 
@@ -46,7 +53,7 @@ def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tm
     run = started(strategy, tmp_path, steps=1_000_000)
     run.fault(signal.SIGKILL, "worker-1")
     ended = run.end()
-    assert ended.seconds < LIMIT
+    assert ended.seconds < ended.limit
     assert ended.code == 1
     assert ended.err.startswith("flockstep: worker 1 was killed by SIGKILL")
     assert "at step" in ended.err
@@ -56,15 +63,18 @@ def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tm
     assert ended.summary["status"] == "failed"
     assert "worker 1 was killed by SIGKILL" in ended.summary["error"]
     assert [lost["node"] for lost in ended.summary["lost"]] == [1]
-    assert ended.summary["lost"][0]["t"] > 0
-    assert all(worker["steps"] > 0 for worker in ended.summary["per_worker"])
+    assert 0 < ended.summary["lost"][0]["t"] <= ended.summary["seconds"]
+    assert all(worker["steps"] >= 50 for worker in ended.summary["per_worker"])
     assert ended.summary["best_metric"] is not None, "evaluations handed in before the fault are kept"
 
 
 @pytest.mark.parametrize("strategy", SURVIVES)
 def test_where_it_can_be_done_without_the_others_go_on(strategy: str, tmp_path: Path) -> None:
-    run = started(strategy, tmp_path, steps=10_000)
+    steps = 1000
+    run = started(strategy, tmp_path, steps, job=paced(tmp_path))
     run.fault(signal.SIGKILL, "worker-1")
+    wait_until(lambda: "2 of 3 workers go on" in run.err or not run.going(), PATIENCE, "the others go on")
+    go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0
     said = r"flockstep: worker 1 was killed by SIGKILL at step \d+; 2 of 3 workers go on"
@@ -72,24 +82,34 @@ def test_where_it_can_be_done_without_the_others_go_on(strategy: str, tmp_path: 
     assert ended.summary is not None
     assert ended.summary["status"] == "finished"
     assert [lost["node"] for lost in ended.summary["lost"]] == [1]
-    steps = {worker["rank"]: worker["steps"] for worker in ended.summary["per_worker"]}
-    assert steps[0] == steps[2] == 10_000
-    assert 0 < steps[1] < 10_000
+    taken = {worker["rank"]: worker["steps"] for worker in ended.summary["per_worker"]}
+    assert taken[0] == taken[2] == steps
+    assert 0 < taken[1] < steps
     assert ended.summary["final_metric"] > 0.8
 
 
-@pytest.mark.parametrize("strategy", ["ps(consistency=bsp)", "asgd", "easgd", "ps(consistency=asynchronous, shards=2)"])
+@pytest.mark.parametrize(
+    "strategy",
+    few(
+        ["ps(consistency=bsp)", "asgd", "easgd", "ps(consistency=asynchronous, shards=2)"],
+        "ps(consistency=asynchronous, shards=2)",
+    ),
+)
 def test_a_killed_server_ends_the_run(strategy: str, tmp_path: Path) -> None:
     run = started(strategy, tmp_path, steps=1_000_000)
     run.fault(signal.SIGKILL, "server-0")
     ended = run.end()
-    assert ended.seconds < LIMIT
+    assert ended.seconds < ended.limit
     assert ended.code == 1
     assert ended.err.startswith("flockstep: server 0 was killed by SIGKILL")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "node"), [("all_reduce", "worker-1"), ("asgd", "server-0"), ("local_sgd", "worker-0")]
+    ("strategy", "node"),
+    few(
+        [("all_reduce", "worker-1"), ("asgd", "server-0"), ("local_sgd", "worker-0")],
+        ("asgd", "server-0"),
+    ),
 )
 def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: str, tmp_path: Path) -> None:
     run = started(strategy, tmp_path, steps=1_000_000, heartbeat=2)
@@ -98,12 +118,14 @@ def test_a_stopped_process_is_noticed_within_the_heartbeat(strategy: str, node: 
     assert ended.summary is not None
     assert ended.code == 1
     assert f"{node.replace('-', ' ')} has not answered for 2 s" in ended.err
-    assert ended.seconds < 2 + LIMIT
+    assert ended.seconds < 2 + ended.limit
 
 
 def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_path: Path) -> None:
-    run = started("asgd", tmp_path, steps=8000, heartbeat=1)
+    run = started("asgd", tmp_path, steps=1000, heartbeat=1, job=paced(tmp_path))
     run.fault(signal.SIGSTOP, "worker-1")
+    wait_until(lambda: "2 of 3 workers go on" in run.err or not run.going(), PATIENCE, "the others go on")
+    go_on(tmp_path)
     ended = run.end()
     assert ended.code == 0
     assert re.match(r"flockstep: worker 1 has not answered for 1 s at step \d+; 2 of 3 workers go on\n", ended.err)
@@ -111,7 +133,7 @@ def test_the_others_go_on_without_a_stopped_worker_and_it_never_comes_back(tmp_p
     assert [lost["reason"][:32] for lost in ended.summary["lost"]] == ["worker 1 has not answered for 1 "]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("kind", few([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
 def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
     kind: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +173,8 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
 
 
 def test_a_run_without_faults_loses_nobody(tmp_path: Path) -> None:
-    ended = started("all_reduce", tmp_path, steps=1500, heartbeat=1).end()
+    arguments = ["train", paced(tmp_path), "-s", "all_reduce", "-n", "3", "--steps", "200", "--heartbeat", "1"]
+    ended = RealRun(arguments, tmp_path / "run").end()  # longer than a heartbeat
     assert (ended.code, ended.err) == (0, "")
     assert ended.summary is not None
     assert ended.summary["lost"] == []

@@ -14,7 +14,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 PARAMETERS = 20e6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)  # two runs with torch in every process
 def test_no_process_holds_more_than_a_few_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """By how much each grows from a model of 20 MB to one of 80: what is imported drops out.

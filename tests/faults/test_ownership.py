@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.cli.app import run as run_command
+from flockstep.records.folder import RunFolder
 from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
@@ -79,7 +80,7 @@ def test_a_comparison_keeps_finished_runs_and_repeats_others(
     capsys.readouterr()
     assert run_command([*command, str(out)]) == 0
     assert capsys.readouterr().err.count("kept from before") == 1
-    assert (out / "gossip" / "summary.json").exists()
+    assert RunFolder(out / "gossip").read_summary().status == "finished"
     assert run_command([*command, str(out), "--seed", "5"]) == 2
     assert "holds a finished run of another configuration; choose another folder" in capsys.readouterr().err
     assert not (out / ".owner").exists()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.arrays.ledger import GRID
@@ -46,7 +46,6 @@ def start_plus_all(run, start):
     optimizer=st.sampled_from(OPTIMIZERS),
     dtype=st.sampled_from(["float32", "float64"]),
 )
-@settings(max_examples=200)
 def test_statement_1(n, seed, compute, network, optimizer, dtype):
     job = small_job(optimizer, dtype)
     run = run_strategy("broadcast", n, 6, job=job, seed=seed, compute=compute, network=network)

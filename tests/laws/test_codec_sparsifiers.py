@@ -269,10 +269,10 @@ def test_damage_is_named():
         with pytest.raises(ProtocolError, match="do not ascend or reach beyond"):
             Threshold(1.0).decode(wire(2, *indices), 40, "float64")
     for count in (3, 41, 1 << 31):
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match="threshold"):
             Threshold(1.0).decode(wire(count, 1, 2), 40, "float64")
     out = np.ones(40)
-    with pytest.raises(ProtocolError):
+    with pytest.raises(ProtocolError, match="do not ascend or reach beyond"):
         TopK(0.05).add_decoded(wire(3, 40), out)
     assert (out == 1).all(), "what is refused adds nothing"
 
@@ -305,11 +305,18 @@ def test_large_tensors_give_the_bytes_of_large_arrays(text, dtype):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    ["topk(0)", "topk(1.5)", "topk(bucket=-1)", "topk(sampled=true, bucket=8)", "threshold(-1)", "dgc(warmup=-1)"],
+    ("wrong", "rule"),
+    [
+        ("topk(0)", "a ratio above 0 and up to 1, got 0"),
+        ("topk(1.5)", "a ratio above 0 and up to 1, got 1.5"),
+        ("topk(bucket=-1)", r"a bucket from 0 to 2\^24 elements, got -1"),
+        ("topk(sampled=true, bucket=8)", "samples only without buckets, got both"),
+        ("threshold(-1)", "a finite t >= 0, got -1"),
+        ("dgc(warmup=-1)", "a warmup of 0 or more steps, got -1"),
+    ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong):
-    with pytest.raises(ConfigurationError):
+def test_settings_that_mean_nothing_are_refused(wrong, rule):
+    with pytest.raises(ConfigurationError, match=rule):
         Codec.parse(wrong)
 
 
@@ -322,5 +329,5 @@ def test_scaled_random_k_is_damped_under_feedback_and_a_values_codec_may_forbid_
         def contraction(self):
             return False
 
-    with pytest.raises(CompositionError):
+    with pytest.raises(CompositionError, match="residual"):
         check_composition(TopK() + Wild(), Residual())

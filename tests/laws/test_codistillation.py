@@ -73,9 +73,16 @@ def test_a_model_without_classes_is_refused():
         run_strategy("codistillation(1)", 2, 8, job=bowl_job())
 
 
-@pytest.mark.parametrize("text", ["codistillation(0)", "codistillation(5, -1)", "codistillation(5, burn_in=-1)"])
-def test_bad_settings_are_refused(text):
-    with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("codistillation(0)", "period must be >= 1 steps, got 0"),
+        ("codistillation(5, -1)", r"weight must be >= 0 and finite, got -1\.0"),
+        ("codistillation(5, burn_in=-1)", "burn_in must be >= 0 steps, got -1"),
+    ],
+)
+def test_bad_settings_are_refused(text, rule):
+    with pytest.raises(ConfigurationError, match=rule):
         run(text)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.arrays.schema import slices
@@ -104,7 +104,6 @@ def test_the_two_orders_differ():
     network=st.sampled_from(["ideal", "link(1000, 0.01)", "switch(1e4, 0, 500)", "two_tier(2, 1e4, 0, 100, 1)"]),
     ring=st.booleans(),
 )
-@settings(max_examples=60)
 def test_no_delay_confuses_one_round_with_the_next(n, seed, compute, network, ring):
     given = arrays(n, 5, steps=4, seed=seed)
     collective, oracle = (Ring(), ring_sum) if ring else (RecursiveDoubling(), doubling_sum)

@@ -161,34 +161,40 @@ def test_auto_by_a_measured_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "rule"),
     [
-        "",
-        "measured = 3",
-        "[[measured]]\ncollective = 'ring'",
-        "[[measured]]\ncollective = 'ring'\nworkers = 0\nbytes = 1\nseconds = 1.0",
-        "[[measured]]\ncollective = 'rign'\nworkers = 2\nbytes = 1\nseconds = 1.0",
-        "[[measured]]\ncollective = 'ring'\nworkers = 2\nbytes = '1'\nseconds = 1.0",
-        "not toml",
+        ("", r"has no \[\[measured\]\] tables"),
+        ("measured = 3", r"has no \[\[measured\]\] tables"),
+        ("[[measured]]\ncollective = 'ring'", "must have collective, workers, bytes, seconds, got"),
+        ("[[measured]]\ncollective = 'ring'\nworkers = 0\nbytes = 1\nseconds = 1.0", "a value of the wrong kind"),
+        ("[[measured]]\ncollective = 'rign'\nworkers = 2\nbytes = 1\nseconds = 1.0", "did you mean 'ring'"),
+        ("[[measured]]\ncollective = 'ring'\nworkers = 2\nbytes = '1'\nseconds = 1.0", "a value of the wrong kind"),
+        ("not toml", "cannot read the table of collectives"),
     ],
 )
-def test_a_bad_table_is_refused(tmp_path, text):
+def test_a_bad_table_is_refused(tmp_path, text, rule):
     (tmp_path / "t.toml").write_text(text)
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match=rule):
         Auto(table=str(tmp_path / "t.toml"))
 
 
-def test_bad_settings_are_refused():
-    for text in (
-        "auto(-1)",
-        "auto(bandwidth=0)",
-        "pipelined(0)",
-        "double_tree(0)",
-        "hierarchical(0)",
-        "auto(table='x')",
-    ):
-        with pytest.raises(ConfigurationError):
-            Collective.parse(text)
-    for values in ((-1, 1), (0, 0), (0, 1, -1)):
-        with pytest.raises(ConfigurationError):
-            Link(*values)
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("auto(-1)", "a latency >= 0 s and a bandwidth > 0 bytes per second, got -1.0 and"),
+        ("auto(bandwidth=0)", "a latency >= 0 s and a bandwidth > 0 bytes per second, got 5e-05 and 0"),
+        ("pipelined(0)", "chunks must be >= 1, got 0; 16"),
+        ("double_tree(0)", "chunks must be >= 1, got 0; 8"),
+        ("hierarchical(0)", "group must be >= 1 workers, got 0"),
+        ("auto(table='x')", "cannot read the table of collectives x: .*No such file"),
+    ],
+)
+def test_bad_settings_are_refused(text, rule):
+    with pytest.raises(ConfigurationError, match=rule):
+        Collective.parse(text)
+
+
+@pytest.mark.parametrize("values", [(-1, 1, 0), (0, 0, 0), (0, 1, -1)])
+def test_an_impossible_link_is_refused(values):
+    with pytest.raises(ConfigurationError, match="got {}, {} and {};".format(*values)):
+        Link(*values)

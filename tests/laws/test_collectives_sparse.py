@@ -205,18 +205,23 @@ def test_the_switch_is_exactly_at_delta(dtype, delta):
         assert equal_bits(again.dense(), both.dense())
 
 
+def listed(*indices):
+    """A stream of ones at these places, as bytes."""
+    return np.concatenate([np.array(indices, "<u4").view(np.uint8), np.ones(len(indices), np.float32).view(np.uint8)])
+
+
 @pytest.mark.parametrize(
-    "payload",
+    ("payload", "rule"),
     [
-        np.zeros(7, np.uint8),
-        np.zeros(10, np.float32),
-        np.zeros(8, np.int64),
-        np.concatenate([np.array([3, 3], "<u4").view(np.uint8), np.ones(2, np.float32).view(np.uint8)]),
-        np.concatenate([np.array([2, 9], "<u4").view(np.uint8), np.ones(2, np.float32).view(np.uint8)]),
+        (np.zeros(7, np.uint8), "no stream of 9 float32 has 7 bytes of uint8"),
+        (np.zeros(10, np.float32), "no stream of 9 float32 has 40 bytes of float32"),
+        (np.zeros(8, np.int64), "no stream of 9 float32 has 64 bytes of int64"),
+        (listed(3, 3), "the indices of a stream must ascend and be less than 9"),
+        (listed(2, 9), "the indices of a stream must ascend and be less than 9"),
     ],
 )
-def test_what_is_no_stream_is_refused(payload):
-    with pytest.raises(ProtocolError):
+def test_what_is_no_stream_is_refused(payload, rule):
+    with pytest.raises(ProtocolError, match=rule):
         Stream.arrived(payload, 9, "float32")
 
 

@@ -12,7 +12,7 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Asynchronous, Consistency
 from flockstep.strategies.consistency.bounded_delay import BoundedDelay
-from flockstep.strategies.consistency.first_of import BackupWorkers, KBatchSync, KSync
+from flockstep.strategies.consistency.first_of import BackupWorkers, KSync
 from flockstep.strategies.consistency.k_async import KAsync, KBatchAsync
 from flockstep.strategies.consistency.softsync import SoftSync
 from flockstep.strategies.consistency.stale_synchronous import EagerStaleSynchronous
@@ -213,9 +213,19 @@ def test_impossible_settings_are_refused(kind, arguments, complaint):
         kind(*arguments)
 
 
-@pytest.mark.parametrize("rule", [BackupWorkers(4), KSync(5), KSync(0), KBatchSync(0), KAsync(5), SoftSync(5)])
-def test_more_than_there_are_workers_is_refused(rule):
-    with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize(
+    ("rule", "complaint"),
+    [
+        (BackupWorkers(4), "b=4 leaves 0 gradients for a step"),
+        (KSync(5), "k=5, which is not between 1 and the number of workers, 4"),
+        (KSync(0), "k=0, which is not between 1 and the number of workers, 4"),
+        (KAsync(5), "k must be <= workers, 4, got 5"),
+        (SoftSync(5), "n must be <= workers, 4, got 5"),
+    ],
+    ids=str,
+)
+def test_more_than_there_are_workers_is_refused(rule, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
         ParameterServer(rule).check(4)
 
 

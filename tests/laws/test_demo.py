@@ -12,6 +12,7 @@ from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.demo import Demo
 from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy
+from support.matrix import few
 
 FEATURES, CLASSES = 14, 9
 SIZE = FEATURES * CLASSES
@@ -141,7 +142,7 @@ def test_every_gradient_counts_with_the_learning_rate_of_its_step():
     assert not close(run.result, oracle(3)[0])
 
 
-@pytest.mark.parametrize("text", ["demo(k=1, chunk=3)", "demo(beta=0)", TEXT])
+@pytest.mark.parametrize("text", few(["demo(k=1, chunk=3)", "demo(beta=0)", TEXT], "demo(k=1, chunk=3)"))
 def test_conforms(text):
     check_strategy(Strategy.parse(text), alone_is_plain=False)
 

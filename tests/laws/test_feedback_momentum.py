@@ -167,9 +167,13 @@ def test_composition_and_settings():
         def contraction(self):
             return False
 
-    with pytest.raises(CompositionError):
+    with pytest.raises(CompositionError, match="momentum"):
         check_composition(Wild(), Momentum())
-    for wrong in ("momentum(1.0)", "momentum(-0.1)", "momentum(clip=0.0)"):
-        with pytest.raises(ConfigurationError):
+    for wrong, rule in (
+        ("momentum(1.0)", "m from 0 to below 1, got 1.0"),
+        ("momentum(-0.1)", "m from 0 to below 1, got -0.1"),
+        ("momentum(clip=0.0)", "a clip above 0, got 0.0"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"momentum needs {rule}"):
             Feedback.parse(wrong)
     assert str(Feedback.parse("momentum(m=0.8, clip=2)")) == "momentum(m=0.8, clip=2.0)"

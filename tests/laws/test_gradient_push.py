@@ -307,10 +307,6 @@ def test_the_mass_notices_a_cheat():
 
 
 def test_rows_are_not_enough():
-    rows = "graph('0>1:0.2 1>2:0.3 2>3:0.4 3>0:0.5 0-0:1')"
-    with pytest.raises(ConfigurationError):
-        run_strategy(f"sgp({rows})", 4, 2)
-
     @dataclass(frozen=True)
     class RowsOnly(type(Topology.parse("ring"))):
         def weights(self, n):

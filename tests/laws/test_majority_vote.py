@@ -12,6 +12,7 @@ from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.majority_vote import MajorityVote, Momentum, unpacked
 from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from support.matrix import few
 
 STEPS = 15
 SIZE = 18
@@ -78,7 +79,7 @@ def test_a_bit_an_element_each_way():
     assert all(8 * books.sent == 2 * (n - 1) * size // n for books in run.totals.values())
 
 
-@pytest.mark.parametrize("text", ["majority_vote", "majority_vote(0.9)"])
+@pytest.mark.parametrize("text", few(["majority_vote", "majority_vote(0.9)"], "majority_vote(0.9)"))
 def test_conforms(text):
     check_strategy(Strategy.parse(text), workers=(1, 2, 3, 4), alone_is_plain=False)
 

@@ -256,7 +256,7 @@ def test_an_asynchronous_run_is_its_updates_in_their_order(network, simulation):
 
 def test_the_replay_notices_another_learning_rate():
     run = run_strategy("asgd", 4, STEPS, simulation=Decaying)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="equal_bits"):
         replay(run, lambda rank, step: 0.1)
 
 

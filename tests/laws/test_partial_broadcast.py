@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flockstep.arrays.ledger import GRID
@@ -58,7 +58,6 @@ def test_share_one_is_broadcast_in_every_bit_and_moment(rest, optimizer, scale):
     optimizer=st.sampled_from(OPTIMIZERS),
     dtype=st.sampled_from(["float32", "float64"]),
 )
-@settings(max_examples=100)
 def test_deferred_updates_all_arrive_in_the_end(n, share, seed, compute, network, optimizer, dtype):
     """Statement 1 after the flush, and each peer has been sent the same sum, though in other portions."""
     job = small_job(optimizer, dtype)

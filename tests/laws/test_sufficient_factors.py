@@ -154,8 +154,12 @@ def test_packing_is_undone():
     expected[3:15] = (factors[0][0].T @ factors[0][1]).ravel()
     expected[15:21] = (factors[1][0].T @ factors[1][1]).ravel()
     assert equal_bits(packing.dense(out[: packing.size]), expected)
-    for wrong in ([Layer(0, 2, 2, 1), Layer(3, 1, 1, 1)], [Layer(20, 2, 2, 1)], [Layer(0, 0, 2, 1)]):
-        with pytest.raises(ConfigurationError):
+    for wrong, rule in (
+        ([Layer(0, 2, 2, 1), Layer(3, 1, 1, 1)], "overlaps another layer or is empty"),
+        ([Layer(20, 2, 2, 1)], "does not lie in 23 elements"),
+        ([Layer(0, 0, 2, 1)], "overlaps another layer or is empty"),
+    ):
+        with pytest.raises(ConfigurationError, match=rule):
             Packing(23, wrong)
 
 

@@ -23,9 +23,25 @@ import msgspec
 
 import flockstep
 
-PATIENCE = 80.0
+PATIENCE = 150.0
 """Seconds after which what is no promise of ours counts as never happening: a busy machine is no bug."""
+PROMISE = 5.0
+"""Seconds within which a run ends after a fault, where the machine has nothing else to do."""
 COMMAND = [sys.executable, "-c", "from flockstep.cli import main; main()"]
+PATIENT = """
+import functools
+from flockstep.launchers import supervisor
+supervisor.Waits = functools.partial(supervisor.Waits, period=3600.0)
+"""
+"""For a command: that it waits, as on a busy machine, is not told."""
+IPC = ("--transport", "ipc")
+"""For scripts that are not about shared memory: each would need a second to have its sums there compiled."""
+WITHOUT_DYNAMO = """
+import sys, types
+dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
+dynamo.disable = lambda function=None, *_, **__: function
+dynamo.graph_break = lambda: None
+"""
 NODE = re.compile("(worker|server)-[0-9]+")
 SOURCE = Path(flockstep.__file__).parents[1]
 
@@ -80,6 +96,8 @@ class Ended:
     out: str
     err: str
     seconds: float
+    limit: float
+    """Seconds that this may have taken: as many as it took to the fault where the machine is busy."""
     summary: dict[str, Any] | None
 
 
@@ -88,26 +106,38 @@ class RealRun:
 
     started: ClassVar[list[RealRun]] = []
 
-    def __init__(self, arguments: Sequence[str], record: Path, *, torch: bool = False, within: Sequence[str] = ()):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        record: Path,
+        *,
+        torch: bool = False,
+        within: Sequence[str] = (),
+        before: str = "",
+    ):
         """Without `torch` that package looks as if it were not installed: no process spends time on importing it.
 
-        `within` is the command that runs it.
+        With it, its compiler is left out, which every optimizer would import for nothing, for seconds.
+        `within` is the command that runs it; `before` is Python that the command does first.
         """
         self.record = record
         self.nodes: dict[str, int] = {}
         self.scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: a socket's path may not be long
-        path = [str(SOURCE)]
-        if not torch:
-            (self.scratch / "without").mkdir()
-            (self.scratch / "without" / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
-            path.insert(0, str(self.scratch / "without"))
-        environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": os.pathsep.join(path)}
-        command = [*within, *COMMAND, arguments[0], "--out", str(record), *arguments[1:]]
+        first = self.scratch / "first"
+        first.mkdir()
+        if torch:
+            (first / "sitecustomize.py").write_text(WITHOUT_DYNAMO)
+        else:
+            (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
+        path = os.pathsep.join(map(str, (first, SOURCE)))
+        environment = {**os.environ, "TMPDIR": str(self.scratch), "PYTHONPATH": path}
+        program = [*COMMAND[:-1], f"{PATIENT}\n{before}\n{COMMAND[-1]}"]
+        command = [*within, *program, arguments[0], "--out", str(record), *arguments[1:]]
         with (self.scratch / "out").open("wb") as out, (self.scratch / "err").open("wb") as err:
             self.main = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
             )
-        self._struck: float | None = None
+        self._started = self._struck = time.monotonic()
         RealRun.started.append(self)
 
     @property
@@ -180,13 +210,13 @@ class RealRun:
     def end(self, seconds: float = PATIENCE) -> Ended:
         """Wait until the command has ended; no process and no socket of it may be left."""
         wait_until(lambda: not self.going(), seconds, f"the end; so far: {self.err}")
-        took = time.monotonic() - (self._struck or 0.0)
+        took, limit = time.monotonic() - self._struck, max(PROMISE, self._struck - self._started)
         wait_until(lambda: not self.processes(), PATIENCE, f"all processes gone: {sorted(self.processes())}")
         left = [*self.scratch.glob("flockstep-*"), *self.scratch.glob("pymp-*")]
         assert [folder for folder in left if not folder.name.startswith("flockstep-kept-")] == []
         file = self.record / "summary.json"
         summary = msgspec.json.decode(file.read_bytes()) if file.exists() else None
-        return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, summary)
+        return Ended(self.main.returncode, (self.scratch / "out").read_text(), self.err, took, limit, summary)
 
     def close(self) -> None:
         """End what is left, whatever a test did."""

@@ -395,7 +395,7 @@ def test_known_answers(name: str) -> None:
     check_family(name, advised(name))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_known_answers_among_all_strategies(name: str) -> None:
     check_family(name, advised(name, strategies=()))

@@ -113,7 +113,7 @@ def test_real_runs_need_a_cluster_and_records_need_steps(tmp_path: Path) -> None
     folder = record(tmp_path / "run", "all_reduce")
     with pytest.raises(ConfigurationError, match="three steps"):
         measure(RunFolder(folder).read_events()[:0], 4)
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match="nothing"):
         check(tmp_path / "nothing")
 
 

@@ -1,6 +1,7 @@
 """Descriptions of clusters: what the files may say, and what comes of it in virtual time."""
 
 import math
+import re
 
 import pytest
 
@@ -168,11 +169,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("text", "line", "rule"), WRONG, ids=[rule[:40] for _, _, rule in WRONG])
 def test_a_broken_rule_is_told_with_file_line_value_and_way_out(text: str, line: int, rule: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match=f"^mine.toml, line {line}: .*{re.escape(rule)}"):
         read_cluster(text, "mine.toml")
-    said = str(caught.value)
-    assert said.startswith(f"mine.toml, line {line}: "), said
-    assert rule in said
 
 
 def test_lines_of_nested_tables_arrays_and_inline_values() -> None:
@@ -341,9 +339,13 @@ def test_tiers_take_the_links_on_the_way() -> None:
 
 
 def test_a_network_of_tiers_refuses_what_does_not_fit() -> None:
-    for wrong in (((), (), (FAST,), (FAST,)), ((1, 0), (0, 0), (FAST,), (FAST,)), ((1, 1), (0, 2), (FAST,), (FAST,))):
-        with pytest.raises(ConfigurationError):
-            Tiers(*wrong)
+    for sizes, numbers, rule in (
+        ((), (), r"machines must hold >= 1 worker each, got \(\)"),
+        ((1, 0), (0, 0), r"machines must hold >= 1 worker each, got \(1, 0\)"),
+        ((1, 1), (0, 2), r"must number the tier of each of 2 machines from 0, got \(0, 2\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=rule):
+            Tiers(sizes, numbers, (FAST,), (FAST,))
     with pytest.raises(ConfigurationError, match="inside must hold 1 or 3 links, got 2"):
         Tiers((1, 1, 1), (0, 0, 0), (FAST, FAST), (FAST,))
     with pytest.raises(ConfigurationError, match="machines hold 2 workers, got 3"):
@@ -371,8 +373,14 @@ def test_measured_quantiles_make_a_law() -> None:
     assert sum(draws) / len(draws) == pytest.approx(law.mean, rel=0.02)
     assert 0.1 <= min(draws) < max(draws) <= 0.6
     assert sum(value < 0.2 for value in draws) / len(draws) == pytest.approx(0.5, abs=0.02)
-    for wrong in ((0.1,), (0.2, 0.1), (0.0, 0.1), (0.1, math.inf), (0.1, math.nan)):
-        with pytest.raises(ConfigurationError):
+    for wrong, rule in (
+        ((0.1,), "two or more durations in ascending order"),
+        ((0.2, 0.1), "two or more durations in ascending order"),
+        ((0.0, 0.1), "the least quantile must be > 0 and finite, got 0"),
+        ((0.1, math.inf), "the largest quantile must be > 0 and finite, got inf"),
+        ((0.1, math.nan), "the largest quantile must be > 0 and finite, got nan"),
+    ):
+        with pytest.raises(ConfigurationError, match=rule):
             Empirical(wrong)
 
 

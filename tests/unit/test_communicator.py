@@ -374,7 +374,7 @@ def test_what_cannot_be_delivered_before_the_end_is_said(monkeypatch: pytest.Mon
     with communicators(2) as group:
         full(group, monkeypatch, float("inf"))
         group.ranks[0].send(1, "last", np.zeros(100))
-        with pytest.raises(TimedOut):
+        with pytest.raises(TimedOut, match=r"worker 0 waited 0\.001 s for 'x'"):
             group.ranks[0].receive("x", 1, 0.001)  # the engine has come to what was sent before
         more = group.start(lambda rank: rank.send(1, "more", np.zeros(100)), 0)
         with pytest.raises(TimedOut, match=r"to take what was sent.*; 800 bytes for worker 1 were not delivered"):

@@ -154,8 +154,8 @@ def test_local_keeps_others_out(group):
 
 def test_wrong_shapes_and_types_are_refused(group):
     def program(comm):
-        for shape, dtype in ((3, "int32"), (-1, "float32"), (1 << 40, "float32")):
-            with pytest.raises(ConfigurationError):
+        for shape, dtype, rule in ((3, "int32", "int32"), (-1, "float32", "-1"), (1 << 40, "float32", str(1 << 40))):
+            with pytest.raises(ConfigurationError, match=rule):
                 comm.shared(shape, dtype)
         window = comm.window("w", comm.shared(3))
         with pytest.raises(ConfigurationError, match="stay inside"):
@@ -305,7 +305,7 @@ def test_where_one_rank_cannot_attach_all_hear_of_it(group, monkeypatch):
     monkeypatch.setattr("flockstep.communicator.communicator.attached", attached)
 
     def program(comm):
-        with pytest.raises(CompositionError):
+        with pytest.raises(CompositionError, match="cannot attach to shared memory"):
             comm.shared(10, timeout=PATIENCE)
         return comm.all_reduce(np.ones(2)).tolist()
 

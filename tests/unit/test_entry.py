@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,12 @@ from flockstep.launchers import children, entry, simulate
 from flockstep.planning import trials
 from flockstep.records.config import RunConfig
 from flockstep.workloads.quadratic import Quadratic
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield
+    entry.limit_threads(1)  # other tests compute in this process
 
 
 def test_the_users_environment_stays_and_a_torch_that_the_job_imports_is_limited(
@@ -61,7 +68,7 @@ def test_a_pool_of_the_users_own_is_told_that_the_call_is_unguarded(monkeypatch:
         children.end_if_unguarded()
     assert ended == []
     here.name = children.NODE
-    with pytest.raises(ConfigurationError):  # os._exit returns in this test
+    with pytest.raises(ConfigurationError, match="put the call under if __name__"):  # os._exit returns in this test
         children.end_if_unguarded()
     assert ended == [children.UNGUARDED]
 

@@ -60,5 +60,5 @@ def test_length_and_truth() -> None:
     assert len(queue) == 1
     queue.pop()
     assert not queue
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index out of range"):
         queue.pop()

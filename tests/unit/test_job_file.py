@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_built() -> None:
 
     with pytest.raises(ConfigurationError, match=r"the job 'job' failed: model\(\) raised KeyError: 'width'"):
         make_engine(model_job(model), seed=0)
-    with pytest.raises(UnknownName):
+    with pytest.raises(UnknownName, match="no optimizer is called 'sdg'; did you mean 'sgd'"):
         make_engine(Job(lambda: SoftmaxRegression(3, 3), model_job(None).data, "sdg"), seed=0)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,18 +25,21 @@ ORDER = """
 LAYERS = ORDER.split()
 HEAVY = ("torch", "numba", "plotly", "sklearn", "zmq")
 FILES = sorted(SOURCE.rglob("*.py"))
-EVERYTHING = [
-    path for folder in ("src", "tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
-]
 
 
 def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """The syntax of a file; several tests go over all files."""
+    return ast.parse(source)
+
+
 def imported_layers(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
     """Line and layer of every import from flockstep, wherever in the file; "" is the package itself."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -78,9 +82,13 @@ def test_every_file_belongs_to_a_layer():
     assert strangers == []
 
 
-@pytest.mark.parametrize("path", LAYERED, ids=shown)
-def test_no_import_goes_up(path):
-    assert upward_imports(path.read_text(), module_of(path), path.name == "__init__.py") == []
+def test_no_import_goes_up():
+    wrong = {
+        shown(path): found
+        for path in LAYERED
+        if (found := upward_imports(path.read_text(), module_of(path), path.name == "__init__.py"))
+    }
+    assert wrong == {}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +134,7 @@ def test_relative_imports_of_a_package_start_at_the_package():
 def imported_modules(source: str, module: str, known: set[str]) -> set[str]:
     """The modules of `known` that an import names, wherever it stands; a name of a module stands for the module."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = {f"{node.module}.{alias.name}" for alias in node.names} - {"flockstep.__version__"}
             found |= {name if name in known else node.module for name in names}
@@ -165,14 +173,13 @@ def test_a_circle_is_found():
 
 def private_imports(source: str) -> list[str]:
     """Names of another module of ours that begin with an underscore."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom))
+    nodes = (node for node in ast.walk(parsed(source)) if isinstance(node, ast.ImportFrom))
     ours = [node for node in nodes if (node.module or "").startswith("flockstep")]
     return [alias.name for node in ours for alias in node.names if alias.name[0] == "_" and alias.name[:2] != "__"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=shown)
-def test_no_private_name_is_imported(path):
-    assert private_imports(path.read_text()) == []
+def test_no_private_name_is_imported():
+    assert {shown(path): found for path in FILES if (found := private_imports(path.read_text()))} == {}
 
 
 def test_a_private_import_is_found():
@@ -189,7 +196,7 @@ def undescribed(sources: list[str]) -> list[str]:
     """Public methods without a docstring that inherit none from a class of ours either."""
     kinds: dict[str, list[ast.ClassDef]] = {}
     for source in sources:
-        for node in ast.parse(source).body:
+        for node in parsed(source).body:
             if isinstance(node, ast.ClassDef):
                 kinds.setdefault(node.name, []).append(node)
 
@@ -250,7 +257,7 @@ def test_reading_expressions_loads_nothing_heavy():
 
 def roots_of_imports(source: str) -> set[str]:
     """First names of all that is imported, wherever in the file."""
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = list(ast.walk(parsed(source)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     return {name.partition(".")[0] for name in names}

@@ -77,5 +77,8 @@ def test_bandwidths_in_words() -> None:
 def test_bad_input_is_refused(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["layouts", *arguments]) == 2
     assert sentence in capsys.readouterr().err
-    with pytest.raises(ConfigurationError):
+
+
+def test_a_layout_of_no_model_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="layouts need 1 to 4 models, got 0"):
         Delays((), 1, 1.0)

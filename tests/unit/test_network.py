@@ -257,7 +257,6 @@ networks = st.one_of(
 
 
 @given(networks, messages)
-@settings(deadline=None, max_examples=200)
 def test_messages_of_a_pair_never_overtake(network: Network, sends: list[Send]) -> None:
     delivered = deliveries(network.start(CLUSTER), sends)
     assert sorted(number for _, number in delivered) == list(range(len(sends)))

@@ -144,7 +144,7 @@ def test_several_are_answered_with_one_copy():
 
 def test_a_background_task_stays_in_its_channel_when_a_node_is_lost():
     async def goes_on(node):
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="worker 1 was lost while worker 0 waited for 'first"):
             await node.receive("first", 1)
         node.send(2, "second")
 

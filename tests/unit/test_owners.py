@@ -48,7 +48,7 @@ def test_what_a_run_computed_is_replaced_on_request_only(
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         made(folder, other)
     assert folder.read_config() == CONFIG
-    assert folder.events_file.exists()
+    assert folder.read_events() == EVENTS
     made(folder, other, overwrite=True)
     assert folder.read_config() == other
     assert [path.name for path in folder.path.iterdir()] == ["config.toml"]

@@ -102,7 +102,7 @@ def test_refused_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_what_is_not_there_is_refused_before_anything_is_run() -> None:
-    with pytest.raises(UnknownName):
+    with pytest.raises(UnknownName, match="no strategy is called 'no_such'"):
         prediction.measure(["no_such"])
     with pytest.raises(ConfigurationError, match="bandwidth"):
         prediction.measure(["ps"], ["20"[:0]])

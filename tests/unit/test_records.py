@@ -297,7 +297,7 @@ def test_a_result_that_does_not_fit_its_schema_is_refused(tmp_path: Path) -> Non
             folder.write_result(wrong, schema)
     folder.write_result(np.zeros(3, np.float32), schema)
     np.save(tmp_path / "result.npy", np.zeros(5, np.float32))
-    with pytest.raises(SchemaMismatch):
+    with pytest.raises(SchemaMismatch, match=r"has shape \(5,\) and dtype float32 where the schema says \(3,\)"):
         folder.read_result()
     np.save(tmp_path / "result.npy", np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(ConfigurationError, match=r"result\.npy is damaged: .*allow_pickle.*; repeat the run"):

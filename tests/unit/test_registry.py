@@ -17,6 +17,7 @@ from flockstep.strategies.base import Strategy
 from flockstep.testing.expressions import base_of, check_component
 from flockstep.topologies.base import Topology
 from flockstep.topologies.ring import RingGraph
+from support.matrix import each
 
 EVERY = [(noun, name) for noun in registry.nouns() for name in registry.names(noun)]
 WITH_ARGUMENTS = {
@@ -63,26 +64,30 @@ def table(monkeypatch):
     monkeypatch.setattr(registry, "_names", dict(registry._names))
 
 
-@pytest.mark.parametrize(("noun", "name"), EVERY)
-def test_every_line_leads_to_a_component_of_its_noun(noun, name):
-    kind = registry.load(noun, name)
-    assert issubclass(kind, Component)
-    assert kind.noun == noun
-    assert registry.name_of(kind) == name
-    assert registry.load(noun, name) is kind
-    assert kind.__doc__, f"{kind.__name__} has no docstring"
-    assert not kind.__doc__.startswith(f"{kind.__name__}("), (
-        f"{kind.__name__} has only the docstring that dataclass makes"
-    )
+def test_every_line_leads_to_a_component_of_its_noun():
+    def check(noun, name):
+        kind = registry.load(noun, name)
+        assert issubclass(kind, Component)
+        assert kind.noun == noun
+        assert registry.name_of(kind) == name
+        assert registry.load(noun, name) is kind
+        assert kind.__doc__, f"{kind.__name__} has no docstring"
+        assert not kind.__doc__.startswith(f"{kind.__name__}("), (
+            f"{kind.__name__} has only the docstring that dataclass makes"
+        )
+
+    each(check, EVERY)
 
 
-@pytest.mark.parametrize(("noun", "name"), EVERY)
-def test_every_component_is_a_value(noun, name):
-    kind = registry.load(noun, name)
-    base = next(kind for kind in kind.__mro__[::-1] if "noun" in vars(kind))
-    component = parse(WITH_ARGUMENTS.get((noun, name), name), base)
-    assert type(component) is kind
-    check_component(component)
+def test_every_component_is_a_value():
+    def check(noun, name):
+        kind = registry.load(noun, name)
+        base = next(kind for kind in kind.__mro__[::-1] if "noun" in vars(kind))
+        component = parse(WITH_ARGUMENTS.get((noun, name), name), base)
+        assert type(component) is kind
+        check_component(component)
+
+    each(check, EVERY)
 
 
 @pytest.mark.parametrize("text", IN_THE_DOCUMENTS)
@@ -98,15 +103,17 @@ def test_a_short_name_with_arguments_is_refused_with_what_it_stands_for(text, fu
         parse(text, Strategy)
 
 
-@pytest.mark.parametrize(("noun", "alias"), SHORT)
-def test_every_alias_is_the_expression_it_stands_for(noun, alias):
-    text = registry.aliases(noun)[alias]
-    some = registry.load(noun, registry.names(noun)[0])
-    base = next(kind for kind in some.__mro__[::-1] if "noun" in vars(kind))
-    component = parse(alias, base)
-    assert component == parse(text, base)
-    assert base_of(component) is base
-    assert alias not in registry.names(noun), "the alias hides a name"
+def test_every_alias_is_the_expression_it_stands_for():
+    def check(noun, alias):
+        text = registry.aliases(noun)[alias]
+        some = registry.load(noun, registry.names(noun)[0])
+        base = next(kind for kind in some.__mro__[::-1] if "noun" in vars(kind))
+        component = parse(alias, base)
+        assert component == parse(text, base)
+        assert base_of(component) is base
+        assert alias not in registry.names(noun), "the alias hides a name"
+
+    each(check, SHORT)
 
 
 def test_names_come_in_the_order_of_registration():

@@ -61,7 +61,7 @@ class Reader(HTMLParser):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open.pop() == tag, "closed in another order"
 
     def handle_data(self, data: str) -> None:
         (self.scripts if self.open and self.open[-1] == "script" else self.text).append(data)
@@ -96,7 +96,7 @@ def test_nothing_on_the_page_uploads_data(page: str) -> None:
 
 
 def test_the_reader_notices_a_broken_page() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="closed in another order"):
         read("<p><b>bold</p>")
 
 

@@ -95,20 +95,20 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "rule"),
     [
-        ["data", 0, "os", "system", []],
-        ["data", 0, "subprocess", "Popen", [["args", "true"]]],
-        ["data", 0, "no.such.module", "Thing", []],
-        ["data", 0, __name__, "Inner", [["other", 1]]],
-        ["again", 3],
-        ["array", 0, "float32", [3], True, b"xx"],
-        ["unknown", 0, 1],
-        ["tuple"],
+        (["data", 0, "os", "system", []], "os.system is no data class"),
+        (["data", 0, "subprocess", "Popen", [["args", "true"]]], "subprocess.Popen is no data class"),
+        (["data", 0, "no.such.module", "Thing", []], "cannot be read: KeyError: 'no.such.module'"),
+        (["data", 0, __name__, "Inner", [["other", 1]]], "Inner has no field 'other'"),
+        (["again", 3], "cannot be read: KeyError: 3"),
+        (["array", 0, "float32", [3], True, b"xx"], "cannot be read: ValueError: buffer size"),
+        (["unknown", 0, 1], "cannot be read: "),
+        (["tuple"], "cannot be read: "),
     ],
 )
-def test_what_is_none_of_ours_is_refused(value: Any) -> None:
-    with pytest.raises(ProtocolError):
+def test_what_is_none_of_ours_is_refused(value: Any, rule: str) -> None:
+    with pytest.raises(ProtocolError, match=rule):
         from_bytes(msgspec.msgpack.encode(value))
 
 

@@ -312,7 +312,7 @@ def test_what_a_peer_says_must_be_as_agreed(said: bytes, sentence: str, make: Ma
         peer.sendall(said)
         with pytest.raises(ProtocolError, match=sentence):
             first.poll(10)
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost, match="worker 1 is not reachable"):
             first.send(1, Message(0, "push", number=1))
 
 
@@ -538,7 +538,7 @@ def test_a_handler_that_raises_while_bytes_are_sent_leaves_no_half_of_a_message(
     connection.socket = Interrupting(connection.socket, "sendmsg", 5)
     with pytest.raises(Interrupted):
         second.send(0, Message(1, "push", np.ones(3), number=1))
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost, match="worker 0 is not reachable"):
         second.send(0, Message(1, "push", np.ones(3), number=2))
     while not first.broken(0):
         assert first.poll(0.01) is None

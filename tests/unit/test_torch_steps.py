@@ -126,7 +126,7 @@ def test_a_server_that_does_not_clip_is_noticed(monkeypatch: pytest.MonkeyPatch)
     from flockstep.optimizers.clipped import Clipped
 
     monkeypatch.setattr(Clipped, "step", lambda self, *arguments: self.optimizer.step(*arguments))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         test_clipping_is_torchs("bsp")
 
 

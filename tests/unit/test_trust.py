@@ -90,7 +90,7 @@ def test_what_is_run_is_the_readers_own_file(
     assert run(["plan", "softmax", "--check", str(record)]) == 2
     assert "--import FILE" in capsys.readouterr().err
     assert run(["plan", "softmax", "--check", str(record), "--import", str(own)]) == 0
-    assert (tmp_path / "own").exists()
+    assert (tmp_path / "own").read_text() == "asked for"
     assert run(["calibrate", "--from", str(record), "--import", str(own)]) == 0
     page = ["--cluster", "lab-1gbit", "--out", str(tmp_path / "report.html")]
     assert run(["report", str(record), *page]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -132,9 +133,8 @@ def test_what_is_not_as_agreed_is_refused(changes: dict[str, Any], sentence: str
     if sentence is None:
         assert decode(header(**changes), GOOD, 1, receiver).array is not None
         return
-    with pytest.raises(ProtocolError) as refused:
+    with pytest.raises(ProtocolError, match=re.escape(sentence)):
         decode(header(**changes), GOOD, 1, receiver)
-    assert sentence in str(refused.value)
     assert decode(header(), GOOD, 1, receiver).number == 1, "what was refused does not count in the sequence"
 
 
@@ -193,9 +193,8 @@ def test_a_note_arrives_as_what_the_strategy_declares(channel: str) -> None:
 )
 def test_a_note_that_is_not_as_declared_is_refused(note: Any, reply_to: int, sentence: str) -> None:
     receiver = replace(identity(2), notes=NOTES)
-    with pytest.raises(ProtocolError) as refused:
+    with pytest.raises(ProtocolError, match=re.escape(sentence)):
         decode(header(note=note, reply_to=reply_to), GOOD, 1, receiver)
-    assert sentence in str(refused.value)
     assert receiver.heard == {}, "what was refused does not count in the sequence"
 
 
@@ -264,7 +263,7 @@ def test_any_damage_to_a_good_message_is_refused_or_harmless(data: st.DataObject
 def test_nothing_is_allocated_because_somebody_announced_it(data: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(ProtocolError, match=r"the model has 40|is not protocol 3: "):
             decode(data, GOOD, 1, identity(2))
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:

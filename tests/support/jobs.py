@@ -1,0 +1,42 @@
+"""Jobs for real runs that a test means to strike: they last until it is done, however busy the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PACED = """
+import dataclasses, time
+from pathlib import Path
+from flockstep.workloads.softmax import Softmax
+
+GO = Path(__file__).with_name("go")
+
+def job():
+    job, waiting = Softmax().job(0), [True]
+
+    class Paced(type(job.model())):
+        def gradients(self, *arguments):
+            if waiting:
+                time.sleep(0.01)
+                if GO.exists():
+                    waiting.clear()
+            return super().gradients(*arguments)
+
+    def model():
+        model = job.model()
+        model.__class__ = Paced
+        return model
+
+    return dataclasses.replace(job, model=model)
+"""
+
+
+def paced(folder: Path) -> str:
+    """A job file for `train`: a gradient takes 10 ms until `go_on` is called, so that few steps last for long."""
+    (folder / "paced.py").write_text(PACED)
+    return str(folder / "paced.py")
+
+
+def go_on(folder: Path) -> None:
+    """Let gradients take as long as they take."""
+    (folder / "go").touch()

@@ -1,0 +1,57 @@
+"""Which cases of a matrix run at every push, and what a test may not leave behind."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.leaks import left, shared
+from support.matrix import covering, each, few
+
+
+def test_each_value_of_crossed_parameters_is_covered_by_as_many_cases_as_the_longest_has_values() -> None:
+    cases = [frozenset({("a", a), ("b", b), ("c", c)}) for a, b, c in product(range(3), range(5), range(2))]
+    kept = covering(cases)
+    assert len(kept) == 5
+    assert frozenset().union(*(cases[number] for number in kept)) == frozenset().union(*cases)
+
+
+def test_of_one_list_all_are_covered() -> None:
+    assert covering([frozenset({("a", a), ("b", a)}) for a in range(7)]) == set(range(7))
+
+
+def test_few_are_left_without_a_mark() -> None:
+    marked = few(["a", "b", ("c", 1)], "b")
+    assert marked[1] == "b"
+    assert [(one.values, [mark.name for mark in one.marks]) for one in marked[::2]] == [
+        (("a",), ["full"]),
+        (("c", 1), ["full"]),
+    ]
+    with pytest.raises(AssertionError, match="these are no cases"):
+        few(["a"], "d")
+
+
+def test_all_that_fail_are_told_at_once() -> None:
+    def check(n: int, text: str) -> None:
+        assert n % 2, text
+
+    with pytest.raises(ExceptionGroup, match="2 of 3 cases fail") as caught:
+        each(check, [(1, "one"), (2, "two"), (4, "four")])
+    assert [error.__notes__ for error in caught.value.exceptions] == [["in case (2, 'two')"], ["in case (4, 'four')"]]
+    each(check, [(1, "one")])
+    with pytest.raises(AssertionError, match="there are no cases"):
+        each(check, [])
+
+
+def test_what_is_left_behind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = shared()
+    assert left(before) == []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(os.environ, "LEFT_BEHIND", "1")
+    with np.errstate(divide="raise"):
+        names = [one.partition(" was ")[0] for one in left(before)]
+    assert names == ["the working folder", "numpy's handling of errors", "$LEFT_BEHIND"]
