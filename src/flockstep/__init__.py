@@ -196,14 +196,15 @@ def join(max_bytes: int = 1 << 30) -> Communicator:
     return joining.join(max_bytes)
 
 
-def shard(loader: Iterable[B]) -> Iterable[B]:
+def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
     """Return this worker's part of the batches in `loader`.
 
-    Without several workers the result is `loader` itself. See `flockstep.drivers.shards.shard`.
+    Without several workers the result is `loader` itself. `epoch` is the number of the next epoch, for a script that
+    goes on from a checkpoint. See `flockstep.drivers.shards.shard`.
     """
     from flockstep.drivers.shards import shard
 
-    return shard(loader)
+    return shard(loader, epoch)
 
 
 def _require_torch(name: str) -> None:

@@ -215,6 +215,32 @@ def test_worker_init_fn_is_called_and_persistent_workers_persist(as_rank: Become
     assert mine._iterator._workers[0].pid == before
 
 
+@pytest.mark.parametrize("kind", ["samples", "batches", "stream"])
+def test_epochs_go_on_where_a_checkpoint_was_written(kind: str, as_rank: Become) -> None:
+    def loader() -> DataLoader[int]:
+        if kind == "stream":
+            return DataLoader(Stream(shuffled=True), batch_size=2)
+        if kind == "batches":
+            data = Numbers()
+            return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
+        return DataLoader(Numbers(), batch_size=2, shuffle=True)
+
+    def epochs(count: int, *first: int) -> list[Batches]:
+        one = loader()
+        part = flockstep.shard(one, *first)
+        return [[batch.tolist() for batch in part] for _ in range(count)]
+
+    as_rank(1)
+    whole = epochs(4)
+    assert whole[0] != whole[2]
+    assert epochs(2, 2) == whole[2:]
+    assert epochs(2) == whole[:2]
+    same = loader()
+    assert [[b.tolist() for b in flockstep.shard(same, epoch=number)] for number in (3, 0)] == [whole[3], whole[0]]
+    with pytest.raises(ConfigurationError, match="epoch must be >= 0, got -1"):
+        flockstep.shard(same, epoch=-1)
+
+
 def test_a_loader_of_ones_own_stays_of_its_class(as_rank: Become) -> None:
     for rank in range(WORKERS):
         as_rank(rank)

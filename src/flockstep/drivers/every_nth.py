@@ -18,12 +18,13 @@ class Shard(Generic[B]):
         self._batches = batches
         self._rank = rank
         self._workers = workers
-        self._epoch = 0
+        self.epoch = 0
+        """Number of the next epoch, on which the order of shuffled batches depends."""
         self._told = False
 
     def __iter__(self) -> Iterator[B]:
-        batches = _drawn_alike(self._batches, self._epoch)
-        self._epoch += 1
+        batches = _drawn_alike(self._batches, self.epoch)
+        self.epoch += 1
         while len(turn := list(itertools.islice(batches, self._workers))) == self._workers:
             yield turn[self._rank]
         if turn and not self._told and self._rank == 0:

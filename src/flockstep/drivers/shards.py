@@ -8,11 +8,12 @@ from typing import TypeVar
 
 from flockstep.drivers.every_nth import Shard
 from flockstep.drivers.ticket import place_of_script, require_own_process, ticket_from_environment
+from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
 
 
-def shard(loader: Iterable[B]) -> Iterable[B]:
+def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
     """Return this worker's part of `loader`; without several workers, `loader` itself.
 
     A `DataLoader` over an indexable data set is split by samples; it is reshuffled each epoch if it shuffles. From a
@@ -21,12 +22,15 @@ def shard(loader: Iterable[B]) -> Iterable[B]:
     end are dropped with a warning, so that every worker takes equally many steps; of an indexable data set a few
     samples are repeated instead, unless its loader has `drop_last`. Random numbers of torch's own generator for the
     order are equal on every worker and in every run, whatever seed a script sets: they depend on the number of the
-    epoch.
+    epoch. Epochs are counted from 0 by the iterations of this process; `epoch` sets the number of the next one, so that
+    a script that goes on from a checkpoint does not draw the order of its first epochs again.
 
     Raises:
-        ConfigurationError: the loader has a custom sampler, which already assigns the samples, or the script of a
-            launched run has started this process.
+        ConfigurationError: the loader has a custom sampler, which already assigns the samples, `epoch` is negative,
+            or the script of a launched run has started this process.
     """
+    if epoch is not None and epoch < 0:
+        raise ConfigurationError(f"epoch must be >= 0, got {epoch}; give the number of the next epoch")
     place_of_script()
     require_own_process("shard")
     ticket = ticket_from_environment()
@@ -35,8 +39,13 @@ def shard(loader: Iterable[B]) -> Iterable[B]:
     if find_spec("torch") is not None:
         from torch.utils.data import DataLoader
 
-        from flockstep.drivers.torch_data import split
+        from flockstep.drivers.torch_data import set_epoch, split
 
         if isinstance(loader, DataLoader):
-            return split(loader, ticket.address, ticket.workers)
-    return Shard(loader, ticket.address, ticket.workers)
+            part = split(loader, ticket.address, ticket.workers)
+            if epoch is not None:
+                set_epoch(part, epoch)
+            return part
+    plain = Shard(loader, ticket.address, ticket.workers)
+    plain.epoch = epoch or 0
+    return plain

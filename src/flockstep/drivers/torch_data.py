@@ -40,6 +40,14 @@ def split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     return _shards[loader]
 
 
+def set_epoch(part: Iterable[Any], epoch: int) -> None:
+    """Set the number of the next epoch of a worker's part, on which the order of shuffled samples depends."""
+    drawn: Any = part
+    if isinstance(part, DataLoader):
+        drawn = part.batch_sampler if isinstance(part.batch_sampler, Shard) else part.sampler
+    drawn.epoch = epoch
+
+
 def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     """A copy of the loader with all its settings, over this worker's part alone."""
     part = copy.copy(loader)
