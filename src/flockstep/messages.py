@@ -89,6 +89,10 @@ class Message(msgspec.Struct, eq=False, gc=False):
         return 0 if self.array is None else self.array.nbytes
 
 
+SCRIPT = "script."
+"""First part of the names of tasks that a script's calls between two steps start."""
+
+
 class Wanted(msgspec.Struct, frozen=True, gc=False):
     """The message that a program waits for; None matches any value."""
 
@@ -100,6 +104,8 @@ class Wanted(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         if self.reply_to is not None and self.reply_to < 0:  # a task of the node itself
+            if (self.tag or "").startswith(SCRIPT):
+                return "the other ranks in a call that every rank makes, such as consensus(), sync() or finish()"
             return f"the others in {self.tag!r}"
         what = f"{self.tag!r}" if self.tag else ("a reply" if self.reply_to else "a message")
         return f"{what} from {node_name(self.source)}" if self.source is not None else f"{what} from anyone"

@@ -187,7 +187,7 @@ def test_a_killed_worker(strategy: str, tmp_path: Path) -> None:
     run.fault(signal.SIGKILL, "worker-1")
     ended = run.end()
     assert ended.seconds < ended.limit
-    failed(ended, r"worker 1 was killed by SIGKILL at step \d+; (worker 0|server 0) at step \d+ .*")
+    failed(ended, r"worker 1 was killed by SIGKILL at about step \d+; (worker 0|server 0) at step \d+ .*")
     assert ended.summary is not None
     assert [lost["node"] for lost in ended.summary["lost"]] == [1]
 
@@ -253,7 +253,7 @@ for attempt in range(3):
     except Exception as error:
         (HERE / f"caught-{attempt}").write_text(f"{type(error).__name__}: {error}")
 """
-    failed(outcome(body, tmp_path), "worker 1 exited with code 7( at step 5)?; worker 0 at step 6 waited for .*")
+    failed(outcome(body, tmp_path), "worker 1 exited with code 7( at about step 5)?; worker 0 at step 6 waited for .*")
     caught = {path.read_text() for path in tmp_path.glob("caught-*")}
     assert len(list(tmp_path.glob("caught-*"))) == 3
     assert len(caught) == 1

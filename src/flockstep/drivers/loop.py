@@ -28,7 +28,7 @@ from flockstep.drivers.settings import tell_servers
 from flockstep.drivers.ticket import claim_ticket
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.expression import to_data, to_text
-from flockstep.messages import Address, Fields, server
+from flockstep.messages import SCRIPT, Address, Fields, server
 from flockstep.nodes import Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.programs import Effect, Stepper, Watch
@@ -192,7 +192,7 @@ class Loop:
         worker, returned = self._worker, list[T]()
 
         async def to_the_end() -> None:
-            returned.append(await worker.finished(worker.background(f"script.{name}", program(worker))))
+            returned.append(await worker.finished(worker.background(SCRIPT + name, program(worker))))
 
         self._runner.aside(to_the_end())
         return returned[0]
@@ -302,7 +302,7 @@ class Loop:
         worker, last = self._worker, list[OptimizerState]()
 
         async def to_the_end() -> None:
-            task = worker.background("script.servers", remembered(worker, self.held, last=True)) if remember else None
+            task = worker.background(SCRIPT + "servers", remembered(worker, self.held, last=True)) if remember else None
             await self.strategy.finish(worker)
             if task is not None:
                 if self._member is not None:  # other workers must not wait for this one meanwhile

@@ -247,7 +247,10 @@ class Seat(Messenger):
             raise PeerLost(f"the connection to {node_name(peer)} broke, though both live; {self._doing()}")
         for address, step in self._left.items():
             if address >= 0 and not self._survives and self.node.run_step > step:
-                raise PeerLost(f"{node_name(address)} left after step {step}; {self._doing()}")
+                raise PeerLost(
+                    f"{node_name(address)} left after step {step}; {self._doing()}; ranks whose "
+                    "batches run out at different steps train under optimizer.join()"
+                )
 
     def _doing(self) -> str:
         who = f"{node_name(self.node.address)} at step {self.node.run_step}"

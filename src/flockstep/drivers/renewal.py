@@ -18,12 +18,12 @@ from flockstep.arrays.namespace import copied, on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.tracker import Tick, deciding
 from flockstep.errors import PeerLost
-from flockstep.messages import BYE, Address, Message, Note, Notes, server
+from flockstep.messages import BYE, SCRIPT, Address, Message, Note, Notes, server
 from flockstep.nodes import Node, Server, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import ResultPolicy, Strategy
 
-CHANNEL = "/script.servers"
+CHANNEL = f"/{SCRIPT}servers"
 """Channel of `Loop.exchange("servers", …)`; a server's program does not receive its messages."""
 STOPPED, READ, RECALL = "stopped" + CHANNEL, "read" + CHANNEL, "recall" + CHANNEL
 

@@ -272,7 +272,7 @@ class Watch:
                 f"that each worker's own gradient was changed and not the combined one; if they were clipped, use "
                 f"flockstep.clip_grad_norm_(optimizer, max_norm), which clips the combined gradient",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=_script_level(),
             )
         if changed or not self._left:
             self.end()

@@ -384,7 +384,7 @@ class Supervisor:
                 self._hear(link)  # its last messages
             if how is not None and address not in self._gone:
                 step = self.standings[address].step
-                self._lose(address, f"{how} at step {step}" if step else how)
+                self._lose(address, f"{how} at about step {step}" if step else how)
 
     def _lose(self, address: Address, reason: str) -> None:
         self._gone.add(address)
