@@ -192,6 +192,41 @@ def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     assert (odd.groups[0].cores, mean_of(odd.law)) == (3, pytest.approx(0.0163 * 3 / 4, rel=0.01))
 
 
+def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_other_it_is_refused() -> None:
+    notes: list[str] = []
+    flat, plain = {4: 3e-4, 1 << 20: 2e-4}, {4: 1e-4, 1 << 20: 1e-4 + 1e-9 * ((1 << 20) - 4)}
+    wire = calibrate._wire({("0", "1"): flat, ("0", "2"): plain}, 0.0, notes)
+    assert wire.bandwidth == pytest.approx(1e9, rel=1e-3)
+    assert any("1 pair left out" in note for note in notes)
+    with pytest.raises(ConfigurationError, match="which tells no bandwidth; calibrate an idle machine"):
+        calibrate._wire({("0", "1"): flat}, 0.0, [])
+
+
+PROBE = """
+import sys
+from flockstep.launchers.simulate import simulate
+from flockstep.planning import calibrate
+from flockstep.records.config import RunConfig
+from flockstep.records.folder import RunFolder
+if __name__ == "__main__":
+    probe, folder = calibrate.__file__.replace("calibrate.py", "probe.py"), sys.argv[1]
+    strategy = "flockstep_probe(rounds=1)"
+    simulate(RunConfig(kind="simulate", job="softmax", strategy=strategy, workers=2, steps=2, imports=(probe,)), folder)
+    for pair, times in calibrate._figures(RunFolder(folder).read_events()).items():
+        print(*pair, *times)
+"""
+
+
+def test_the_large_message_of_a_small_model_is_large(tmp_path: Path) -> None:
+    """In a process of its own, for the probe registers itself."""
+    script = tmp_path / "script.py"
+    script.write_text(PROBE)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.split() == ["0", "1", "4", str(1 << 20)], done.stderr
+
+
 def test_one_worker_is_compared_with_no_others() -> None:
     notes: list[str] = []
     assert calibrate._sharing([0.01], [0.008], 1, notes) == (1, [0.008])
@@ -238,7 +273,7 @@ def test_the_command_measures_this_machine(tmp_path: Path) -> None:
     assert str(kept) in done.stderr
     shape = load_cluster(out)
     assert (shape.workers, shape.job) == (2, "softmax")
-    assert shape.wires[0].bandwidth > 1e5
+    assert 1e5 < shape.wires[0].bandwidth < 1e12
     assert 1e-7 < shape.message < 1e-2
     assert mean_of(shape.compute()) > 0
     assert set(shape.rates.encode) == {"half"}

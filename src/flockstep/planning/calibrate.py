@@ -28,8 +28,6 @@ from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
 """Gradients measured for each worker alone, and again with all workers at once."""
-SMALL = 1 << 16
-"""Size in bytes below which a message tells little about the bandwidth."""
 ROUNDS = 20
 NEAR = 0.15
 """Relative difference of the slowdown from that of a whole number of cores above which a note is added."""
@@ -78,7 +76,7 @@ def calibrate(
         The description of a cluster of one machine, with notes about the measurement.
 
     Raises:
-        ConfigurationError: a job, transport or codec does not exist, or the counts are too small.
+        ConfigurationError: a job, transport or codec does not exist, counts are too small, or no bandwidth can be told.
     """
     if gradients < 3 or rounds < 1:
         raise ConfigurationError(
@@ -205,11 +203,27 @@ def _message(events: Sequence[Event]) -> float:
 
 
 def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> Wire:
-    """The link of the median pair, from a small and a large message: t = L + b / B + twice the handling time."""
-    latencies, bandwidths, large = [], [], 0
-    for times in found.values():
-        (small, short), (large, long) = sorted(times.items())
-        per_byte = max((long - short) / (large - small), 1e-15)
+    """The link of the median pair, from a small and a large message: t = L + b / B + twice the handling time.
+
+    Raises:
+        ConfigurationError: between no pair the large message took longer than the small one.
+    """
+    told = {pair: sorted(times.items()) for pair, times in found.items()}
+    told = {pair: times for pair, times in told.items() if times[1][1] > times[0][1]}
+    if not told:
+        (small, short), (large, long) = sorted(next(iter(found.values())).items())
+        raise ConfigurationError(
+            f"a message of {large:,} bytes must take longer than one of {small}, got {words.seconds(long)} and "
+            f"{words.seconds(short)}, which tells no bandwidth; calibrate an idle machine, or with more --rounds"
+        )
+    if len(told) < len(found):
+        notes.append(
+            f"{many(len(found) - len(told), 'pair')} left out: a large message took no longer than a small one, which "
+            "tells no bandwidth"
+        )
+    latencies, bandwidths = [], []
+    for (small, short), (large, long) in told.values():
+        per_byte = (long - short) / (large - small)
         latencies.append(max(short - small * per_byte - 2 * message, 0.0))
         bandwidths.append(1 / per_byte)
     for name, values, unit in (
@@ -221,7 +235,7 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
         if high > UNEQUAL * low:
             factor = words.number(high / max(low, 1e-12), 2)
             notes.append(f"pairs differ in {name} by a factor of {factor}: one link says that badly")
-    if large < SMALL:
-        notes.append(f"messages had {large} bytes at the most: the bandwidth is a rough guess, take a larger model")
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
+    if not latency:
+        notes.append("latency is 0: a small message takes no longer than its handling at both ends")
     return Wire("node", ("here",), float(f"{bandwidth:.4g}"), float(f"{latency:.4g}"))

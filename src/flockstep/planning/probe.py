@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import combinations
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from flockstep.strategies.base import Strategy, Traits
 
 BURST = 200
 """Number of successive messages in a measurement of message handling."""
+LARGE = 1 << 20
+"""Least size in bytes of the large message: that of a small model takes hardly longer than one of a single element."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,11 @@ class Probe(Strategy):
     """Half of the steps each worker alone, in turns; half all at once; then messages to and fro between every pair.
 
     Scalars: "one way a b N" is half of the median round trip of N bytes between workers a and b, in seconds: of one
-    element, and of the whole model, since no message may be larger. "message a b" is the time of each of `BURST`
+    element, and of the whole model or `LARGE` bytes, whichever is more. "message a b" is the time of each of `BURST`
     messages of one element that a sends to b in succession: the handling of messages, in which the link does not count.
     """
+
+    largest: ClassVar[int] = LARGE
 
     rounds: int = 20
 
@@ -52,7 +57,7 @@ class Probe(Strategy):
         for pair in combinations(range(me.workers), 2):
             await self._together(me)
             if me.rank in pair:
-                for size in (1, len(me.params)):
+                for size in (1, max(len(me.params), LARGE // me.params.itemsize)):
                     await self._talk(me, pair, np.zeros(size, me.params.dtype))
                 await self._burst(me, *pair)
 
