@@ -17,6 +17,7 @@ from flockstep.planning import calibrate
 from flockstep.planning.fit import fit_records
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rates import measure_operations, measure_rates
+from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Figure, Step
 from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
@@ -158,7 +159,9 @@ def test_a_law_needs_durations() -> None:
             fit_law(wrong)
 
 
-def probed(alone: float, together: float, workers: int = 4, steps: int = 20, cores: int = 2) -> ClusterShape:
+def probed(
+    alone: float, together: float, workers: int = 4, steps: int = 20, cores: int = 2, job: str = "digits"
+) -> ClusterShape:
     """What is made of a probe in which gradients took so long, and messages 100 µs and 1 ns a byte."""
     random = np.random.default_rng(0)
     events: list[Step | Figure] = [
@@ -171,7 +174,7 @@ def probed(alone: float, together: float, workers: int = 4, steps: int = 20, cor
         events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
     events += [Figure(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
     machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
-    found = calibrate._described(events, "digits", workers, "tcp", steps, machine)
+    found = calibrate._described(events, job, workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape
     return found.shape
 
@@ -190,6 +193,27 @@ def test_what_a_probe_found_is_a_link_and_a_number_of_cores() -> None:
     assert probed(0.01, 0.0134, cores=64).groups[0].cores == 3
     odd = probed(0.01, 0.0163)
     assert (odd.groups[0].cores, mean_of(odd.law)) == (3, pytest.approx(0.0163 * 3 / 4, rel=0.01))
+
+
+JOB_FILE = """
+from dataclasses import replace
+from flockstep.drivers.setup import load_job
+
+def job():
+    return replace(load_job("softmax", 0), name="wave")
+"""
+
+
+def test_a_plan_recognizes_the_file_of_which_a_cluster_was_measured(tmp_path: Path) -> None:
+    """By content: the job's own name is not the file's, and another file's job may have the same."""
+    file, other = tmp_path / "mine.py", tmp_path / "other.py"
+    file.write_text(JOB_FILE)
+    other.write_text(f"{JOB_FILE}# of other content\n")
+    shape = probed(0.01, 0.0201, job=str(file))
+    assert Site(task_of(str(file)), shape).seconds is None, "compute says how long its gradients take"
+    assert Site(task_of(str(file), batch=7), shape).seconds is not None
+    assert Site(task_of(str(other)), shape).seconds is not None
+    assert Site(task_of("softmax"), probed(0.01, 0.0201, job="softmax()")).seconds is None
 
 
 def test_pairs_whose_messages_tell_no_bandwidth_are_left_out_and_without_any_other_it_is_refused() -> None:

@@ -18,7 +18,7 @@ from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, measure_rates
-from flockstep.planning.task import task_of
+from flockstep.planning.task import identity, task_of
 from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Figure, Step
@@ -154,7 +154,7 @@ def _described(
         machine.operations,
         float(f"{overhead:.3g}"),
         f"{job} on this machine",
-        job,
+        identity(job),
         machine.rates,
         message,
     )

@@ -29,6 +29,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.planning.calibrate import Calibration
 from flockstep.planning.laws import fit_law
 from flockstep.planning.rehearsal import LEFT_OUT, rehearse
+from flockstep.planning.task import identity
 from flockstep.planning.trust import trusted
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Step
@@ -177,7 +178,7 @@ def fit_records(
             notes.append("that is a poor fit: something else than latency and bandwidth tells between these strategies")
     notes.append("cores, memory, failures and the rates of codecs are in no record; computing is as slow as it was")
     shape = ClusterShape(
-        "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", first.config.job
+        "fitted", groups, wires, law, None, 0.0, f"as in the record of {first.config.job}", identity(first.config.job)
     )
     return Calibration(shape, tuple(notes))
 

@@ -16,7 +16,7 @@ from flockstep.arrays.schema import Schema
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.layers import ModelShape
 from flockstep.costs.reference import MODELS, reference
-from flockstep.drivers.setup import load_job
+from flockstep.drivers.setup import digest, load_job
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import fitted
@@ -31,6 +31,7 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.handling import Work
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
+from flockstep.workloads.base import Workload
 from flockstep.workloads.sampler import steps_for
 
 BATCH = 32
@@ -62,6 +63,8 @@ class Task:
     """Function from a seed to the job of a run; None if only sizes are known, so that nothing can be trained."""
     file: Path | None = field(default=None, compare=False)
     """The Python file of the job; None for a built-in job, or one given as an object."""
+    identity: str | None = None
+    """What `identity` says of the job; None for one given as an object."""
 
     @cached_property
     def lessons(self) -> Lessons:
@@ -108,7 +111,7 @@ class Site:
     @property
     def _measured(self) -> bool:
         """Whether the cluster's compute model was measured with this job."""
-        return self.cluster.job == self.task.name and self.task.usual
+        return self.task.identity is not None and self.cluster.job == self.task.identity and self.task.usual
 
     @property
     def seconds(self) -> float | None:
@@ -227,7 +230,18 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
     def job(seed: int) -> Job:
         return replace(load_job(what, seed) if given is None else given, batch=task.batch)
 
-    return replace(task, job=job, file=Path(what) if given is None and what.endswith(".py") else None)
+    file = Path(what) if given is None and what.endswith(".py") else None
+    return replace(task, job=job, file=file, identity=identity(what))
+
+
+def identity(what: str) -> str:
+    """A job as a cluster's file names it: a workload's expression, or a file's name and the digest of its content.
+
+    The name that a file's job gives itself is no help: two files may give the same.
+    """
+    if what.endswith(".py"):
+        return f"{Path(what).name} {digest(Path(what))}"
+    return str(Workload.parse(what))
 
 
 def _has_job(path: Path) -> bool:
