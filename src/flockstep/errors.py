@@ -39,8 +39,9 @@ class UnknownName(ConfigurationError):
     def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
         """The error for `name`, with the nearest of `known` as the way out."""
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+        alike = {one.lower(): one for one in names}
+        near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
+        hint = f"did you mean {alike[near[0]]!r}?" if near else f"known: {', '.join(names) or 'none'}"
         return cls(f"no {kind} is called {name!r}; {hint}")
 
 

@@ -11,6 +11,7 @@ import pytest
 from flockstep import registry
 from flockstep.cli.app import run
 from flockstep.costs.cluster_reading import load_cluster
+from flockstep.planning.advice import UNCOUNTED
 from flockstep.planning.plan import candidates, plan
 from flockstep.planning.space import knobs
 from flockstep.planning.task import Site, task_of
@@ -76,6 +77,17 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
     assert found["criteria"]["hyper_parameters"] == 2
     assert {one["name"] for one in said["scaling"]} == {"all_reduce", "relay"}
     assert all(len(one["workers"]) == 11 for one in said["scaling"])
+
+
+def test_a_strategy_that_records_no_updates_is_not_advised(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a cell, either, nothing says what its samples are worth, however fast it takes them."""
+    file.write_text(SOURCE.replace("def cell", "def other"))
+    words = ["plan", "softmax", "-c", "lab-1gbit", "-n", str(WORKERS), "-s", "relay", "-s", "all_reduce", "--json"]
+    assert run([*words, "--import", str(file)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "relay" in {one["name"] for one in said["strategies"]}
+    assert {"name": "relay", "why": UNCOUNTED} in said["advice"]["excluded"]
+    assert "all_reduce" not in {one["name"] for one in said["advice"]["excluded"]}
 
 
 def test_it_is_among_all_and_its_step_is_its_messages(file: Path) -> None:

@@ -227,8 +227,10 @@ def test_clusters_are_found_by_name_and_by_path(tmp_path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(GOOD)
     assert load_cluster(file) == load_cluster(str(file)) == read_cluster(GOOD, name="mine")
-    with pytest.raises(UnknownName, match=r"did you mean 'edge'\?.*path of a \.toml file"):
+    with pytest.raises(UnknownName, match=r"did you mean 'edge'\? \(or give the path of a \.toml file\)"):
         load_cluster("egde")
+    with pytest.raises(UnknownName, match=r"did you mean 'here'\?"):
+        load_cluster("hree")
     with pytest.raises(ConfigurationError, match="there is no file"):
         load_cluster(tmp_path / "none.toml")
     file.write_bytes(b"\xff\xfe")

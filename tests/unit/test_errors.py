@@ -39,6 +39,7 @@ def test_wrong_input_is_a_value_error_too():
     [
         ("rnig", ["star", "ring"], "did you mean 'ring'?"),
         ("Ring", ["star", "ring"], "did you mean 'ring'?"),
+        ("RNIG", ["star", "ring"], "did you mean 'ring'?"),
         ("zzz", ["star", "ring"], "known: ring, star"),
         ("fast", ["elastic", "private"], "known: elastic, private"),
         ("zzz", [], "known: none"),

@@ -51,7 +51,8 @@ def load_cluster(name: str | pathlib.Path) -> ClusterShape:
             )
     elif path.suffix != ".toml":
         if str(name) not in names():
-            raise UnknownName(f"{UnknownName.among('cluster', str(name), names())}; or give the path of a .toml file")
+            unknown = UnknownName.among("cluster", str(name), [*names(), HERE])
+            raise UnknownName(f"{unknown} (or give the path of a .toml file)")
         path = FOLDER / f"{name}.toml"
     try:
         text = path.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
     with _guarded(ticket) as guard:
         engine, plan = make()
         release()
-        largest = max(engine.buffers(ticket.address).nbytes, plan.strategy.largest)
+        largest = max(engine.buffers(ticket.address).nbytes, plan.strategy.largest_message)
         member = guard.member = Member(ticket, engine.schema, largest, plan.strategy.notes)
         params = engine.home()
         _warm_up(engine, params, plan, ticket.address)
@@ -53,7 +53,7 @@ def run_server(ticket: Ticket, index: int, strategy: str, optimizer: str, schema
     """Take part in a run as a server; return the exit code of the process."""
     with _guarded(ticket) as guard:
         rule = Strategy.parse(strategy)
-        member = guard.member = Member(ticket, schema, rule.largest, notes_of(rule))
+        member = guard.member = Member(ticket, schema, rule.largest_message, notes_of(rule))
         spec = Optimizer.parse(optimizer)
         spec.load()
         cluster, params = member.join(to_text(rule), to_data(spec), None)

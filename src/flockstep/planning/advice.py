@@ -31,6 +31,8 @@ NEEDS = {
 """Need that a user can name → its meaning."""
 DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
 """Reason for which a strategy is not advised, whatever the needs."""
+UNCOUNTED = "records no updates: what its samples are worth is not known"
+"""Reason for which a strategy without trials is not advised on its speed."""
 LEAVING = {
     "others": "its workers compute on samples of other workers",
     "sent": "its messages contain training samples: the inputs of the first layer",
@@ -93,8 +95,11 @@ def advise(
     needs = asked(outlook, needs)
     refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
     left, excluded = list[Prospect](), list[tuple[str, str]]()
+    tried = {one.strategy: one for one in found if one.trials}
     for one in outlook.prospects:
         why = unfit(one, outlook, needs) or refused.get(one.name)
+        if why is None and not counted(one) and one.name not in tried:
+            why = UNCOUNTED
         if why is None:
             left.append(one)
         else:
@@ -104,7 +109,6 @@ def advise(
     if not left:
         told = say.nothing(outlook, excluded)
         return Advice(None, None, told, (), (), tuple(excluded), needs, worths)
-    tried = {one.strategy: one for one in found if one.trials}
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
     choice = left[0]
     first = choice.name in tried and tried[choice.name].seconds is not None
@@ -206,6 +210,11 @@ def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
     if found.strategy is not None:
         rate /= waiting(found.utilisation, slower(needs))
     return rate / outlook.need(found)
+
+
+def counted(found: Prospect) -> bool:
+    """Whether anything tells what a sample is worth: recorded updates, or the strategy's cell in the taxonomy."""
+    return found.updates or found.workers == 1 or (found.strategy is not None and found.strategy.cell is not None)
 
 
 def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | None:

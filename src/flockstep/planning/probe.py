@@ -33,7 +33,7 @@ class Probe(Strategy):
     messages of one element that a sends to b in succession: the handling of messages, in which the link does not count.
     """
 
-    largest: ClassVar[int] = LARGE
+    largest_message: ClassVar[int] = LARGE
 
     rounds: int = 20
 

@@ -74,6 +74,8 @@ class Prospect:
     source: Literal["rehearsal", "extrapolation"]
     """Source of the figures."""
     notes: tuple[str, ...] = ()
+    updates: bool = True
+    """Whether the rehearsal recorded any update, by which a sample's worth is judged."""
 
     @property
     def lossless(self) -> bool:
@@ -244,6 +246,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         task.nbytes * (2.0 + task.slots) + found.held,
         "rehearsal",
         tuple(said),
+        found.updates,
     )
 
 
@@ -270,6 +273,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
         site.task.nbytes * (2.0 + site.task.slots) + pace.grown(lambda found: found.held, workers),
         "extrapolation",
         (f"from rehearsals with {', '.join(map(str, pace.sizes))} workers, every link as slow as the slowest",),
+        pace.updates,
     )
 
 
@@ -358,6 +362,11 @@ class Pace:
     def grown(self, measure: Callable[[Rehearsal], float], workers: int) -> float:
         """Extrapolate a measure of rehearsals with few workers to `workers` workers."""
         return grown(self.sizes, [measure(self._rehearsed(n, even=True)) for n in self.sizes], workers)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the largest rehearsal recorded any update."""
+        return self._rehearsed(self.sizes[-1], even=True).updates
 
     def at(self, site: Site, workers: int, law: ComputeModel | None = None) -> Moved:
         """Cost of a step of `workers` workers on a site of another model size or bandwidth.

@@ -94,6 +94,8 @@ class Rehearsal:
     """Bytes of the strategy's own state on a worker."""
     spread: float = 1.0
     """Ratio of the step times of the two halves of the rehearsal, at least 1."""
+    updates: bool = True
+    """Whether any node recorded an update."""
 
     @property
     def computing(self) -> float:
@@ -120,6 +122,8 @@ class _Books:
     """Bytes of a worker's state at the end."""
     servers: int = 0
     """Number of servers that may drop gradients; 0 if none are dropped."""
+    updates: bool = False
+    """Whether any node recorded an update."""
 
     @property
     def used(self) -> float:
@@ -132,8 +136,10 @@ class _Books:
             self.steps.append(event)
         elif isinstance(event, Node):
             self.nodes.append(event)
-        elif isinstance(event, Update) and event.staleness is not None:
-            self.staleness.append(event.staleness)
+        elif isinstance(event, Update):
+            self.updates = True
+            if event.staleness is not None:
+                self.staleness.append(event.staleness)
 
     def by_worker(self) -> list[list[Step]]:
         """The steps of each worker, in order."""
@@ -485,6 +491,7 @@ def _summary(counted: list[list[Step]], books: _Books, engine: StandIn, cycle: i
         books.workers,
         books.used,
         engine.factor * books.held,
+        updates=books.updates,
     )
 
 

@@ -64,7 +64,7 @@ class Task:
     file: Path | None = field(default=None, compare=False)
     """The Python file of the job; None for a built-in job, or one given as an object."""
     identity: str | None = None
-    """What `identity` says of the job; None for one given as an object."""
+    """What `identity` says of the job; None if it has no name by which it could be loaded."""
 
     @cached_property
     def lessons(self) -> Lessons:
@@ -220,10 +220,9 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
     if imported is None:
         if what.endswith(".py") and not _has_job(Path(what)):
             return _of_shape(file_shape(what), batch)
-        name = what.partition("(")[0]
-        known = registry.names("workload")
-        if not what.endswith(".py") and name not in known and name not in registry.aliases("workload"):
-            raise UnknownName.among("workload or reference model", name, [*known, *MODELS])
+        if not _loadable(what):
+            known = [*registry.names("workload"), *MODELS]
+            raise UnknownName.among("workload or reference model", what.partition("(")[0], known)
         imported = load_job(what, 0)
     task = _of_job(imported, batch)
 
@@ -231,7 +230,15 @@ def task_of(what: str, batch: int | None = None, imported: Job | None = None) ->
         return replace(load_job(what, seed) if given is None else given, batch=task.batch)
 
     file = Path(what) if given is None and what.endswith(".py") else None
-    return replace(task, job=job, file=file, identity=identity(what))
+    return replace(task, job=job, file=file, identity=identity(what) if _loadable(what) else None)
+
+
+def _loadable(what: str) -> bool:
+    """Whether `what` is a file or the expression of a workload."""
+    return what.endswith(".py") or what.partition("(")[0] in {
+        *registry.names("workload"),
+        *registry.aliases("workload"),
+    }
 
 
 def identity(what: str) -> str:

@@ -55,7 +55,7 @@ class Strategy(Component):
     """Types of the notes sent beside arrays. A key is a message tag ("push", "push/channel") or "reply to TAG"; the
     value is the `Note` class of all messages with that tag.
     """
-    largest: ClassVar[int] = 0
+    largest_message: ClassVar[int] = 0
     """Size in bytes of the largest array that a node sends, if larger than the model."""
 
     @property
