@@ -297,3 +297,30 @@ def test_every_block_of_a_narrow_model_is_watched():
             guard.check()
         parameter.data.view(-1)[-1] = kept
         guard.check()
+
+
+def scaled_step(model: nn.Module, strategy: str) -> None:
+    """A step along gradients that float16 holds only as long as they are scaled."""
+    _, optimizer = start(strategy, model, lr=1e4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    scaler.scale(model(torch.ones(8, 4)).sum() * 1e-8).backward()
+    scaler.step(optimizer)
+    optimizer.finish()
+
+
+def test_a_gradient_scaler_is_refused_where_float16_would_round_unscaled_gradients():
+    """Servers unscale and step in the master copy's dtype."""
+    for model, strategy in (
+        (KINDS["float16-float32"](), "all_reduce"),
+        (Mixed(torch.float16, torch.float16), "ps(bsp)"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"weight is float16; keep parameters in float32 under autocast"):
+            scaled_step(model, strategy)
+    model = KINDS["float16-float32"]()
+    before = values(model)
+    scaled_step(model, "ps(bsp)")
+    assert not torch.equal(model.last.weight, before[-2])
+    bfloat = Mixed()
+    before = values(bfloat)
+    scaled_step(bfloat, "all_reduce")
+    assert not torch.equal(bfloat.last.weight, before[-2])

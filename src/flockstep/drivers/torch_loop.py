@@ -215,7 +215,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self.loop.strategy} had sent a part of the gradients before GradScaler could unscale them; use "
                 "strategy all_reduce, which reads them in step()"
             )
+        if self.__dict__.get("grad_scale") is not None:
+            self._require_unscalable()
         return None if found is None else bool(found)
+
+    def _require_unscalable(self) -> None:
+        """Refuse, as torch does, to divide by a scale what is then rounded to float16, where it would become zero."""
+        own = not self.loop.strategy.traits.server_optimizer or self.flat.schema.dtype == "float16"
+        for entry, parameter in zip(self.flat.schema.entries, self.flat.parameters, strict=True):
+            if own and parameter.dtype is torch.float16:
+                raise ConfigurationError(
+                    f"GradScaler needs gradients that float16 does not round again once they are unscaled, "
+                    f"{entry.name} is float16; keep parameters in float32 under autocast"
+                )
 
     def _unscale(self) -> None:
         scale = self.__dict__.get("grad_scale")
