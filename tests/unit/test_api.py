@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -101,12 +103,55 @@ def test_a_comparison_tells_what_diverged() -> None:
         ({"simulated": True, "lr": 0.1, "lr_grid": (0.1, 0.2)}, "say different things"),
         ({"simulated": True, "lr_grid": (0.1, 0.1)}, "lr_grid must be different numbers > 0"),
         ({"simulated": True, "seeds": 0}, "seeds must be >= 1"),
+        ({"heartbeat": 0}, "heartbeat must be >= 1 s"),
+        ({"transport": ""}, "transport"),
+        ({"simulated": True, "network": ""}, "network"),
+        ({"simulated": True, "compute": ""}, "compute"),
+        ({"strategies": []}, "needs at least one strategy, got none"),
+        ({"strategies": "gossip"}, r"strategies must be a list, got 'gossip'; write \['gossip'\]"),
+        ({"simulated": True, "faults": "drops(0, -1)"}, "faults must be a list"),
+        ({"imports": "mine.py"}, "imports must be a list"),
+        ({"lr_grid": "0.1,0.3"}, "lr_grid must be a list"),
     ],
 )
 def test_arguments_that_would_not_be_used_are_refused(arguments: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigurationError, match=sentence):
-        flockstep.compare("softmax", ["asgd"], steps=3, **arguments)  # type: ignore[arg-type]
+        flockstep.compare("softmax", **{"strategies": ["asgd"], "steps": 3, **arguments})  # type: ignore[arg-type]
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("name", ["faults", "imports"])
+def test_a_text_for_a_list_of_a_single_run_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be a list, got 'one'"):
+        flockstep.simulate("softmax", "asgd", steps=3, **{name: "one"})  # type: ignore[arg-type]
+    if name == "imports":
+        with pytest.raises(ConfigurationError, match="imports must be a list"):
+            flockstep.run("softmax", "asgd", steps=3, imports="one")
+
+
+COMPARISON = 'import flockstep\nflockstep.compare("softmax", ["bsp"], workers=2, steps=2)\n'
+RUN = 'import flockstep\nif __name__ == "__main__":\n    flockstep.run("softmax", "bsp", workers=2, steps=2)\n'
+
+
+def test_an_unguarded_comparison_leaves_one_folder_and_a_sentence() -> None:
+    Path("mine.py").write_text(COMPARISON)
+    ended = subprocess.run([sys.executable, "mine.py"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert 'put the call under if __name__ == "__main__":' in ended.stderr
+    assert len(list(Path("runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("program", [RUN, COMPARISON])
+def test_a_program_from_standard_input_is_refused(program: str) -> None:
+    ended = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, check=False)
+    assert ended.stderr.count("Traceback") == 1
+    assert "must be a file, got <stdin>; write it into a .py file" in ended.stderr
+    assert not Path("runs").exists()
+
+
+def test_a_program_on_the_command_line_may_start_a_run() -> None:
+    ended = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

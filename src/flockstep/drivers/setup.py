@@ -66,9 +66,9 @@ def check(config: RunConfig) -> Strategy:
 def canonical(config: RunConfig) -> RunConfig:
     """The configuration with every component in its shortest form, and with a simulation's default models filled in."""
     if config.kind == "simulate":
-        config = dataclasses.replace(
-            config, compute=config.compute or USUAL_COMPUTE, network=config.network or USUAL_NETWORK
-        )
+        usual = {"compute": USUAL_COMPUTE, "network": USUAL_NETWORK}
+        left_out: dict[str, Any] = {name: text for name, text in usual.items() if getattr(config, name) is None}
+        config = dataclasses.replace(config, **left_out)
     bases = {
         "strategy": Strategy,
         "schedule": Schedule,

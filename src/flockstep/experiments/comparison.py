@@ -8,10 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flockstep.drivers.setup import canonical, check, prepare
 from flockstep.errors import ConfigurationError, Interrupted, RunError
+from flockstep.experiments.arguments import listed
 from flockstep.experiments.folders import folder, slug
 from flockstep.experiments.single import RunResult, carry_out
 from flockstep.planning.check import for_report
@@ -27,6 +28,7 @@ from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 if TYPE_CHECKING:
     from flockstep.strategies.base import Strategy
 
+T = TypeVar("T")
 Execute = Callable[[RunConfig, Path, str, bool], Summary]
 """Function that runs a configuration in a folder, with a title; the last argument: replace the run in the folder."""
 
@@ -43,6 +45,10 @@ class Grid:
     seeds: int = 1
 
     def __post_init__(self) -> None:
+        if not self.strategies:
+            raise ConfigurationError(
+                "a comparison needs at least one strategy, got none; give 'all_reduce' and 'gossip'"
+            )
         if self.seeds < 1:
             raise ConfigurationError(f"seeds must be >= 1 run of each strategy, got {self.seeds}; 5 are usual")
 
@@ -201,24 +207,30 @@ def compare(
         ConfigurationError: an argument is invalid; nothing was started.
         Interrupted: the comparison was interrupted; finished runs are in the report.
     """
+    faults = listed("faults", faults)
     _refuse_idle(simulated, network, compute, faults, until_target, transport, heartbeat, step_timeout)
-    rates = checked_rates(lr_grid, lr)
+    rates = checked_rates(listed("lr_grid", lr_grid), lr)
+    texts = tuple(str(strategy) for strategy in listed("strategies", strategies))
     base = RunConfig(
         kind="simulate" if simulated else "train", job=str(job), strategy="", workers=workers, seed=seed, epochs=epochs,
-        network=(network or USUAL_NETWORK) if simulated else None, faults=tuple(faults),
-        compute=(compute or USUAL_COMPUTE) if simulated else None,
-        transport=None if simulated else transport or "shared_memory",
-        heartbeat=None if simulated else heartbeat or 5.0, step_timeout=step_timeout, steps=steps,
+        network=_usual(network, USUAL_NETWORK if simulated else None), faults=faults,
+        compute=_usual(compute, USUAL_COMPUTE if simulated else None),
+        transport=_usual(transport, None if simulated else "shared_memory"),
+        heartbeat=_usual(heartbeat, None if simulated else 5.0), step_timeout=step_timeout, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target,
         until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
-        imports=tuple(imports),
+        imports=listed("imports", imports),
     )  # fmt: skip
-    grid = Grid(base, tuple(map(str, strategies)), rates, seeds)
+    grid = Grid(base, texts, rates, seeds)
 
     def execute(config: RunConfig, place: Path, title: str, overwrite: bool) -> Summary:
         return carry_out(config, place, overwrite).summary
 
     return carry_out_all(grid, folder(out, f"compare-{job}"), execute, lambda line: None, lambda found: None)
+
+
+def _usual(given: T | None, usual: T | None) -> T | None:
+    return usual if given is None else given
 
 
 def checked_rates(grid: Sequence[float], lr: float | None) -> tuple[float, ...]:
@@ -272,6 +284,10 @@ def carry_out_all(
         ConfigurationError: a strategy or an option is invalid; nothing was started.
         Interrupted: the comparison was interrupted; the same call continues it.
     """
+    if grid.base.kind == "train":
+        from flockstep.launchers.children import refuse_program
+
+        refuse_program()  # before the folder is made
     groups = grid.groups(out)
     planned = [run for group in groups for run in group]
     with owned(out):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flockstep.experiments.arguments import listed
 from flockstep.experiments.folders import folder
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -122,9 +123,9 @@ def simulate(
     """
     config = RunConfig(
         kind="simulate", job=str(job), strategy=str(strategy), workers=workers, network=network, compute=compute,
-        faults=tuple(faults), seed=seed, epochs=epochs, steps=steps, batch=batch, lr=lr, schedule=schedule, split=split,
-        target=target, until_target=until_target, evaluate_every=evaluate_every, result=result, threads=threads,
-        imports=tuple(imports),
+        faults=listed("faults", faults), seed=seed, epochs=epochs, steps=steps, batch=batch, lr=lr, schedule=schedule,
+        split=split, target=target, until_target=until_target, evaluate_every=evaluate_every, result=result,
+        threads=threads, imports=listed("imports", imports),
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite, watch=watch)
 
@@ -190,7 +191,7 @@ def run(
         kind="train", job=str(job), strategy=str(strategy), workers=workers, seed=seed, epochs=epochs, steps=steps,
         batch=batch, lr=lr, schedule=schedule, split=split, target=target, evaluate_every=evaluate_every,
         result=result, transport=transport, heartbeat=heartbeat, step_timeout=step_timeout, threads=threads,
-        imports=tuple(imports),
+        imports=listed("imports", imports),
     )  # fmt: skip
     return carry_out(config, folder(out, f"{job}-{strategy}"), overwrite)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
 from flockstep.errors import ConfigurationError
@@ -199,6 +200,24 @@ def end_if_unguarded() -> None:
     if process.name == NODE:
         os._exit(UNGUARDED)
     raise ConfigurationError(_GUARD)
+
+
+def refuse_program() -> None:
+    """End this process if it is unguarded (see `end_if_unguarded`), and refuse a program that its processes could not
+    import.
+
+    Raises:
+        ConfigurationError: the program is no file, as where Python reads it from standard input; or it is unguarded.
+    """
+    end_if_unguarded()
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    # A module, run with -m, is imported by its name; without a path, as in a notebook, nothing is imported.
+    if path is not None and getattr(main, "__spec__", None) is None and not Path(path).is_file():
+        raise ConfigurationError(
+            f"the processes of a run import the program that starts it, which must be a file, got {path}; "
+            "write it into a .py file and run that, or take python -c or a notebook"
+        )
 
 
 def refuse_unguarded(child: Child) -> None:

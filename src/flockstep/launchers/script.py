@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import from_data
 from flockstep.frameworks.job import import_components
 from flockstep.launchers import begin
-from flockstep.launchers.children import Child, Script, drain_all, end_if_unguarded, fork
+from flockstep.launchers.children import Child, Script, drain_all, fork, refuse_program
 from flockstep.launchers.entry import server_main
 from flockstep.launchers.handles import require_handles
 from flockstep.launchers.supervisor import Outcome, Supervisor
@@ -73,7 +73,7 @@ def launch(
         ConfigurationError: the script does not exist, or the workers do not agree on model and strategy.
         RunError: the run failed; the record is complete up to the failure.
     """
-    end_if_unguarded()
+    refuse_program()
     if not script.is_file():
         raise ConfigurationError(f"there is no script {script}; give the path of a Python file")
     import_components(config.imports)

@@ -17,7 +17,7 @@ from flockstep.drivers.member import Hello, Ticket
 from flockstep.drivers.setup import prepare
 from flockstep.errors import Diverged, FlockstepError, Interrupted
 from flockstep.expression import from_data
-from flockstep.launchers.children import Child, end_if_unguarded, fork
+from flockstep.launchers.children import Child, fork, refuse_program
 from flockstep.launchers.entry import server_main, worker_main
 from flockstep.launchers.evaluation import Evaluator
 from flockstep.launchers.handles import require_handles
@@ -60,7 +60,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
         ConfigurationError: the configuration is invalid; nothing was started.
         RunError: the run failed; the record is complete up to the failure, and its summary names the reason.
     """
-    end_if_unguarded()
+    refuse_program()
     engine, plan, config = prepare(config)
     require_handles(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
