@@ -324,3 +324,54 @@ def test_a_gradient_scaler_is_refused_where_float16_would_round_unscaled_gradien
     before = values(bfloat)
     scaled_step(bfloat, "all_reduce")
     assert not torch.equal(bfloat.last.weight, before[-2])
+
+
+def test_a_master_copy_goes_with_the_model_that_it_was_saved_with():
+    """Else the narrower parameters would be one checkpoint's and the others another's."""
+    _, optimizer = start("all_reduce", Mixed(seed=1))
+    saved = optimizer.state_dict()
+    model, optimizer = start("all_reduce", Mixed(seed=2))
+    before = values(model)
+    with pytest.raises(ConfigurationError, match=r"that of first.weight rounds to others; load the model first"):
+        optimizer.load_state_dict(saved)
+    assert equal(values(model), before)
+    model.load_state_dict(Mixed(seed=1).state_dict())
+    optimizer.load_state_dict(saved)
+    optimizer.sync()
+    step(model, optimizer)
+
+
+def test_a_state_taken_after_the_script_changed_the_model_is_of_the_changed_model():
+    model, optimizer = start("ps(bsp)", Mixed(), lr=0.003)
+    step(model, optimizer)
+    optimizer.finish()
+    own = optimizer.flat.master()
+    assert any(not torch.equal(own[name], p.float()) for name, p in model.named_parameters() if name in own)
+    with torch.no_grad():
+        model.last.weight.fill_(7)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert (saved[1]["master"]["last.weight"] == 7).all()
+    assert torch.equal(saved[1]["master"]["first.weight"], own["first.weight"])
+    other = Mixed(seed=3)
+    other.load_state_dict(saved[0])
+    again, optimizer = start("ps(bsp)", other)
+    optimizer.load_state_dict(saved[1])
+    optimizer.sync()
+    assert equal(values(again), values(model))
+
+
+def test_what_a_hook_prunes_is_zero_in_the_master_copy():
+    model, optimizer = start("local_sgd(100)", Mixed(), lr=0.25)
+    flat = optimizer.flat
+    flat.params += np.random.default_rng(0).normal(0, 1e-4, len(flat.params)).astype(np.float32)
+    optimizer.sync()
+
+    def prune(*_):
+        with torch.no_grad():
+            model.first.weight[:, 0] = 0
+
+    optimizer.inner.register_step_post_hook(prune)
+    step(model, optimizer)
+    weight = flat.master()["first.weight"]
+    assert not weight[:, 0].any()
+    assert (weight[:, 1:] != model.first.weight[:, 1:].float()).any()

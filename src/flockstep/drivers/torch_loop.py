@@ -336,12 +336,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load a state into the original optimizer.
 
         Call `sync()` on every rank afterwards if servers step, or ranks share a gradient, or the state holds a
-        `master`, which sets the parameters too.
+        `master`; the module must have been loaded before from the same checkpoint then.
+
+        Raises:
+            ConfigurationError: `master` is not the master copy of what the module holds.
         """
-        self.inner.load_state_dict(state_dict)
         if "master" in state_dict:
             self.flat.load_master(state_dict["master"])
-            self._guard.unsent = True
+        self.inner.load_state_dict(state_dict)
+        self._guard.unsent |= "master" in state_dict
 
     def _note_loaded(self, _: torch.optim.Optimizer) -> None:
         self._guard.unsent = self._memory.loaded()

@@ -101,7 +101,9 @@ class FlatModule:
         """Apply an optimizer's step on the parameters, taken inside the context, to the flat array.
 
         The flat array keeps what it holds beyond the narrower parameters' precision, added to their values after the
-        step.
+        step, unless that is exactly zero, as a hook that prunes leaves it. A hook that sets or clamps parameters to
+        other values has them in the flat array up to that remainder, at most half the distance of two neighboring
+        values of the dtype at the value before the step.
         """
         self.write_parameters()
         for each in self.narrow:
@@ -110,7 +112,7 @@ class FlatModule:
             yield
         finally:
             for each in self.narrow:
-                self._values[each.part] += each.values
+                self._values[each.part].masked_fill_(each.values == 0, 0).add_(each.values)
 
     def write_gradients(self) -> None:
         """Round the flat array's gradients into the gradients of the parameters that are narrower than the
@@ -129,19 +131,19 @@ class FlatModule:
                 place.copy_(parameter.detach())
                 parameter.data = place
         for each in self.narrow:
-            values = self._values[each.part]
-            values.copy_(torch.where(values.to(each.values.dtype) == each.values, values, each.values))
+            self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
     def master(self) -> Named:
-        """Return name → copy of the flat array's values of each narrower parameter."""
-        views = self.views(self._values)
-        return {self.schema.entries[i].name: views[i].clone() for each in self.narrow for i in each.indices}
+        """Return name → copy of the flat array's values of each narrower parameter, or what a script has set it to."""
+        views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
+        return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
 
     def load_master(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set the flat array, and the parameters, to what `master` returned.
+        """Set the flat array to what `master` returned; the module must hold it, rounded, already.
 
         Raises:
-            ConfigurationError: names or shapes differ from those of the narrower parameters.
+            ConfigurationError: names or shapes differ from those of the narrower parameters, or the values, rounded,
+                from what these hold.
         """
         own = {self.schema.entries[i].name: self.schema.entries[i].shape for each in self.narrow for i in each.indices}
         given = {name: tuple(value.shape) for name, value in values.items()}
@@ -151,10 +153,16 @@ class FlatModule:
                 f"the loaded master copy must have {wrong} as {own.get(wrong, 'no parameter')}, as the model, got "
                 f"{given.get(wrong, 'none')}; load the state of a model of the same shapes and dtypes"
             )
-        for name, view in zip((e.name for e in self.schema.entries), self.views(self._values), strict=True):
+        pairs = list(zip((entry.name for entry in self.schema.entries), self.parameters, strict=True))
+        for name, parameter in pairs:
+            if name in values and not _same(values[name].to(parameter.detach()), parameter.detach()):
+                raise ConfigurationError(
+                    f"the loaded master copy must be that of the module's values, that of {name} rounds to others; "
+                    "load the model first, on every rank, from the same checkpoint, with both states taken at one time"
+                )
+        for (name, _), view in zip(pairs, self.views(self._values), strict=True):
             if name in values:
                 view.copy_(values[name])
-        self.write_parameters()
 
     def drop_gradients(self) -> None:
         """Set every parameter's `.grad` to None."""
@@ -317,6 +325,15 @@ class FlatModule:
             if value.untyped_storage().data_ptr() != base or value.storage_offset() != start + entry.offset:
                 return None
         return first.detach().as_strided((self.schema.size,), (1,), start)
+
+
+def _unrounded(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+    """Return the elements of `wide` that equal those of `narrow` after rounding, elsewhere those of `narrow`."""
+    return torch.where(wide.to(narrow.dtype) == narrow.to(wide.device), wide, narrow.to(wide))
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def native(flat: torch.Tensor) -> FlatArray:
