@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 
 from support.leaks import left, shared, usual_signals
-from support.matrix import covering, values
+from support.matrix import covering, never_chosen, values
 from support.processes import RealRun
 
 settings.register_profile("push", settings.get_profile("ci"), max_examples=25)
@@ -22,7 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `full` what adds to a test of crossed parameters no value, but another combination only."""
     tests = defaultdict[str, list[pytest.Function]](list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("full"):
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if never_chosen(item):
+            raise pytest.UsageError(
+                f"{item.nodeid}: few(…) chooses cases for every push, and the test's own mark full keeps them from it; "
+                f"take the mark or few(…) away"
+            )
+        if not item.get_closest_marker("full"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         kept = covering([values(case) for case in cases])

@@ -18,7 +18,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.launchers.supervisor import GRACE
 from flockstep.records.folder import RunFolder
 from support.matrix import few
-from support.processes import IPC, PATIENCE, Ended, RealRun, wait_until
+from support.processes import PATIENCE, Ended, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -67,13 +67,14 @@ def steps(count):
 FOREVER = 10**9
 
 
-def launched(body: str, folder: Path, workers: int = 2, before: str = NUMPY, seed: int = 0) -> RealRun:
+def launched(
+    body: str, folder: Path, workers: int = 2, before: str = NUMPY, seed: int = 0, transport: str = "ipc"
+) -> RealRun:
     """Most scripts do with numpy what `flockstep.distribute` does with PyTorch: they start ten times as fast."""
     script = folder / "script.py"
     script.write_text(before + body)
-    return RealRun(
-        ["launch", "-n", str(workers), *IPC, "--seed", str(seed), str(script)], folder / "run", torch=before == TORCH
-    )
+    words = ["launch", "-n", str(workers), "--transport", transport, "--seed", str(seed), str(script)]
+    return RealRun(words, folder / "run", torch=before == TORCH)
 
 
 @pytest.mark.full
@@ -328,9 +329,10 @@ steps(2)
 
 @pytest.mark.parametrize("joined", few([True, False], False))
 @pytest.mark.parametrize("kind", few([signal.SIGKILL, signal.SIGINT], signal.SIGKILL))
-def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", few(["ipc", "shared_memory"], "ipc"))
+def test_nothing_outlives_the_launcher(joined: bool, kind: signal.Signals, transport: str, tmp_path: Path) -> None:
     last = f"start(); steps({FOREVER})" if joined else "until('never')"
-    run = launched(f"(HERE / f'here-{{rank}}').touch(); {last}", tmp_path)
+    run = launched(f"(HERE / f'here-{{rank}}').touch(); {last}", tmp_path, transport=transport)
     wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, PATIENCE, "both scripts run")
     if joined:
         run.wait_for_work()

@@ -67,7 +67,6 @@ def test_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "ps(bsp, codec=half, feedback=residual)",
     ),
 )
-@pytest.mark.full
 def test_among_others(strategy: str, tmp_path: Path) -> None:
     models = []
     for moved in (False, True):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.matrix import few
-from support.processes import IPC, Ended, RealRun
+from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -49,10 +49,11 @@ def save(model):
 """
 
 
-def outcome(body: str, folder: Path, workers: int = 2) -> Ended:
+def outcome(body: str, folder: Path, workers: int = 2, transport: str = "ipc") -> Ended:
     script = folder / "script.py"
     script.write_text(BEFORE + body)
-    return RealRun(["launch", "-n", str(workers), *IPC, str(script)], folder / "run", torch=True).end(400)
+    words = ["launch", "-n", str(workers), "--transport", transport, str(script)]
+    return RealRun(words, folder / "run", torch=True).end(400)
 
 
 def models(folder: Path, workers: int = 2) -> list[torch.Tensor]:
@@ -61,8 +62,8 @@ def models(folder: Path, workers: int = 2) -> list[torch.Tensor]:
     return [torch.cat([p.flatten() for p in parameters]) for parameters in saved]
 
 
-def trained(body: str, folder: Path, workers: int = 2) -> list[torch.Tensor]:
-    ended = outcome(body, folder, workers)
+def trained(body: str, folder: Path, workers: int = 2, transport: str = "ipc") -> list[torch.Tensor]:
+    ended = outcome(body, folder, workers, transport)
     assert (ended.code, "Warning" in ended.err) == (0, False), ended.err
     return models(folder, workers)
 
@@ -171,9 +172,12 @@ def plain(scaler: bool, initial: bool) -> dict[str, torch.Tensor]:
         ("bucketed(cap=0.00008, first=0.00004)", False, False),
     ),
 )
-def test_a_loop_with_what_ddp_offers(strategy: str, scaler: bool, initial: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", few(["ipc", "shared_memory"], "ipc"))
+def test_a_loop_with_what_ddp_offers(
+    strategy: str, scaler: bool, initial: bool, transport: str, tmp_path: Path
+) -> None:
     """Clipping, accumulation, a scaler's skipped step and uneven batches: as on one process, after each of them."""
-    results = trained(SCRIPT.format(strategy=strategy, scaler=scaler, initial=initial), tmp_path)
+    results = trained(SCRIPT.format(strategy=strategy, scaler=scaler, initial=initial), tmp_path, transport=transport)
     expected = plain(scaler, initial)
     for phase in ("clip", "no_sync", "scaler", "join"):
         ours = [torch.load(tmp_path / f"{phase}-{rank}") for rank in range(2)]
@@ -214,7 +218,6 @@ save(model)
         ("fused", [1.0, 0.01], [5.00025, 5.00025]),
     ),
 )
-@pytest.mark.full
 def test_what_is_clipped(strategy: str, step: list[float], norms: list[float], tmp_path: Path) -> None:
     """DDP clips the mean (5, 0.05) to (1, 0.01); where no gradient is combined, each worker's own one is clipped."""
     for model in trained(CLIPPED.format(strategy=strategy), tmp_path):

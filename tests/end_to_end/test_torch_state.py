@@ -89,7 +89,6 @@ def test_evaluation_is_equal_on_all_ranks_after_the_end(tmp_path: Path) -> None:
     assert [int(b[2]) for b in buffers] == [6, 6]
 
 
-@pytest.mark.full
 def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
     fine(outcome(NET + BATCH_NORM.format(policy=', buffers="local"'), tmp_path))
     own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")
@@ -127,14 +126,12 @@ save("end", model.state_dict())
         assert torch.equal(end[0][name], end[1][name]), name
 
 
-@pytest.mark.full
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers="newest"'), tmp_path)
     assert ended.code == 2
     assert ended.err == "flockstep: buffers must be mean, rank0 or local, got 'newest'; leave it out for mean\n"
 
 
-@pytest.mark.full
 def test_other_policies_for_buffers_on_other_ranks_are_refused(tmp_path: Path) -> None:
     """The ranks waited for each other for ever."""
     ended = outcome(NET + BATCH_NORM.format(policy=', buffers=["mean", "local"][rank]'), tmp_path)
@@ -293,7 +290,6 @@ optimizer.finish()
 """
 
 
-@pytest.mark.full
 def test_a_run_with_servers_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Parameters and momentum of the servers, saved by rank 0 and loaded again: the same steps in every bit."""
     fine(outcome(PLAIN + GOES_ON, tmp_path))

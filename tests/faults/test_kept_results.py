@@ -80,7 +80,6 @@ for step in range(1_000_000):
 
 
 @pytest.mark.parametrize("fault", few(["interrupt", "fail"], "fail"))
-@pytest.mark.full
 def test_the_newest_model_of_a_launched_script_is_the_result(fault: str, tmp_path: Path) -> None:
     """The only weight counts the steps."""
     (tmp_path / "script.py").write_text(SCRIPT)

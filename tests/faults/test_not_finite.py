@@ -81,7 +81,7 @@ def test_one_element_is_found_wherever_it_is(dtype: str, value: float) -> None:
     assert first_not_finite(array[:0]) == -1
 
 
-@pytest.mark.parametrize("strategy", few(["asgd", "all_reduce", "bucketed(1e-5)"]))
+@pytest.mark.parametrize("strategy", few(["asgd", "all_reduce", "bucketed(1e-5)"], "asgd"))
 def test_a_launched_script_ends_with_the_worker_the_step_and_the_tensor(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(strategy=strategy))
     ended = RealRun(["launch", "-n", "2", *IPC, str(tmp_path / "script.py")], tmp_path / "run", torch=True).end()

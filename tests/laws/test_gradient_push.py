@@ -306,6 +306,11 @@ def test_the_mass_notices_a_cheat():
     assert max(run.simulation.totals) > 4 * UNIT
 
 
+def test_a_graph_with_one_way_and_undirected_edges_is_refused():
+    with pytest.raises(ConfigurationError, match=r"an edge list reads like '0-1 1-2:0.25', or '0>1 1>0' one-way, got"):
+        run_strategy("sgp(graph('0>1:0.2 1>2:0.3 2>3:0.4 3>0:0.5 0-0:1'))", 4, 2)
+
+
 def test_rows_are_not_enough():
     @dataclass(frozen=True)
     class RowsOnly(type(Topology.parse("ring"))):

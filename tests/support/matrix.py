@@ -16,11 +16,21 @@ def few(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     cases = list(cases)
     unknown = [one for one in chosen if one not in cases]
     assert unknown == [], "these are no cases"
+    assert chosen, "choose a case for every push"
     return [case if case in chosen else _full(case) for case in cases]
 
 
 def _full(case: Any) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full)
+
+
+def never_chosen(case: pytest.Function) -> bool:
+    """Whether a case that `few` leaves to `make test-all` belongs to a test that is marked `full` as a whole.
+
+    The chosen cases of such a test would not run at every push either.
+    """
+    by_few = any(mark.name == "full" for mark in case.callspec.marks)
+    return by_few and len(list(case.iter_markers("full"))) > sum(mark.name == "full" for mark in case.callspec.marks)
 
 
 def values(case: pytest.Function) -> Values:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 
 from support.leaks import left, shared
 from support.matrix import covering, each, few
+
+SETTINGS = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def test_each_value_of_crossed_parameters_is_covered_by_as_many_cases_as_the_longest_has_values() -> None:
@@ -33,6 +37,27 @@ def test_few_are_left_without_a_mark() -> None:
     ]
     with pytest.raises(AssertionError, match="these are no cases"):
         few(["a"], "d")
+    with pytest.raises(AssertionError, match="choose a case for every push"):
+        few(["a"])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_mark_that_keeps_the_chosen_from_every_push_is_refused(marked: bool, tmp_path: Path) -> None:
+    case = """
+import pytest
+from support.matrix import few
+
+@pytest.mark.parametrize("n", few([1, 2], 1))
+@pytest.mark.parametrize("k", few([1, 2], 1))
+{mark}
+def test_it(n, k): pass
+"""
+    (tmp_path / "test_it.py").write_text(case.format(mark="@pytest.mark.full" if marked else ""))
+    words = ["-q", "--collect-only", "-m", "not full", "-p", "no:cacheprovider", "-p", "conftest", "-c", str(SETTINGS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert ("the test's own mark full keeps them" in done.stderr, "1/4 tests collected" in done.stdout) == (marked, not marked)
 
 
 def test_all_that_fail_are_told_at_once() -> None:
