@@ -57,7 +57,10 @@ def test_it(n, k): pass
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert ("the test's own mark full keeps them" in done.stderr, "1/4 tests collected" in done.stdout) == (marked, not marked)
+    assert ("the test's own mark full keeps them" in done.stderr, "1/4 tests collected" in done.stdout) == (
+        marked,
+        not marked,
+    )
 
 
 def test_all_that_fail_are_told_at_once() -> None:
