@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -101,7 +102,7 @@ def examine(
         say: called with the name of each part before it is tried.
         limit: time limit of a test in seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="flockstep-doctor-") as place:
+    with tempfile.TemporaryDirectory(prefix="flockstep-") as place:
         tried: list[SelfTestResult] = []
         for test in usual() if tests is None else tests:
             say(test.name)
@@ -269,7 +270,12 @@ def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int
     """Run Python with these arguments; return the exit code (None: time limit exceeded), standard output and standard
     error.
     """
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(place / "kernels"), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(place / "kernels"),
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": str(place),
+    }
     process = subprocess.Popen(  # noqa: S603 - this Python, with arguments of ours
         [sys.executable, *command],
         cwd=place,
@@ -286,6 +292,8 @@ def _carried_out(command: Sequence[str], place: Path, limit: float) -> tuple[int
     except subprocess.TimeoutExpired:
         return None, "", ""
     finally:
-        if process.poll() is None:  # it hangs, or the user has interrupted: its own processes end with it
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # what it started ends with it, whether it has ended itself or not
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        process.communicate()

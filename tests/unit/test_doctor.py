@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,28 @@ def test_what_hangs_is_ended() -> None:
     assert outcomes(python("hung", "import threading; threading.Event().wait()"), limit=0.5) == {
         "hung": ("fails", "no end after 0.5 s")
     }
+
+
+LEAVING = """
+import subprocess, tempfile
+tempfile.mkdtemp(prefix="flockstep-")
+subprocess.Popen(["sh", "-c", "(sleep 6; echo late) > {0}"])
+"""
+"""A test that ends before a process of its own, which holds its output, and that leaves a folder."""
+
+
+def test_what_a_test_leaves_behind_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, fifo = tmp_path / "temporary", tmp_path / "said"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    os.mkfifo(fifo)
+    with os.fdopen(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK), "rb") as said:
+        found = outcomes(python("left", LEAVING.format(fifo)), limit=2.0)
+        os.set_blocking(said.fileno(), True)
+        assert said.read() == b""  # read to the end, which comes when no process can write any more
+    assert found == {"left": ("fails", "no end after 2 s")}
+    assert list(place.iterdir()) == []
 
 
 def test_a_run_with_other_bits_than_its_simulation_fails() -> None:

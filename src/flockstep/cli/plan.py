@@ -207,7 +207,9 @@ def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[st
 
 def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool) -> None:
     if as_json:
-        document = {**_worths(outlook, advice), "advice": advice.document()}
+        from flockstep.experiments.planned import PlanResult
+
+        document = PlanResult(outlook, advice).document()
         if tried is not None:
             from flockstep.cli.search import document as of_trials
 
@@ -221,13 +223,6 @@ def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool)
 
         page.print(table(tried))
     _say(page, outlook, advice, tried)
-
-
-def _worths(outlook: Outlook, advice: Advice) -> dict[str, Any]:
-    """The plan as plain data, with what its strategies are worth."""
-    document = outlook.document()
-    rows = [{**one, "worth": advice.worths[one["name"]]} for one in document["strategies"]]
-    return {**document, "strategies": sorted(rows, key=lambda one: -one["worth"])}
 
 
 def _seconds(hours: float | None) -> float | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
+from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
 from flockstep.launchers.threads import limit_threads
-from flockstep.planning.advice import Advice, advise
+from flockstep.planning.advice import Advice, advise, require_known
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
 from flockstep.planning.task import task_of
@@ -32,8 +33,11 @@ class PlanResult:
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data, for JSON."""
-        return {**self.outlook.document(), "advice": self.advice.document()}
+        """The plan as plain data, for JSON; the strategies by their worth, the best first."""
+        document = self.outlook.document()
+        rows = [{**one, "worth": self.advice.worths[one["name"]]} for one in document["strategies"]]
+        rows.sort(key=lambda one: -one["worth"])
+        return {**document, "strategies": rows, "advice": self.advice.document()}
 
     def write(self, path: Path | str) -> Path:
         """Write the plan as one HTML file, and return its path."""
@@ -79,10 +83,12 @@ def plan(
     """
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")
-    import_components(imports)
+    needs, chosen = listed("need", need), listed("strategies", strategies)
+    require_known(needs)
+    import_components(listed("imports", imports))
     length = None if hours is None else 3600 * hours
-    outlook = predicted(what, cluster, workers, batch, tuple(strategies), length)
-    return PlanResult(outlook, advise(outlook, tuple(need)))
+    outlook = predicted(what, cluster, workers, batch, chosen, length)
+    return PlanResult(outlook, advise(outlook, needs))
 
 
 def predicted(

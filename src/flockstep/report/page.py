@@ -15,7 +15,7 @@ import msgspec
 from flockstep.report.style import Figure
 
 PLOTLY = Path(__file__).parent / "assets" / "plotly-cartesian.min.js.gz"
-"""plotly.js 4.1.1 with lines, bars and heat maps only, as published under that name on npm."""
+"""The cartesian bundle of plotly.js 4.1.1, as published on npm."""
 
 
 @dataclass(frozen=True)
