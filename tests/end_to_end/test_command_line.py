@@ -13,6 +13,7 @@ import pytest
 
 import flockstep
 from flockstep import registry
+from flockstep.cli import options
 from flockstep.cli.app import run
 from flockstep.costs.clusters import names
 from flockstep.costs.reference import MODELS
@@ -64,6 +65,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
+        (["list", "BigDl"], "no kind or component is called 'BigDl'; did you mean 'BigDL'?"),
         (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategy'?"),
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
@@ -230,6 +232,9 @@ def test_one_component_is_listed_with_its_arguments(capsys: pytest.CaptureFixtur
     (row,) = json.loads(out)
     assert row["write"].startswith("topk(")
     assert [argument["name"] for argument in row["arguments"]] == list(fields_of(registry.load("codec", "topk")))
+    code, out, _ = outcome(["list", "BigDL"], capsys)
+    assert (code, "flockstep systems 'BigDL'" in out) == (0, True)
+    assert options.STRATEGY("BigD") == ["BigDL"]
     code, out, _ = outcome(["list", "asgd"], capsys)
     assert "short for ps(consistency=asynchronous)" in out
 

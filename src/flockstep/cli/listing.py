@@ -103,6 +103,7 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
         _show_rows([row for one in (nouns() if noun is None else [noun]) for row in listing(one)], as_json)
         return
     found = [described(one, str(what)) for one in nouns() if what in names(one)]
+    found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalogue(one)]
     if not found:
         raise _unknown(str(what))
     _show_described(found, as_json)
@@ -110,6 +111,7 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
 
 def _unknown(what: str) -> UnknownName:
     known = [*nouns(), *(name for noun in nouns() for name in names(noun))]
+    known += [name for noun in registry.nouns() for name in registry.catalogue(noun)]
     near = difflib.get_close_matches(what, known, n=1, cutoff=0.6)
     return UnknownName.among("kind or component", what, near or nouns())
 
@@ -143,6 +145,12 @@ def _show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
         cells = [*([row["noun"]] if kinds > 1 else []), row["write"], row["summary"]]
         table.add_row(*map(escape, cells))
     output.page().print(table)
+
+
+def _system(noun: str, name: str) -> dict[str, Any]:
+    """A system of the literature, whose name is written like a component's."""
+    about = f"{name} is a system of the literature: flockstep systems '{name}' describes it."
+    return {"noun": noun, "name": name, "write": name, "summary": about, "about": about, "arguments": []}
 
 
 def _show_described(found: list[dict[str, Any]], as_json: bool) -> None:

@@ -22,10 +22,14 @@ TRAINING, PROCESSES, VIRTUAL, OUTPUT = "Training", "Processes", "Virtual time", 
 
 
 def completed(*nouns: str) -> Callable[[str], list[str]]:
-    """Completion of a word by the names and short names of these nouns."""
+    """Completion of a word by the names of these nouns: components, short names and published compositions."""
 
     def complete(incomplete: str) -> list[str]:
-        known = [name for noun in nouns for name in (*registry.names(noun), *registry.aliases(noun))]
+        known = [
+            name
+            for noun in nouns
+            for name in (*registry.names(noun), *registry.aliases(noun), *registry.catalogue(noun))
+        ]
         return [name for name in known if name.startswith(incomplete)]
 
     return complete
