@@ -89,6 +89,26 @@ def test_evaluation_is_equal_on_all_ranks_after_the_end(tmp_path: Path) -> None:
     assert [int(b[2]) for b in buffers] == [6, 6]
 
 
+CONSENSUS = """
+optimizer = flockstep.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), "adpsgd")
+for step in range(12):
+    gradient(step, shift=3.0 * rank)
+    optimizer.step()
+    if step % 3 == 2:
+        with optimizer.consensus():
+            save(f"common-{step}", copy.deepcopy(model.state_dict()))
+optimizer.finish()
+"""
+
+
+def test_replicas_are_averaged_in_the_background_while_ranks_agree_on_buffers(tmp_path: Path) -> None:
+    """The common model was taken for a change by the script, and updates that came meanwhile were undone after it."""
+    fine(outcome(NET + CONSENSUS, tmp_path))
+    for step in (2, 5, 8, 11):
+        one, other = saved(tmp_path, f"common-{step}")
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_local_buffers_stay_where_they_are(tmp_path: Path) -> None:
     fine(outcome(NET + BATCH_NORM.format(policy=', buffers="local"'), tmp_path))
     own, buffers = saved(tmp_path, "own"), saved(tmp_path, "buffers")

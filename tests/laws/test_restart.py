@@ -116,6 +116,17 @@ def test_mass_outlives_restarts():
     assert np.abs(np.array(masses) / TOTAL_MASS @ run.replicas - start.mean(0)).max() < 1e-14
 
 
+@pytest.mark.parametrize("text", ["gossip(1)", "dpsgd"])
+def test_the_dead_stay_dead_after_a_restart(text):
+    """Gossip waited at its end for the dead worker, which a restart had made a peer again."""
+    setting = {"compute": "constant(1)", "network": "1gbit", "seed": 7, "faults": ["dies(2, at=3.5)"]}
+    whole, run = (run_strategy(text, 4, 10, restarts=restarts, **setting) for restarts in ([], [5.5]))
+    for rank in (0, 1, 3):
+        assert run.nodes[rank].view == whole.nodes[rank].view
+        assert 2 not in run.nodes[rank].peers
+    assert (run.replicas == whole.replicas).all()
+
+
 @pytest.mark.parametrize("text", ["asgd", "ps(ssp(2), shards=3)"])
 def test_versions_and_clocks_of_servers_go_on(text):
     run = restarted(text, 4, (5, 12))

@@ -155,7 +155,9 @@ def _simulated(engine: Engine, text: str, replicas: int, steps: int) -> Way:
 
     def run() -> tuple[int, int]:
         events: list[object] = []
-        Simulation(engine, plan, compute, network, events.append).run()
+        simulation = Simulation(engine, plan, compute, network, events.append)
+        simulation.run()
+        simulation.close()
         return replicas * steps, len(events)
 
     return run

@@ -295,9 +295,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not self.loop.finished:
             self._guard.check()
-        own, kept = copied(self.flat.params), self.buffers.packed()
-        self._show(beside(self.loop.common(), self.flat.params))
+        kept, model = self.buffers.packed(), copied(beside(self.loop.common(), self.flat.params))
         self.sync_buffers()
+        own = copied(self.flat.params)  # last: background tasks write to the replica during both exchanges
+        self._show(model)
         try:
             yield
         finally:

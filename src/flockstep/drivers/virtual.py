@@ -28,7 +28,7 @@ from flockstep.drivers.tracker import FINAL, Progress, Tracker
 from flockstep.errors import CompositionError, PeerLost, RunError
 from flockstep.frameworks.base import Engine
 from flockstep.messages import HEADER_BYTES, Address, Mailbox, Message, node_name
-from flockstep.nodes import Node, Server, Worker
+from flockstep.nodes import Node, Server, View, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.programs import NeedGradient
 from flockstep.records.events import Lost
@@ -59,6 +59,8 @@ class Saved:
     sent: dict[Address, int] = field(default_factory=dict)
     gone: tuple[set[Address], ...] = ()
     """The nodes that are dead, the nodes that have left, and the nodes whose leaving the program knows."""
+    view: tuple[int, tuple[int, ...]] | None = None
+    """Epoch and ranks of the workers that the node believes alive; None after the end of a run."""
     tasks: int = 0
     """Number of background tasks that the node has started."""
     taken: dict[str, list[Message]] = field(default_factory=dict)
@@ -156,6 +158,15 @@ class Simulation:
                 runner.close()
                 runner.account.close(self.now, runner.node.params)
 
+    def close(self) -> None:
+        """Free the nodes at once, which refer to each other: nothing of them can be used any more.
+
+        Python's garbage collector would find them late, for it runs seldom in later simulations.
+        """
+        for runner in self.runners.values():
+            vars(runner).clear()
+        self.runners.clear()
+
     def send(self, to: Address, message: Message) -> None:
         """Send a message to the virtual network."""
         self.runners[message.source].account.traffic.sent(message, HEADER_BYTES)
@@ -224,7 +235,8 @@ class Simulation:
         """State from which the node's program can restart, as bytes."""
         node = runner.node
         gone = node.lost, node.departed, node.farewells
-        facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone)
+        view = node.view.epoch, node.view.ranks
+        facts = replace(self._facts(node), mailbox=node.mailbox, sent=node.sent, gone=gone, view=view)
         return to_bytes(replace(facts, tasks=node.started, taken=node.taken))
 
     def _make_nodes(self) -> None:
@@ -284,6 +296,8 @@ class Simulation:
         if saved.mailbox is not None:
             node.mailbox, node.sent = saved.mailbox, saved.sent.copy()
             node.lost, node.departed, node.farewells = saved.gone
+            if saved.view is not None:
+                node.view = View(*saved.view)
             for messages in saved.taken.values():
                 node.mailbox.give_back(messages)
 

@@ -63,4 +63,5 @@ def simulate(
         record.check_whole([None])
         if run.tracker.result is not None:
             record.write_result(run.tracker.result, engine.schema)
+        run.close()
     return record.read_summary()

@@ -201,6 +201,7 @@ class _Stage:
         simulation.run()
         books.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
         books.late = max(0.0, simulation.now - max(step.t for step in books.steps))
+        simulation.close()
         return books, engine
 
 

@@ -319,4 +319,6 @@ def _run(
         return "time"
     except Diverged:
         return "diverged"
+    finally:
+        run.close()
     return "steps"
