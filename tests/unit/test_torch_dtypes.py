@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -375,3 +376,54 @@ def test_what_a_hook_prunes_is_zero_in_the_master_copy():
     weight = flat.master()["first.weight"]
     assert not weight[:, 0].any()
     assert (weight[:, 1:] != model.first.weight[:, 1:].float()).any()
+
+
+def trained_by_servers(
+    narrow: torch.dtype, kind: type[torch.optim.Optimizer], batches: range, saved: tuple[dict, dict] | None = None
+) -> tuple[nn.Module, Any]:
+    """Small gradients, whose squares are zero in float16."""
+    model = Mixed(narrow)
+    if saved:
+        model.load_state_dict(saved[0])
+    optimizer = flockstep.distribute(model, kind(model.parameters(), lr=1e-3), "ps(bsp)")
+    if saved:
+        optimizer.load_state_dict(saved[1])
+        optimizer.sync()
+    for number in batches:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        ((model(x) - x[:, :2]).square().mean() * 0.003).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("narrow", "kind"),
+    [
+        (torch.float16, torch.optim.Adam),
+        (torch.bfloat16, torch.optim.AdamW),
+        (torch.float16, torch.optim.NAdam),
+        (torch.bfloat16, torch.optim.Adagrad),
+    ],
+)
+def test_a_state_holds_what_servers_remember_unrounded(narrow, kind, ended, tmp_path):
+    """A run that goes on from a file equals one that was never stopped, and what would round the state is refused."""
+    model, optimizer = trained_by_servers(narrow, kind, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    squares = [slots.get("exp_avg_sq", slots.get("sum")) for slots in saved[1]["state"].values()]
+    assert any(not square.to(narrow).equal(square) for square in squares)
+    if ended:
+        optimizer.finish()
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    torch.save(saved, tmp_path / "file")
+    whole, _ = trained_by_servers(narrow, kind, range(6))
+    again, optimizer = trained_by_servers(narrow, kind, range(3, 6), torch.load(tmp_path / "file"))
+    assert equal(values(again), values(whole))
+    other = flockstep.distribute(again, kind(again.parameters()), "all_reduce")
+    with pytest.raises(ConfigurationError, match=r"as servers remember it, which b?float16 would round"):
+        other.load_state_dict({**saved[1], "master": other.state_dict()["master"]})
+    inner = kind(again.parameters())
+    inner.load_state_dict(saved[1])
+    with pytest.raises(ConfigurationError, match=r"first.weight has it rounded to b?float16; load what servers"):
+        flockstep.distribute(again, inner, "ps(bsp)")

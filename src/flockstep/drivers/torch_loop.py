@@ -21,6 +21,7 @@ from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_optimizers import base_lr, for_servers, same_settings
+from flockstep.frameworks.torch_state import set_unrounded
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
@@ -340,11 +341,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `master`; the module must have been loaded before from the same checkpoint then.
 
         Raises:
-            ConfigurationError: `master` is not the master copy of what the module holds.
+            ConfigurationError: `master` is not the master copy of what the module holds, or workers would round what
+                servers remembered.
         """
         if "master" in state_dict:
             self.flat.load_master(state_dict["master"])
         self.inner.load_state_dict(state_dict)
+        if self.flat.narrow:
+            set_unrounded(self.inner, state_dict, keep=self.loop.strategy.traits.server_optimizer)
         self._guard.unsent |= "master" in state_dict
 
     def _note_loaded(self, _: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from flockstep.arrays.namespace import on_host
-from flockstep.arrays.schema import FlatArray
+from flockstep.arrays.schema import Entry, FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.frameworks.torch_groups import NUMBERS
@@ -24,6 +24,9 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
     """Return the state of `optimizer` in the layout of the flat array; None before its first step.
 
     `foreign` selects torch's names, for servers that step with torch's own class.
+
+    Raises:
+        ConfigurationError: what the optimizer remembers of a parameter is in a narrower dtype than the flat array's.
     """
     ours = {theirs: name for name, theirs in _NAMES.items()}
     found, groups = OptimizerState(), _groups(optimizer)
@@ -34,6 +37,8 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
             if name in NUMBERS:
                 found.numbers[f"{name}:{groups[id(parameter)]}"] = float(value)
             elif name != "step" and value is not None and (foreign or name in ours):
+                if float(state.get("step", 1)):  # Adagrad has a state before its first step
+                    _require_whole(entry, name, value, flat.schema.dtype)
                 slot = found.slots.setdefault(
                     name if foreign else ours[name], np.zeros(flat.schema.size, flat.schema.dtype)
                 )
@@ -43,7 +48,7 @@ def flat_state(flat: FlatModule, optimizer: torch.optim.Optimizer, foreign: bool
 
 
 def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set the state of `optimizer` to that in `state`, as views of its slots, or copies for narrower parameters."""
+    """Set the state of `optimizer` to that in `state`, as views of its slots, in the flat array's dtype."""
     if not (state.steps and state.slots):
         return
     groups = _groups(optimizer)
@@ -53,11 +58,51 @@ def set_state(flat: FlatModule, optimizer: torch.optim.Optimizer, state: Optimiz
             own["step"] = torch.tensor(float(state.steps))
         for name, slot in state.slots.items():
             part = slot[entry.offset : entry.offset + entry.size]
-            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.detach())
+            own[_NAMES.get(name, name)] = torch.from_numpy(part).reshape(entry.shape).to(parameter.device)
         for key, value in state.numbers.items():
             name, _, group = key.partition(":")
             if int(group) == groups[id(parameter)]:
                 own[name] = torch.tensor(value)
+
+
+def set_unrounded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: bool) -> None:
+    """After `optimizer` has loaded `state`, set what torch rounded to the parameters' dtypes to what it was.
+
+    Without `keep`, for workers whose optimizer steps in the parameters' dtypes, what was rounded is refused instead.
+
+    Raises:
+        ConfigurationError: `keep` is false, and a value was rounded to another one.
+    """
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        own = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(key, {}).items():
+            if not isinstance(value, torch.Tensor) or name not in own or name == "step":
+                continue
+            if value.dtype.itemsize <= own[name].dtype.itemsize:
+                continue
+            if keep:
+                own[name] = value.to(parameter.device)
+            elif not torch.equal(own[name].to(value), value):
+                raise ConfigurationError(
+                    f"the loaded state has {name} of a parameter in {_short(value.dtype)}, as servers remember it, "
+                    f"which {_short(parameter.dtype)} would round; load it under a strategy whose servers step, or go "
+                    "on from the model alone"
+                )
+
+
+def _require_whole(entry: Entry, name: str, value: torch.Tensor, dtype: str) -> None:
+    if value.dtype.itemsize < getattr(torch, dtype).itemsize:
+        raise ConfigurationError(
+            f"servers remember {name} in {dtype}, the state loaded for {entry.name} has it rounded to "
+            f"{_short(value.dtype)}; load what servers remembered after flockstep.distribute, with "
+            "optimizer.load_state_dict() of what that returned, or go on from the model alone"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def packed(state: dict[str, Any], whole: bool = True) -> FlatArray:
