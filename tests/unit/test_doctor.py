@@ -12,6 +12,7 @@ import pytest
 from flockstep import doctor
 from flockstep.cli.app import run
 from flockstep.doctor import Diagnosis, SelfTest, examine, usual
+from support.processes import PATIENCE
 
 NO_TCP = """
 from flockstep.transports.kinds import Tcp
@@ -26,7 +27,7 @@ Tcp.listen = listen
 """As `sitecustomize`, it breaks the transport in every process."""
 
 
-def outcomes(*tests: SelfTest, limit: float = 60.0) -> dict[str, tuple[str, str]]:
+def outcomes(*tests: SelfTest, limit: float = PATIENCE) -> dict[str, tuple[str, str]]:
     return {one.name: (one.status, one.detail) for one in examine(tests, limit=limit).tried}
 
 

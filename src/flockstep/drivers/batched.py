@@ -81,7 +81,7 @@ class BatchedGradients:
 
     def _compute_together(self, ranks: list[int], needs: dict[int, tuple[NeedGradient, Indices]]) -> None:
         steps = [self.nodes[rank].step for rank in ranks]
-        indices = np.concatenate([needs[rank][1] for rank in ranks]).reshape(len(ranks), -1)
+        indices = np.concatenate([needs[rank][1] for rank in ranks]).reshape(len(ranks), len(needs[ranks[0]][1]))
         params = self._pool.gather(self.params, ranks)
         self.losses[ranks] = self._engine.gradients(params, indices, self._pool.take(ranks), ranks, steps)
 
