@@ -35,8 +35,8 @@ from flockstep.codecs.base import Codec
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import Component, fields_of, to_text
 from flockstep.records import config, events, summary
-from flockstep.strategies.base import Optimisation, Scheduling, Strategy, Traits
-from flockstep.systems.catalogue import NOT_YET, System, systems
+from flockstep.strategies.base import Optimization, Scheduling, Strategy, Traits
+from flockstep.systems.catalog import NOT_YET, System, systems
 from flockstep.testing import failure_matrix
 from flockstep.testing.strategies import Sent, run_strategy
 
@@ -46,7 +46,7 @@ import proofs
 ROOT = Path(__file__).parents[1]
 WORKERS, STEPS = 4, 100
 """The run that the traffic column is taken from."""
-OPTIMISATIONS, SCHEDULINGS = typing.get_args(Optimisation), typing.get_args(Scheduling)
+OPTIMIZATIONS, SCHEDULINGS = typing.get_args(Optimization), typing.get_args(Scheduling)
 WORDS = {"central": "gradients or updates, for one model", "decentral": "models, of replicas that differ"}
 CLASSES = {1: "1 synchronous", 2: "2 bounded delay", 3: "3 unbounded delay", 4: "4 partial"}
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -90,9 +90,9 @@ def families() -> str:
     for name in registry.names("strategy"):
         cell = registry.load("strategy", name)().cell
         if cell is not None:
-            found.setdefault((cell.optimisation, cell.scheduling), []).append(_code(name))
-    order = sorted(found.items(), key=lambda item: (OPTIMISATIONS.index(item[0][0]), SCHEDULINGS.index(item[0][1])))
-    rows = [(WORDS[optimisation], scheduling, ", ".join(names)) for (optimisation, scheduling), names in order]
+            found.setdefault((cell.optimization, cell.scheduling), []).append(_code(name))
+    order = sorted(found.items(), key=lambda item: (OPTIMIZATIONS.index(item[0][0]), SCHEDULINGS.index(item[0][1])))
+    rows = [(WORDS[optimization], scheduling, ", ".join(names)) for (optimization, scheduling), names in order]
     return table(("what is exchanged", "scheduling", "strategies"), rows)
 
 

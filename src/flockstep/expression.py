@@ -91,7 +91,7 @@ def parse(text: str, base: type[C]) -> C:
         component = _from_tree(_read(text), base, base.noun)
     except (SyntaxError, RecursionError):
         if re.fullmatch(r"[\w-]{1,40}", text.strip()):  # a misspelled name, such as 1gbit, that is not an identifier
-            known = [*registry.names(base.noun), *registry.aliases(base.noun), *registry.catalogue(base.noun)]
+            known = [*registry.names(base.noun), *registry.aliases(base.noun), *registry.catalog(base.noun)]
             raise UnknownName.among(base.noun, text.strip(), known) from None
         shown = repr(text if len(text) <= 80 else text[:80] + "…")
         raise ConfigurationError(f"cannot read {shown} as a {base.noun}; write it like {_example(base)}") from None

@@ -529,7 +529,7 @@ class Worker(Peer):
         """
         return self._gradient(NeedGradient(samples=(start, stop), closes=last))
 
-    def gradient_towards(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
+    def gradient_toward(self, teachers: Sequence[Array], weight: float) -> Awaitable[Array]:
         """Compute the mean gradient of loss + weight × distance to the mean prediction of `teachers`.
 
         Needs a declared job.

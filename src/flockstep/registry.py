@@ -24,9 +24,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "eamsgd": "flockstep.strategies.eamsgd:ElasticMomentum",
         "tree_easgd": "flockstep.strategies.tree_easgd:TreeElasticAveraging",
         "deepspark": "flockstep.strategies.deepspark:AdaptiveElasticAveraging",
-        "mpca": "flockstep.strategies.mpca:PenalisedAveraging",
+        "mpca": "flockstep.strategies.mpca:PenalizedAveraging",
         "gossip": "flockstep.strategies.gossip:Gossip",
-        "dpsgd": "flockstep.strategies.neighbour_averaging:NeighbourAveraging",
+        "dpsgd": "flockstep.strategies.neighbor_averaging:NeighborAveraging",
         "adpsgd": "flockstep.strategies.pairwise:PairwiseAveraging",
         "sgp": "flockstep.strategies.gradient_push:GradientPush",
         "broadcast": "flockstep.strategies.broadcast:Broadcast",
@@ -140,9 +140,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "B8": "flockstep.claims.b08_partial_communication:PartialCommunication",
         "B9": "flockstep.claims.b09_feedback_needs_contraction:FeedbackNeedsContraction",
         "C1": "flockstep.claims.c01_sparse_speed_up:SparseSpeedUp",
-        "C2": "flockstep.claims.c02_neighbours_on_slow_networks:NeighboursOnSlowNetworks",
+        "C2": "flockstep.claims.c02_neighbors_on_slow_networks:NeighborsOnSlowNetworks",
         "C3": "flockstep.claims.c03_local_sgd_bytes:LocalSgdBytes",
-        "C4": "flockstep.claims.c04_post_local:PostLocalGeneralises",
+        "C4": "flockstep.claims.c04_post_local:PostLocalGeneralizes",
         "C5": "flockstep.claims.c05_diloco:Diloco",
         "C6": "flockstep.claims.c06_deep_gradient_compression:DeepGradientCompression",
         "C7": "flockstep.claims.c07_power_sgd:PowerSgdAccuracy",
@@ -291,7 +291,7 @@ _ALIASES: dict[str, dict[str, str]] = {
     "codec": {"float16": "half", "fp16": "half", "bf16": "bfloat16"},
 }
 
-_CATALOGUES = {"strategy": "flockstep.systems.catalogue"}
+_CATALOGS = {"strategy": "flockstep.systems.catalog"}
 """Noun → module with further names: `names()`, and `expression(name)` for the expression of a name."""
 
 _loaded: dict[tuple[str, str], Any] = {}
@@ -316,15 +316,15 @@ def aliases(noun: str) -> dict[str, str]:
 def alias(noun: str, name: str) -> str | None:
     """The expression of a short name; None if there is none."""
     short = _ALIASES.get(noun, {}).get(name)
-    if short is None and noun in _CATALOGUES and name not in _TABLE[noun] and "(" not in name:
-        found: str | None = importlib.import_module(_CATALOGUES[noun]).expression(name)
+    if short is None and noun in _CATALOGS and name not in _TABLE[noun] and "(" not in name:
+        found: str | None = importlib.import_module(_CATALOGS[noun]).expression(name)
         return found
     return short
 
 
-def catalogue(noun: str) -> list[str]:
+def catalog(noun: str) -> list[str]:
     """Names of published compositions that may be used for a `noun`."""
-    return list(importlib.import_module(_CATALOGUES[noun]).names()) if noun in _CATALOGUES else []
+    return list(importlib.import_module(_CATALOGS[noun]).names()) if noun in _CATALOGS else []
 
 
 def register(noun: str, name: str, target: type) -> None:
@@ -361,7 +361,7 @@ def load(noun: str, name: str) -> Any:
             raise ConfigurationError(
                 f"{name} takes no arguments, being short for {short}; write that, with yours in it"
             )
-        raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalogue(noun)])
+        raise UnknownName.among(noun, name, [*table, *_ALIASES.get(noun, {}), *catalog(noun)])
     key = noun, name
     if key not in _loaded:
         module, _, attribute = table[name].partition(":")

@@ -22,10 +22,10 @@ from flockstep.testing import strategies as checks
 from flockstep.testing.strategies import check_strategy, run_strategy
 
 DIFFERS_ALONE = {
-    "easgd": "its worker is tied to the centre",
-    "easgd_sync": "its worker is tied to the centre",
-    "eamsgd": "its worker is tied to the centre",
-    "deepspark": "its worker is tied to the centre",
+    "easgd": "its worker is tied to the center",
+    "easgd_sync": "its worker is tied to the center",
+    "eamsgd": "its worker is tied to the center",
+    "deepspark": "its worker is tied to the center",
     "epoch_server": "epochs end before their last batch",
     "overlap_local_sgd": "it is pulled back to where it was",
     "sandblaster": "it is not SGD",
@@ -72,7 +72,7 @@ def test_synchronous_strategies_conform_on_each_collective(strategy, name):
 
 
 @pytest.mark.parametrize("name", registry.names("topology"))
-def test_neighbour_averaging_conforms_on_each_topology(name):
+def test_neighbor_averaging_conforms_on_each_topology(name):
     check_strategy(Strategy.parse(f"dpsgd({name})"), workers=(1, 2, 4, 6))
 
 

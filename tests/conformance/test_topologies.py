@@ -137,8 +137,8 @@ class Looped(RingGraph):
 
 @dataclass(frozen=True)
 class OneWay(RingGraph):
-    def neighbours(self, n, rank):
-        return [j for j in super().neighbours(n, rank) if j > rank]
+    def neighbors(self, n, rank):
+        return [j for j in super().neighbors(n, rank) if j > rank]
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ def test_ring_shrinks_disagreement_by_its_second_eigenvalue(n):
 def test_small_rings():
     assert RingGraph().weights(1).tolist() == [[1.0]]
     assert RingGraph().weights(2).tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    assert RingGraph().neighbours(1, 0) == []
-    assert RingGraph().neighbours(2, 1) == [0]
-    assert RingGraph().neighbours(5, 0) == [1, 4]
+    assert RingGraph().neighbors(1, 0) == []
+    assert RingGraph().neighbors(2, 1) == [0]
+    assert RingGraph().neighbors(5, 0) == [1, 4]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
@@ -227,7 +227,7 @@ def test_complete_averages_exactly(n):
 def test_star_gives_the_leaves_their_own_weight():
     weights = StarGraph().weights(4)
     assert np.allclose(np.diag(weights), [0.25, 0.75, 0.75, 0.75])
-    assert StarGraph().neighbours(4, 2) == [0]
+    assert StarGraph().neighbors(4, 2) == [0]
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_torus_is_near_square(n, expected):
     assert sides(n) == expected
 
 
-def test_torus_neighbours():
+def test_torus_neighbors():
     # Worker 5 of 3 × 4 sits in row 1, column 1.
-    assert TorusGraph().neighbours(12, 5) == [1, 4, 6, 9]
-    assert TorusGraph().neighbours(6, 0) == [1, 2, 3]
-    assert TorusGraph().neighbours(4, 0) == [1, 2]
+    assert TorusGraph().neighbors(12, 5) == [1, 4, 6, 9]
+    assert TorusGraph().neighbors(6, 0) == [1, 2, 3]
+    assert TorusGraph().neighbors(4, 0) == [1, 2]
     assert {TorusGraph().graph(16).degree[i] for i in range(16)} == {4}
 
 
@@ -252,10 +252,10 @@ def test_torus_refuses_primes_with_a_way_out(n):
     check_topology(TorusGraph(), sizes=[n - 1, n + 1])
 
 
-def test_exponential_neighbours_are_powers_of_two_away():
-    assert ExponentialGraph().neighbours(16, 0) == [1, 2, 4, 8, 12, 14, 15]
-    assert ExponentialGraph().neighbours(5, 0) == [1, 2, 3, 4]
-    assert ExponentialGraph().neighbours(2, 0) == [1]
+def test_exponential_neighbors_are_powers_of_two_away():
+    assert ExponentialGraph().neighbors(16, 0) == [1, 2, 4, 8, 12, 14, 15]
+    assert ExponentialGraph().neighbors(5, 0) == [1, 2, 3, 4]
+    assert ExponentialGraph().neighbors(2, 0) == [1]
 
 
 def test_gaps_of_64_workers_are_ordered_as_known():

@@ -72,7 +72,7 @@ with flockstep.join() as comm:
         assert np.concatenate(comm.all_gather(comm.reduce_scatter(x, codec=codec))).tolist() == total.ravel().tolist()
         reduced = comm.reduce(x, codec=codec)
         assert (reduced == total).all() if rank == 0 else reduced is None
-        comm.neighbour_average(x, codec=codec)
+        comm.neighbor_average(x, codec=codec)
         window.put(right, x, codec=codec)
         window.fence()
         assert (window.array == x - rank + left).all()

@@ -239,7 +239,7 @@ def steps(count):
         loop.gradients[:] = params
         loop.step()
 
-steps(9 + rank * UNEVEN)  # towards 0 from 8
+steps(9 + rank * UNEVEN)  # toward 0 from 8
 assert (params < 8).all()
 params[:] = -64 - rank
 loop.renew(None)
@@ -276,7 +276,7 @@ assert (params < 0).all(), params
     ),
 )
 def test_nothing_of_the_old_model_comes_back(strategy: str, uneven: int, tmp_path: Path) -> None:
-    """Centres, caches, masses, ledgers and what is on its way hold positive numbers; the new model has none."""
+    """Centers, caches, masses, ledgers and what is on its way hold positive numbers; the new model has none."""
     script = tmp_path / "script.py"
     script.write_text(RENEWED.replace("STRATEGY", strategy).replace("UNEVEN", str(uneven)))
     ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()

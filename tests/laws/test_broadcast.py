@@ -168,9 +168,9 @@ def test_homogeneous_workers_follow_large_batch_sgd(lr):
     steps, job = round(2 / lr), bowl_job(f"sgd(lr={lr})")
     options = {"steps": steps, "job": job, "compute": "constant(1)", "network": "ideal"}
     large, near, sums = (run_strategy(s, 4, **options).result for s in ("all_reduce", "broadcast(0.25)", "broadcast"))
-    travelled = np.linalg.norm(large - Bench(job=job).start())
-    assert np.linalg.norm(near - large) < 2 * lr * travelled
-    assert np.linalg.norm(sums - large) > 0.3 * travelled  # the sum of updates is another thing
+    traveled = np.linalg.norm(large - Bench(job=job).start())
+    assert np.linalg.norm(near - large) < 2 * lr * traveled
+    assert np.linalg.norm(sums - large) > 0.3 * traveled  # the sum of updates is another thing
 
 
 def test_the_range_of_exact_sums_is_watched():
@@ -230,7 +230,7 @@ class PlainFloats(Broadcast):
 
 @dataclass(frozen=True)
 class ReceiverSteps(Broadcast):
-    """Negative control: gradients travel, and each receiver puts them through an optimiser of its own."""
+    """Negative control: gradients travel, and each receiver puts them through an optimizer of its own."""
 
     async def worker(self, me):
         while me.training:

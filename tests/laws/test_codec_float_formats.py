@@ -41,7 +41,7 @@ def test_bfloat16_leaves_two_bytes_as_they_are(dtype):
 
 @pytest.mark.oracle("codec:natural")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_natural_is_a_neighbouring_power_of_two(dtype):
+def test_natural_is_a_neighboring_power_of_two(dtype):
     x = wide(np.dtype(dtype).name, 1000)
     x[np.abs(x) < np.finfo(dtype).tiny] = 0
     seen = trip(Natural(), x, 3).astype(np.float64)

@@ -138,7 +138,7 @@ def test_no_feedback_keeps_nothing():
 
 @dataclass(frozen=True)
 class Truncates(Half):
-    """Towards zero instead of to the nearest."""
+    """Toward zero instead of to the nearest."""
 
     def encode(self, array, random):
         nearest = np.frombuffer(super().encode(array, random), np.float16)

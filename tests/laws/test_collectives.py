@@ -70,7 +70,7 @@ def doubling_sum(given):
     for extra in range(power, len(given)):
         rows[extra - power] += given[extra]
     while len(rows) > 1:
-        half = len(rows) // 2  # the order in which pairs meet: neighbours first
+        half = len(rows) // 2  # the order in which pairs meet: neighbors first
         rows = [rows[2 * i] + rows[2 * i + 1] for i in range(half)]
     return rows[0]
 

@@ -183,7 +183,7 @@ def test_a_dead_worker_or_a_lost_message_is_noticed(name, fault):
 
 @dataclass(frozen=True)
 class WrongPartner(RecursiveDoubling):
-    """Negative control: in the last round the partner is one's neighbour again."""
+    """Negative control: in the last round the partner is one's neighbor again."""
 
     async def all_reduce(self, me, array):
         for distance in (1, 1):

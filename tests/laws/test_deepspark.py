@@ -25,9 +25,9 @@ def adapted(alpha, before, now, factor, improvement, low, high):
 
 
 def oracle(n, period, alpha, factor, improvement, low, high, steps):
-    """Replicas, centre and every alpha used, where messages take no time: exchanges happen one after the other."""
+    """Replicas, center and every alpha used, where messages take no time: exchanges happen one after the other."""
     bench = Bench(n, small_job())
-    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     rates, before, losses = [alpha] * n, [None] * n, [[] for _ in range(n)]
     due, used = [(0.0, rank, 0) for rank in range(n)], []
@@ -42,19 +42,19 @@ def oracle(n, period, alpha, factor, improvement, low, high, steps):
                     rates[rank] = adapted(rates[rank], before[rank], now, factor, improvement, low, high)
                     before[rank], losses[rank] = now, []
                 used.append((rank, rates[rank]))
-                delta = np.float32(rates[rank]) * (w[rank] - centre)
+                delta = np.float32(rates[rank]) * (w[rank] - center)
                 w[rank] -= delta
-                centre += delta
+                center += delta
             batch = bench._samplers[rank].next()
             losses[rank].append(float(bench.engine.gradient(w[rank], batch, g[rank], rank)))
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
-    return w, centre, used
+    return w, center, used
 
 
 def agrees(strategy, expected, n=3, steps=40):
     run = run_strategy(strategy, n, steps, network="ideal")
-    w, centre, used = expected
-    exact = equal_bits(run.server, centre) and equal_bits(run.replicas, np.stack(w))
+    w, center, used = expected
+    exact = equal_bits(run.server, center) and equal_bits(run.replicas, np.stack(w))
     return exact and np.array_equal(alphas(run), used)
 
 
@@ -118,7 +118,7 @@ def test_at_most_twice_0_9_over_the_workers(n, most):
 
 @pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
 @pytest.mark.parametrize("order", ["survey", "paper"])
-def test_exchanges_conserve_the_sum_of_replicas_and_centre(network, order):
+def test_exchanges_conserve_the_sum_of_replicas_and_center(network, order):
     start = np.random.default_rng(0).normal(size=(3, 8))
     strategy = f"deepspark(1, 0.3, {order})"
     run = run_strategy(strategy, 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start, network=network)

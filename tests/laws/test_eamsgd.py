@@ -18,10 +18,10 @@ F = np.float32
 
 
 def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
-    """Replicas, velocities and centre where messages take no time: exchanges happen one after the other."""
+    """Replicas, velocities and center where messages take no time: exchanges happen one after the other."""
     bench = Bench(n, small_job())
-    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
-    v = [np.zeros_like(centre) for _ in range(n)]
+    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    v = [np.zeros_like(center) for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, late = [(0.0, rank, 0) for rank in range(n)], {}
     while due:
@@ -34,8 +34,8 @@ def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
             w[rank] -= late.pop(rank, 0)
         if step < steps:
             if step % period == 0:
-                delta = F(alpha) * (w[rank] - centre)
-                centre += delta
+                delta = F(alpha) * (w[rank] - center)
+                center += delta
                 if order == "survey":
                     w[rank] -= delta
                 else:
@@ -44,15 +44,15 @@ def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
             w[rank] += v[rank]
             g[rank] = bench.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
-    return w, v, centre
+    return w, v, center
 
 
 def agrees(strategy, expected, job, n=3, steps=15):
-    """Whether replicas, velocities and centre end as expected, in every bit."""
+    """Whether replicas, velocities and center end as expected, in every bit."""
     run = run_strategy(strategy, n, steps, job=job, network="ideal")
-    w, v, centre = expected
+    w, v, center = expected
     states = [run.nodes[rank].state.v for rank in range(n)]
-    return equal_bits(run.server, centre) and all(
+    return equal_bits(run.server, center) and all(
         equal_bits(run.replicas[rank], w[rank]) and equal_bits(states[rank], v[rank]) for rank in range(n)
     )
 
@@ -100,7 +100,7 @@ def test_it_sends_what_easgd_sends():
 
 
 @pytest.mark.parametrize("order", ["survey", "paper"])
-def test_exchanges_conserve_the_sum_of_replicas_and_centre(order):
+def test_exchanges_conserve_the_sum_of_replicas_and_center(order):
     start = np.random.default_rng(0).normal(size=(3, 8))
     run = run_strategy(f"eamsgd(1, 0.3, {order})", 3, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
     assert not equal_bits(run.replicas, start)
@@ -127,7 +127,7 @@ class Polyak(ElasticMomentum):
 
 @dataclass(frozen=True)
 class Doubled(ElasticMomentum):
-    """Negative control: the job's optimiser steps, with a momentum of its own."""
+    """Negative control: the job's optimizer steps, with a momentum of its own."""
 
     async def step(self, me):
         me.state.v *= F(self.momentum)
@@ -147,7 +147,7 @@ def test_the_oracle_notices_another_momentum(broken):
 
 
 @pytest.mark.parametrize("optimizer", ["adam(lr=0.01)", "sgd(lr=0.1, momentum=0.9, dampening=0.1)"])
-def test_an_optimiser_that_it_cannot_stand_in_for_is_refused(optimizer):
+def test_an_optimizer_that_it_cannot_stand_in_for_is_refused(optimizer):
     with pytest.raises(CompositionError, match="eamsgd brings the momentum itself"):
         run_strategy("eamsgd", 2, 3, job=small_job(optimizer))
 

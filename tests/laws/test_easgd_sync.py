@@ -16,26 +16,26 @@ from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strate
 
 
 def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
-    """Replicas and centre, from equations 5 and 6 as they stand."""
+    """Replicas and center, from equations 5 and 6 as they stand."""
     bench = Bench(n, small_job(optimizer))
-    w, centre = [bench.start() for _ in range(n)], bench.start()
+    w, center = [bench.start() for _ in range(n)], bench.start()
     steppers = [bench.stepper(replica) for replica in w]
     for step in range(steps):
-        before, old = [replica.copy() for replica in w], centre.copy()
+        before, old = [replica.copy() for replica in w], center.copy()
         for rank in range(n):
             steppers[rank].step(w[rank], bench.gradient(rank, before[rank]))
             if step % period == 0:
                 delta = np.float32(alpha) * (before[rank] - old)
                 w[rank] -= delta
-                centre += delta
-    return w, centre
+                center += delta
+    return w, center
 
 
 def agrees(strategy, expected, n, steps=15, **options):
-    """Whether replicas and centre end as expected, in every bit."""
+    """Whether replicas and center end as expected, in every bit."""
     run = run_strategy(strategy, n, steps, **options)
-    replicas, centre = expected
-    return equal_bits(run.result, run.server, centre) and all(
+    replicas, center = expected
+    return equal_bits(run.result, run.server, center) and all(
         equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True)
     )
 
@@ -55,8 +55,8 @@ def test_alpha_is_a_share_of_0_9_unless_it_is_given(n):
     assert agrees("easgd_sync", oracle(n, 1, 0.9 / n, 15), n)
 
 
-def test_the_centre_moves_by_beta_towards_the_mean():
-    """centre ← (1 - beta) centre + beta mean_i w_i with beta = p alpha."""
+def test_the_center_moves_by_beta_toward_the_mean():
+    """center ← (1 - beta) center + beta mean_i w_i with beta = p alpha."""
     start = np.random.default_rng(0).normal(size=(4, 8))
     run = run_strategy("easgd_sync(1, 0.2)", 4, 1, job=bowl_job("sgd(lr=0)", start=2), replicas=start)
     assert np.allclose(run.server, 0.2 * 2 + 0.8 * start.mean(0), rtol=1e-14)
@@ -64,7 +64,7 @@ def test_the_centre_moves_by_beta_towards_the_mean():
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
-def test_exchanges_conserve_the_sum_of_replicas_and_centre(n):
+def test_exchanges_conserve_the_sum_of_replicas_and_center(n):
     start = np.random.default_rng(0).normal(size=(n, 8))
     run = run_strategy("easgd_sync(2)", n, 12, job=bowl_job("sgd(lr=0)"), replicas=start)
     assert not equal_bits(run.replicas, start)
@@ -104,7 +104,7 @@ def test_the_exchange_is_over_before_the_gradient_is():
 
 @dataclass(frozen=True)
 class GaussSeidel(SynchronousElasticAveraging):
-    """Negative control: the centre moves for one worker after the other, each of which sees where it is by then."""
+    """Negative control: the center moves for one worker after the other, each of which sees where it is by then."""
 
     async def master(self, me):
         n, here = me.cluster.workers, {}
@@ -113,7 +113,7 @@ class GaussSeidel(SynchronousElasticAveraging):
                 here[message.source] = message
             if len(here) == n:
                 for rank in range(n):
-                    me.send(rank, "centre", me.params)
+                    me.send(rank, "center", me.params)
                     me.params += self.rate(n) * (here[rank].payload - me.params)
                 here.clear()
 
@@ -126,7 +126,7 @@ class AfterTheStep(SynchronousElasticAveraging):
         while me.training:
             me.optimizer_step(await me.gradient())
             me.send(MASTER, "model", me.params)
-            me.params -= self.rate(me.workers) * (me.params - (await me.receive("centre", MASTER)).payload)
+            me.params -= self.rate(me.workers) * (me.params - (await me.receive("center", MASTER)).payload)
 
 
 @pytest.mark.parametrize("broken", [GaussSeidel, AfterTheStep])
@@ -137,7 +137,7 @@ def test_the_oracle_notices_another_order(broken):
     assert not agrees(broken(1, 0.3), expected, 3)
 
 
-def test_a_centre_that_would_overshoot_is_refused():
+def test_a_center_that_would_overshoot_is_refused():
     with pytest.raises(ConfigurationError, match=r"beta = workers × alpha must be <= 1, got 4 × 0.3; use alpha=0.225"):
         run_strategy("easgd_sync(1, 0.3)", 4)
 

@@ -20,9 +20,9 @@ STILL = bowl_job("sgd(lr=0)")
 
 
 def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
-    """Replicas and centre where messages take no time: exchanges happen one after the other."""
+    """Replicas and center where messages take no time: exchanges happen one after the other."""
     bench = Bench(n, small_job(optimizer))
-    w, centre, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
     steppers = [bench.stepper(replica) for replica in w]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, late = [(0.0, rank, 0) for rank in range(n)], {}
@@ -33,15 +33,15 @@ def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
             w[rank] -= late.pop(rank, 0)
         if step < steps:
             if step % period == 0:
-                delta = np.float32(alpha) * (w[rank] - centre)
-                centre += delta
+                delta = np.float32(alpha) * (w[rank] - center)
+                center += delta
                 if order == "survey":
                     w[rank] -= delta
                 else:
                     late[rank] = delta
             g[rank] = bench.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
-    return w, centre
+    return w, center
 
 
 @pytest.mark.parametrize(("n", "period", "alpha"), [(1, 1, 0.5), (1, 4, 0.1), (3, 1, 0.3), (4, 3, 0.225)])
@@ -51,8 +51,8 @@ def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
 def test_equals_the_oracle(n, period, alpha, optimizer, order):
     job = small_job(optimizer)
     run = run_strategy(f"easgd({period}, {alpha}, {order})", n, 15, job=job, network="ideal")
-    replicas, centre = oracle(n, period, alpha, 15, optimizer, order)
-    assert equal_bits(run.result, run.server, centre)
+    replicas, center = oracle(n, period, alpha, 15, optimizer, order)
+    assert equal_bits(run.result, run.server, center)
     assert all(equal_bits(one, other) for one, other in zip(run.replicas, replicas, strict=True))
 
 
@@ -92,7 +92,7 @@ def test_each_exchange_moves_two_models(steps, period):
 
 
 def kept(strategy, start, job=STILL, **options):
-    """What the sum of all replicas and the centre (0 at first) has become, less what it was, in float64."""
+    """What the sum of all replicas and the center (0 at first) has become, less what it was, in float64."""
     run = run_strategy(strategy, len(start), 12, job=job, replicas=start, **options)
     assert not equal_bits(run.replicas, start)
     return run.replicas.sum(0, dtype=np.float64) + run.server - start.sum(0, dtype=np.float64)
@@ -101,7 +101,7 @@ def kept(strategy, start, job=STILL, **options):
 @pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
 @pytest.mark.parametrize("n", [1, 3, 5])
 @pytest.mark.parametrize("order", ["survey", "paper"])
-def test_exchanges_conserve_the_sum_of_replicas_and_centre(n, network, order):
+def test_exchanges_conserve_the_sum_of_replicas_and_center(n, network, order):
     start = np.random.default_rng(0).normal(size=(n, 8))
     assert np.abs(kept(f"easgd(1, 0.3, {order})", start, network=network)).max() < 1e-14
     single = bowl_job("sgd(lr=0)", dtype="float32")
@@ -111,7 +111,7 @@ def test_exchanges_conserve_the_sum_of_replicas_and_centre(n, network, order):
     assert not kept(f"easgd(4, 0.5, {order})", whole, network=network).any()
 
 
-def test_what_the_worker_gives_is_what_the_centre_gets():
+def test_what_the_worker_gives_is_what_the_center_gets():
     start = np.random.default_rng(0).normal(size=(1, 8))
     run = run_strategy("easgd(1, 0.3)", 1, 1, job=STILL, replicas=start)
     (push,) = run.sent("push")
@@ -128,7 +128,7 @@ def test_the_optimum_is_a_fixed_point():
 
 @dataclass(frozen=True)
 class OneSided(ElasticAveraging):
-    """Negative control: the workers are drawn to the centre and do not draw it."""
+    """Negative control: the workers are drawn to the center and do not draw it."""
 
     async def master(self, me):
         async for message in me.messages():
@@ -138,7 +138,7 @@ class OneSided(ElasticAveraging):
 
 @dataclass(frozen=True)
 class Unequal(ElasticAveraging):
-    """Negative control: the centre moves by beta = alpha / 2."""
+    """Negative control: the center moves by beta = alpha / 2."""
 
     async def master(self, me):
         async for message in me.messages():
@@ -157,7 +157,7 @@ def test_the_sum_notices_a_broken_symmetry(broken):
 
 
 def turn(n, eta, alpha, gradient_first):
-    """What one round-robin of n workers does to (w_0, …, w_n-1, centre) on the quadratic w² / 2."""
+    """What one round-robin of n workers does to (w_0, …, w_n-1, center) on the quadratic w² / 2."""
     whole = np.eye(n + 1)
     for rank in range(n):
         exchange, step = np.eye(n + 1), np.eye(n + 1)
@@ -176,7 +176,7 @@ def radius(*args):
 
 
 def distances(strategy, n, eta, steps):
-    """Distances of all replicas and of the centre from the optimum at the end, from a start near 1."""
+    """Distances of all replicas and of the center from the optimum at the end, from a start near 1."""
     job = bowl_job(f"sgd(lr={eta})", dimension=1, noise=0)
     run = run_strategy(strategy, n, steps, job=job, compute=InTurn(1.0), network="ideal")
     return np.array([*run.replicas[:, 0], run.server[0]]) - 1
@@ -237,8 +237,8 @@ def test_the_matrices_are_those_of_the_strategies(n, eta):
 
 @pytest.mark.parametrize("network", ["ideal", "link(1000, 0.02)"])
 @pytest.mark.parametrize("order", ["survey", "paper"])
-def test_with_another_rate_at_the_centre_the_weighted_sum_is_conserved(network, order):
-    """w_i ← w_i - alpha (w_i - centre), centre ← centre + beta (w_i - centre): beta w_i + alpha centre stays."""
+def test_with_another_rate_at_the_center_the_weighted_sum_is_conserved(network, order):
+    """w_i ← w_i - alpha (w_i - center), center ← center + beta (w_i - center): beta w_i + alpha center stays."""
     start = np.random.default_rng(0).normal(size=(3, 8))
     text = f"easgd(1, 0.4, {order}, beta=0.1)"
     run = run_strategy(text, 3, 12, job=STILL, replicas=start, network=network)
@@ -253,7 +253,7 @@ def test_beta_is_alpha_where_it_is_left_out():
     assert equal_bits(one.server, other.server)
 
 
-def test_the_centre_moves_by_beta():
+def test_the_center_moves_by_beta():
     start = np.random.default_rng(0).normal(size=(1, 8))
     run = run_strategy("easgd(1, 0.4, beta=0.1)", 1, 1, job=STILL, replicas=start)
     assert run.server == pytest.approx(0.1 * start[0], rel=1e-12)
@@ -261,7 +261,7 @@ def test_the_centre_moves_by_beta():
 
 
 @pytest.mark.parametrize("beta", [-0.1, 0.2])
-def test_a_centre_faster_than_the_workers_is_refused(beta):
+def test_a_center_faster_than_the_workers_is_refused(beta):
     with pytest.raises(
         ConfigurationError, match=r"beta must be in \[0, alpha\] = \[0, 0.1\], got .*; leave it out for alpha"
     ):

@@ -11,7 +11,7 @@ import pytest
 from flockstep.frameworks.torch_groups import TorchOptimizer
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Update
-from flockstep.records.summary import GradientWeight, summarise
+from flockstep.records.summary import GradientWeight, summarize
 from flockstep.registry import names
 from flockstep.strategies.consistency import StaleSynchronous
 from flockstep.strategies.consistency.base import Push, View
@@ -179,7 +179,7 @@ def pushes(count, version=0):
     return [Push(rank, 0, version, 0.1, np.zeros(1)) for rank in range(count)]
 
 
-def test_towards_the_end_as_many_gradients_make_a_step_as_workers_are_left():
+def test_toward_the_end_as_many_gradients_make_a_step_as_workers_are_left():
     """A step of backup(1) with 4 workers takes 3; where two have ended it takes the 2 that can still come."""
     rule = BackupWorkers(1)
     two = pushes(2)
@@ -207,13 +207,13 @@ def test_the_falling_value_bound_is_delta_over_the_root_of_the_version(version):
 def test_the_summary_says_what_gradients_counted(rule, weight, rate):
     for shards in (1, 2):
         run = run_strategy(f"ps({rule}, shards={shards})", 4, 6)
-        summary = summarise(RunConfig(kind="simulate", job="x", strategy="x", workers=4), run.events, "finished")
+        summary = summarize(RunConfig(kind="simulate", job="x", strategy="x", workers=4), run.events, "finished")
         assert {worker.gradient_weight for worker in summary.per_worker} == {
             GradientWeight(6 * shards, weight, weight, weight)
         }
         assert summary.effective_rate == pytest.approx(rate)
     nothing = run_strategy("all_reduce", 4, 6)
-    summary = summarise(RunConfig(kind="simulate", job="x", strategy="x", workers=4), nothing.events, "finished")
+    summary = summarize(RunConfig(kind="simulate", job="x", strategy="x", workers=4), nothing.events, "finished")
     assert (summary.effective_rate, summary.per_worker[0].gradient_weight) == (None, None)
 
 

@@ -209,7 +209,7 @@ def test_the_same_bits_wherever_the_array_lies(optimizer):
 
 @pytest.mark.parametrize("text", ["lars(lr=20)", "lamb(lr=0.05)"])
 def test_workers_that_step_themselves_can_use_them(text):
-    """Replicas agree in every bit, and the run is that of one optimiser on the mean gradient."""
+    """Replicas agree in every bit, and the run is that of one optimizer on the mean gradient."""
     job = small_job(text, "float64")
     run = run_strategy("all_reduce", 4, 20, job=job)
     assert equal_bits(*run.replicas)

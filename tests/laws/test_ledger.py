@@ -80,7 +80,7 @@ def test_float64_off_the_grid_depends_on_the_order():
 def test_the_range_ends_where_exactness_does():
     largest = LIMIT - GRID
     assert largest < LIMIT
-    assert LIMIT + GRID / 2 == LIMIT  # beyond it neighbours on the grid can no longer be told apart, one doubling on
+    assert LIMIT + GRID / 2 == LIMIT  # beyond it neighbors on the grid can no longer be told apart, one doubling on
     assert 2 * LIMIT + GRID == 2 * LIMIT
 
 

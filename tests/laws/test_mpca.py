@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.records.events import Step
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Cell, Strategy
-from flockstep.strategies.mpca import PenalisedAveraging, Rounds
+from flockstep.strategies.mpca import PenalizedAveraging, Rounds
 from flockstep.strategies.tree_server import family
 from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
 
@@ -62,12 +62,12 @@ def oracle(n, rho, gamma, steps):
         if step < steps:
             g[rank] = bench.gradient(rank, w[rank])
             if known:
-                g[rank] += F(rho) * (w[rank] - towards(means[:known], begun[rank][:known], gamma, step))
+                g[rank] += F(rho) * (w[rank] - toward(means[:known], begun[rank][:known], gamma, step))
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w
 
 
-def towards(means, begun, gamma, step):
+def toward(means, begun, gamma, step):
     """The last average, moved on by gamma times what lies between it and the one before."""
     if len(means) == 1:
         return means[-1]
@@ -84,7 +84,7 @@ def agrees(strategy, replicas, steps=25):
 @pytest.mark.oracle("strategy:mpca")
 def test_equals_the_oracle(n, rho, gamma):
     expected = oracle(n, rho if n > 1 else 0, gamma, 25)
-    assert agrees(PenalisedAveraging(rho, gamma), expected)
+    assert agrees(PenalizedAveraging(rho, gamma), expected)
 
 
 def test_without_penalty_everyone_trains_alone():
@@ -97,7 +97,7 @@ def test_the_penalty_draws_replicas_together():
 
 
 @dataclass(frozen=True)
-class Replaces(PenalisedAveraging):
+class Replaces(PenalizedAveraging):
     """SparkNet out of the same rounds: replicas wait for the average, and become it."""
 
     async def worker(self, me):
@@ -129,7 +129,7 @@ def test_computing_never_waits(network):
 
 
 @dataclass(frozen=True)
-class Waits(PenalisedAveraging):
+class Waits(PenalizedAveraging):
     """Negative control: waits for the end of each round."""
 
     async def look_after(self, me):
@@ -144,7 +144,7 @@ def test_who_waits_for_rounds_is_noticed():
 
 
 @dataclass(frozen=True)
-class Straight(PenalisedAveraging):
+class Straight(PenalizedAveraging):
     """Every replica moves along a line of its own; keeps (step, ŵ, age of the average in steps)."""
 
     @dataclass
@@ -157,9 +157,9 @@ class Straight(PenalisedAveraging):
     async def worker(self, me):
         while me.training:
             await self.look_after(me)
-            towards = self.predicted(me.state, me.step)
-            if towards is not None:
-                me.state.points += ((me.step, towards.copy(), me.step - me.state.at),)
+            toward = self.predicted(me.state, me.step)
+            if toward is not None:
+                me.state.points += ((me.step, toward.copy(), me.step - me.state.at),)
             await me.gradient()
             me.params += np.arange(8) * (me.rank + 1)
 
@@ -170,9 +170,9 @@ def errors(strategy, steps=60, network="link(1e9, 0.12)"):
     run = run_strategy(strategy, 4, steps, job=bowl_job(), compute="constant(0.05)", network=network, replicas=start)
     found = []
     for rank in range(4):
-        for step, towards, age in run.nodes[rank].state.points:
+        for step, toward, age in run.nodes[rank].state.points:
             truth = start.mean(0) + step * np.arange(8) * 2.5
-            found.append((step, age, float(np.abs(towards - truth).max())))
+            found.append((step, age, float(np.abs(toward - truth).max())))
     return found
 
 
@@ -212,7 +212,7 @@ def test_the_line_notices_an_average_of_the_wrong_time():
 
 
 @dataclass(frozen=True)
-class Attracted(PenalisedAveraging):
+class Attracted(PenalizedAveraging):
     """Negative control: the penalty pushes away."""
 
     def penalty(self, me):
@@ -277,4 +277,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert PenalisedAveraging().cell == Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+    assert PenalizedAveraging().cell == Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")

@@ -1,4 +1,4 @@
-"""Outer optimisers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
+"""Outer optimizers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
 
 from __future__ import annotations
 
@@ -175,13 +175,13 @@ def test_without_momentum_and_with_h_1_it_is_synchronous_sgd(outer):
 
 @pytest.mark.negative_control("outer:average")
 @pytest.mark.parametrize("outer", ["nesterov", "bmuf", "adam", "nesterov(0.7, 0)"])
-def test_other_outer_optimisers_are_not_averaging(outer):
+def test_other_outer_optimizers_are_not_averaging(outer):
     job = small_job(dtype="float64")
     one, other = (run_strategy(f"local_sgd(5, outer={name})", 4, job=job).replicas for name in (outer, "average"))
     assert np.abs(one - other).max() > 1e-3
 
 
-def test_one_worker_with_diloco_is_not_its_inner_optimiser():
+def test_one_worker_with_diloco_is_not_its_inner_optimizer():
     """It looks ahead, as Lookahead does; BMUF's momentum is 0 for one worker."""
     alone = {name: run_strategy(f"local_sgd(5, outer={name})", 1).result for name in ("average", "nesterov", "bmuf")}
     assert np.abs(alone["nesterov"] - alone["average"]).max() > 1e-3

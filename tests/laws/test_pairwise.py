@@ -24,7 +24,7 @@ BIPARTITE = ["ring", "star", "tree", "torus", "graph('0-1 0-3 2-1 2-3')"]
 
 
 def oracle(topology, n, steps, seed=0, after=False):
-    """A gradient at the model as it is, an average with a random neighbour, a step when the gradient is done."""
+    """A gradient at the model as it is, an average with a random neighbor, a step when the gradient is done."""
     bench, topology = Bench(n, small_job(), seed), Topology.parse(topology)
     random = [np.random.default_rng(np.random.SeedSequence((seed, 0x5747, rank + (1 << 31)))) for rank in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(seed, rank) for rank in range(n)]
@@ -34,7 +34,7 @@ def oracle(topology, n, steps, seed=0, after=False):
 
     def begin(t, rank):
         g[rank] = bench.gradient(rank, w[rank]).copy()
-        others = topology.neighbours(n, rank)
+        others = topology.neighbors(n, rank)
         if rank in active and others:
             j = others[int(random[rank].integers(len(others)))]
             w[rank][:] = w[j][:] = (w[rank] + w[j]) * np.float32(0.5)
@@ -75,15 +75,15 @@ class AtTheAverage(PairwiseAveraging):
     """Negative control: waits for the average first, and takes the gradient there."""
 
     async def worker(self, me):
-        active, neighbours = self._place(me)
+        active, neighbors = self._place(me)
         answers = None if active else me.background(pairwise.PAIRS, pairwise.answer(me))
         while me.training:
             if active:
-                j = neighbours[int(me.random.integers(len(neighbours)))]
+                j = neighbors[int(me.random.integers(len(neighbors)))]
                 await me.finished(me.background(pairwise.PAIRS, pairwise.average(me, j)))
             me.optimizer_step(await me.gradient())
         if answers is not None:
-            await pairwise.serve_out(me, neighbours)
+            await pairwise.serve_out(me, neighbors)
             me.background(pairwise.PAIRS, pairwise.hush(me))
             await me.finished(answers)
 
@@ -149,14 +149,14 @@ class OneHalf(PairwiseAveraging):
                 me.reply(message, (me.params + message.payload) / 2)
                 me.record_update(message.source)
 
-        active, neighbours = self._place(me)
+        active, neighbors = self._place(me)
         if active:
             await super().worker(me)
             return
         answers = me.background(pairwise.PAIRS, answer())
         while me.training:
             me.optimizer_step(await me.gradient())
-        await pairwise.serve_out(me, neighbours)
+        await pairwise.serve_out(me, neighbors)
         me.background(pairwise.PAIRS, pairwise.hush(me))
         await me.finished(answers)
 
@@ -184,7 +184,7 @@ def test_graphs_on_which_it_could_deadlock_are_refused(topology, n, complaint):
 
 @dataclass(frozen=True)
 class Locks(PairwiseAveraging):
-    """Negative control: everyone asks its neighbour to the right, and answers nobody before it has its average."""
+    """Negative control: everyone asks its neighbor to the right, and answers nobody before it has its average."""
 
     def check(self, workers):
         pass

@@ -43,7 +43,7 @@ def restarted(strategy, workers, stops, **options):
 
 
 def same(one, other):
-    """Parameters, optimisers, versions and steps of all nodes are equal."""
+    """Parameters, optimizers, versions and steps of all nodes are equal."""
     first, second = one.simulation.save(), other.simulation.save()
     for address, saved in first.items():
         again = second[address]

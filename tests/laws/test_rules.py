@@ -108,7 +108,7 @@ def test_a_group_moves_by_the_sum_of_scaled_gradients():
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, "adam(lr=0.02)"])
-def test_adaptive_optimisers_take_the_shorter_step_too(optimizer):
+def test_adaptive_optimizers_take_the_shorter_step_too(optimizer):
     """Scaling the gradient would be undone by Adam: the factor is the share of a step that the gradient stands for."""
     job = small_job(optimizer)
     steppers = []
@@ -208,7 +208,7 @@ def test_with_the_true_curvature_asynchronous_is_sequential():
 
 
 def test_a_group_is_compensated_from_where_each_of_its_workers_read():
-    """In one step: each by its own backup, all towards the same w."""
+    """In one step: each by its own backup, all toward the same w."""
     rule, server = DelayCompensated("constant", 0.5), FakeServer(np.zeros(3), 0)
     state = rule.start(server)
     rule.read(server, state, 0)
@@ -234,7 +234,7 @@ def test_workers_that_read_the_same_version_share_a_backup():
     assert state.backups[4].all()
 
 
-# ---- other optimisers, other functions on the server
+# ---- other optimizers, other functions on the server
 
 
 @pytest.mark.oracle("rule:with_optimizer")
@@ -261,13 +261,13 @@ def test_adagrad_on_the_server(shards):
 
 
 @pytest.mark.negative_control("rule:with_optimizer")
-def test_the_servers_optimiser_is_not_the_jobs():
+def test_the_servers_optimizer_is_not_the_jobs():
     own, jobs = served("with_optimizer(adagrad(0.05))"), served("plain")
     assert np.abs(own - jobs).max() > 0.01
 
 
 @pytest.mark.oracle("rule:proximal")
-def test_the_proximal_step_shrinks_towards_zero():
+def test_the_proximal_step_shrinks_toward_zero():
     def apply(w, g, tau, backup):
         w -= F(0.1) * g
         w[:] = np.sign(w) * np.maximum(np.abs(w) - F(0.1 * 0.2), 0)

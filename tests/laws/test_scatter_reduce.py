@@ -23,7 +23,7 @@ OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9, weight_decay=0.01)", "ad
 
 
 def oracle(n, optimizer, steps=STEPS, codec=None):
-    """One model and one optimiser; every step takes the mean gradient, summed in order of rank."""
+    """One model and one optimizer; every step takes the mean gradient, summed in order of rank."""
     bench = Bench(n, small_job(optimizer))
     w = bench.start()
     stepper = bench.stepper(w)
@@ -38,7 +38,7 @@ def oracle(n, optimizer, steps=STEPS, codec=None):
 @pytest.mark.oracle("strategy:scatter_reduce")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 18, 20])
-def test_a_sharded_optimiser_is_the_whole_one(optimizer, n):
+def test_a_sharded_optimizer_is_the_whole_one(optimizer, n):
     """Also with more workers than parameters, where some serve nothing."""
     run = run_strategy("scatter_reduce", n, STEPS, job=small_job(optimizer))
     assert equal_bits(run.result, *run.replicas, oracle(n, optimizer))
@@ -94,7 +94,7 @@ def test_a_codec_that_may_diverge_is_refused():
 
 @dataclass(frozen=True)
 class FreshOptimizer(ScatterReduce):
-    """Negative control: an owner forgets its slice's optimiser state at every step."""
+    """Negative control: an owner forgets its slice's optimizer state at every step."""
 
     async def _piece(self, me, rank):
         me.state.optimizer = me.optimizer.init(me.params[slices(len(me.params), me.workers)[me.rank]])
@@ -102,7 +102,7 @@ class FreshOptimizer(ScatterReduce):
 
 
 @pytest.mark.negative_control("strategy:scatter_reduce")
-def test_the_oracle_notices_a_forgotten_optimiser_state():
+def test_the_oracle_notices_a_forgotten_optimizer_state():
     for optimizer, same in (("sgd(lr=0.1)", True), ("sgd(lr=0.1, momentum=0.9)", False)):
         run = run_strategy(FreshOptimizer(), 3, STEPS, job=small_job(optimizer))
         assert equal_bits(run.result, oracle(3, optimizer)) == same

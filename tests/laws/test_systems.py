@@ -14,16 +14,16 @@ from flockstep.cli.app import run as flockstep
 from flockstep.errors import CompositionError, UnknownName
 from flockstep.strategies.base import Cell, Strategy
 from flockstep.strategies.parameter_server import ParameterServer
-from flockstep.systems import catalogue
-from flockstep.systems.catalogue import NOT_YET, system, systems
+from flockstep.systems import catalog
+from flockstep.systems.catalog import NOT_YET, system, systems
 from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import Bench, run_strategy
 from support.matrix import few
 
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
-"""In the catalogue, but not in the survey's table."""
+"""In the catalog, but not in the survey's table."""
 MODES = [(known.name, mode.name) for known in systems() for mode in known.modes]
-EMPTY = ("optimisation", "scheduling", "exchange", "topology")
+EMPTY = ("optimization", "scheduling", "exchange", "topology")
 
 
 def test_every_row_of_the_table_and_four_more_are_there():
@@ -72,7 +72,7 @@ def test_one_wrong_cell_is_noticed(printed, column):
 
 
 def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
-    """Negative control: the cell comes from the composition, not from the catalogue."""
+    """Negative control: the cell comes from the composition, not from the catalog."""
     printed = next(row for row in table_1() if row.system == "Petuum")
     missing = {"parallelism": ("DP, MP: not yet", "MP + DP")}
     assert differences(system("Petuum").row(), printed) == missing
@@ -134,7 +134,7 @@ def test_names_are_forgiving_and_modes_have_names():
 
 
 def test_every_composition_is_written_as_one_would_write_it():
-    for known in catalogue.systems():
+    for known in catalog.systems():
         for mode in known.modes:
             strategy = Strategy.parse(mode.strategy)
             assert Strategy.parse(str(strategy)) == strategy

@@ -76,7 +76,7 @@ def test_equals_the_oracle(n, settings):
     assert agrees(TreeElasticAveraging(*settings), oracle(n, *settings, 20))
 
 
-def test_alpha_follows_from_the_number_of_neighbours():
+def test_alpha_follows_from_the_number_of_neighbors():
     assert TreeElasticAveraging(16).rate == 0.9 / 17
     assert agrees(TreeElasticAveraging(2, 2, 3, 4), oracle(7, 2, 2, 3, 4, 0.3, 20))
 
@@ -89,14 +89,14 @@ def test_without_elasticity_everyone_trains_alone(n):
 def test_with_equal_periods_two_workers_are_an_elastic_pair():
     """One level, no gradients, both move by the same delta: what easgd's worker and master do."""
     start = np.random.default_rng(0).normal(size=(2, 8))
-    w, centre = start[1].copy(), start[0].copy()
+    w, center = start[1].copy(), start[0].copy()
     for _ in range(10):
-        delta = 0.3 * (w - centre)
-        w, centre = w - delta, centre + delta
+        delta = 0.3 * (w - center)
+        w, center = w - delta, center + delta
     run = run_strategy("tree_easgd(1, 2, 2, 2, 0.3)", 2, 20, job=STILL, compute="constant(0.05)", replicas=start)
-    assert equal_bits(run.replicas, np.stack([centre, w]))
+    assert equal_bits(run.replicas, np.stack([center, w]))
     easgd = run_strategy("easgd(1, 0.3)", 1, 10, job=STILL, replicas=start[1:] - start[0])
-    assert np.allclose(easgd.server + start[0], centre, rtol=0, atol=1e-14)
+    assert np.allclose(easgd.server + start[0], center, rtol=0, atol=1e-14)
     assert np.allclose(easgd.replicas[0] + start[0], w, rtol=0, atol=1e-14)
 
 
@@ -145,7 +145,7 @@ def test_the_tree_is_that_of_the_topology(n, branching):
     for rank in range(n):
         parent = tree.parent(rank, set())
         family = [*([] if parent is None else [parent]), *tree.children(rank, n, set())]
-        assert sorted(family) == graph.neighbours(n, rank)
+        assert sorted(family) == graph.neighbors(n, rank)
         assert tree.is_leaf(rank, n) == (not tree.children(rank, n, set()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.records import RunConfig, summarise
+from flockstep.records import RunConfig, summarize
 from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
 from flockstep.records.folder import Record
 from flockstep.records.summary import Status
@@ -78,9 +78,9 @@ def invent(made: Made, seed: int = 0, kind: str = "simulate", workers: int = 4, 
     if made.status == "failed":
         events.append(Lost(end, 2, "no heartbeat for 5 s"))
         return Record(
-            config, summarise(config, events, made.status, "loss of worker 2 at step 125 is not finite"), events
+            config, summarize(config, events, made.status, "loss of worker 2 at step 125 is not finite"), events
         )
-    return Record(config, summarise(config, events, made.status), events)
+    return Record(config, summarize(config, events, made.status), events)
 
 
 def activities(made: Made, random: Any, workers: int, steps: int) -> tuple[list[Event], Any]:

@@ -90,7 +90,7 @@ def test_two_records_tell_latency_and_bandwidth(records, strategies: tuple[str, 
 
 
 def test_a_fit_predicts_another_strategy(records) -> None:
-    """The point of it all: what was learnt from two strategies says how long a third takes."""
+    """The point of it all: what was learned from two strategies says how long a third takes."""
     shape = fit_records([records("all_reduce"), records("ps(consistency=bsp)")]).shape
     third = records("all_reduce(collective=recursive_doubling)")
     real = next(one for one in fit_records([third]).notes if " s a step" in one)

@@ -56,7 +56,7 @@ def test_simulated_runs_are_predicted(strategy: str, tmp_path: Path) -> None:
     assert abs(found.error) < 0.05
     assert found.sent_error is not None
     assert abs(found.sent_error) < 0.15
-    assert found.predicted.utilisation == pytest.approx(found.measured.utilisation, abs=0.05)
+    assert found.predicted.utilization == pytest.approx(found.measured.utilization, abs=0.05)
 
 
 def test_random_times(tmp_path: Path) -> None:

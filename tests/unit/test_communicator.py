@@ -409,7 +409,7 @@ def test_alone_everything_works() -> None:
         window.accumulate(0, array, scale=2.0)
         window.fence()
         assert np.allclose(window.get(0), 2 * array.reshape(-1))
-        for total in (comm.all_reduce(array), comm.reduce(array), comm.neighbour_average(array)):
+        for total in (comm.all_reduce(array), comm.reduce(array), comm.neighbor_average(array)):
             assert same(total, array)
         assert same(comm.broadcast(array), array)
         assert same(comm.all_gather(array)[0], array)

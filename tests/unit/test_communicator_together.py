@@ -77,7 +77,7 @@ def test_the_other_collectives_give_what_they_say(three: Group) -> None:
             assert all(equal(one, part(r, (r + 1, 2))) for r, one in enumerate(gathered))
             for topology in ("ring", "star", "one_peer_exponential"):
                 for weights in Topology.parse(topology).schedule(N):
-                    got = comm.neighbour_average(array, topology, codec=codec, name=f"{topology} {codec}")
+                    got = comm.neighbor_average(array, topology, codec=codec, name=f"{topology} {codec}")
                     assert np.allclose(got, np.tensordot(weights, [part(r) for r in range(N)], 1)[rank])
         comm.barrier()
 

@@ -72,14 +72,14 @@ def test_pooling_activation_and_sum():
     assert (added.work(3), added.depth(3)) == (60, 2)
 
 
-def test_batch_normalisation_grows_deeper_with_the_batch():
+def test_batch_normalization_grows_deeper_with_the_batch():
     norm = formulas.batch_norm("bn", 4, 25)
     assert norm.parameters == 8
     assert norm.work_forward(2) == 7 * 2 * 100
     assert norm.depth(32) - norm.depth(2) == 2 * (log2_ceil(800) - log2_ceil(50)) + log2_ceil(800) - log2_ceil(50)
 
 
-def test_layer_normalisation_does_not():
+def test_layer_normalization_does_not():
     norm = formulas.group_norm("ln", 640, 64, 64, 64)
     assert norm.forward.chain(1) == norm.forward.chain(1024) == 5 + 2 * 6
 

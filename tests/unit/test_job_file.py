@@ -60,12 +60,12 @@ def test_a_good_file_gives_its_job_and_an_engine(tmp_path: Path) -> None:
     assert engine.schema.size == 12
 
 
-def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
-    write(tmp_path, GOOD, "job_file_neighbour.py")
+def test_a_file_may_import_its_neighbor(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "job_file_neighbor.py")
     try:
-        assert load_job_file(str(write(tmp_path, "from job_file_neighbour import job"))).name == "mine"
+        assert load_job_file(str(write(tmp_path, "from job_file_neighbor import job"))).name == "mine"
     finally:
-        sys.modules.pop("job_file_neighbour", None)
+        sys.modules.pop("job_file_neighbor", None)
 
 
 @pytest.mark.parametrize(

@@ -90,17 +90,17 @@ def test_multiples_of_scales(kind, dtype, seed, size, block, levels, bits):
     x = array_of(size, dtype)
     x[::5] = 0
     scales = np.array([np.abs(part).max() for part in blocks(x, block)], dtype)
-    data = k.quantise(made(x), made(scales), block, levels, bits, seed)
+    data = k.quantize(made(x), made(scales), block, levels, bits, seed)
     wanted = plain_codes(k, made, x, scales, block, levels, seed)
     assert np.array_equal(np.asarray(data), on_numpy.pack(wanted, bits))
     step = k.steps(made(scales), levels)
-    decoded, top = k.dequantise(data, step, block, levels, bits, size)
+    decoded, top = k.dequantize(data, step, block, levels, bits, size)
     steps = np.repeat(np.asarray(step), min(block, max(size, 1)))[:size]
     plain = (wanted.astype(np.int64) - levels).astype(dtype) * steps
     assert np.array_equal(np.asarray(decoded), plain)
     assert top == (wanted.max() if size else 0)
     out = made(np.ones(size, dtype))
-    assert k.add_dequantised(data, step, block, levels, bits, out) == top
+    assert k.add_dequantized(data, step, block, levels, bits, out) == top
     assert np.array_equal(np.asarray(out), (1 + plain).astype(dtype))
 
 
@@ -225,5 +225,5 @@ def test_the_reference_notices_another_rounding():
     x = array_of(100, "float32")
     scales = np.array([np.abs(x).max()], np.float32)
     assert not np.array_equal(
-        on_numpy.quantise(x, scales, 128, 127, 8), on_numpy.pack(np.floor(x / scales * 127 + 127).astype(np.uint8), 8)
+        on_numpy.quantize(x, scales, 128, 127, 8), on_numpy.pack(np.floor(x / scales * 127 + 127).astype(np.uint8), 8)
     )

@@ -21,7 +21,7 @@ def all_of(dtype):
 
 
 def samples(dtype, count=2_000_000):
-    """float32: all numbers of the format, what lies halfway between two, the neighbours of both; any bits at all."""
+    """float32: all numbers of the format, what lies halfway between two, the neighbors of both; any bits at all."""
     with np.errstate(all="ignore"):
         numbers = all_of(dtype).astype(np.float32)
         magnitudes = np.sort(numbers[np.isfinite(numbers) & ~np.signbit(numbers)]).astype(np.float64)

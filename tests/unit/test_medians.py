@@ -9,11 +9,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from flockstep.records import RunConfig, Summary, summarise
+from flockstep.records import RunConfig, Summary, summarize
 from flockstep.report.medians import Group, caveats, spreads, title
 from flockstep.report.words import number
 
-BASE = summarise(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
+BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
 
 
 def ran(seed: int, best: float, time: float | None = None, lr: float = 0.1, strategy: str = "asgd") -> Summary:

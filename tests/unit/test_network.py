@@ -105,14 +105,14 @@ def test_what_a_node_sends_itself_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_pushing_to_one_server_is_serialised_at_its_ingress(n: int) -> None:
+def test_pushing_to_one_server_is_serialized_at_its_ingress(n: int) -> None:
     fabric = Link(B).start(Cluster(n, 1))
     arrivals = drive(fabric, [(0.0, rank, SERVER, 1000) for rank in range(n)])
     assert arrivals == [exactly((rank + 1) * 1000 / B) for rank in range(n)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 7])
-def test_a_server_that_sends_to_all_is_serialised_at_its_egress(n: int) -> None:
+def test_a_server_that_sends_to_all_is_serialized_at_its_egress(n: int) -> None:
     fabric = Link(B).start(Cluster(n, 1))
     arrivals = drive(fabric, [(0.0, SERVER, rank, 1000) for rank in range(n)])
     assert max(arrivals) == exactly(n * 1000 / B)

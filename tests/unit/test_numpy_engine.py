@@ -170,7 +170,7 @@ def test_accuracy_needs_classes() -> None:
         NumpyEngine(replace(quadratic_job(), metric="accuracy"), seed=0)
 
 
-def test_unknown_optimiser_names_the_nearest() -> None:
+def test_unknown_optimizer_names_the_nearest() -> None:
     with pytest.raises(UnknownName, match="did you mean 'sgd'"):
         NumpyEngine(softmax_job(optimizer="sdg(lr=1)"), seed=0)
 

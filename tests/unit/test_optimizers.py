@@ -1,4 +1,4 @@
-"""The optimisers against torch's own, and against their own slices."""
+"""The optimizers against torch's own, and against their own slices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NAMES = [str(optimizer) for optimizer in SETTINGS]
 
 
 def torch_twin(optimizer: Optimizer, weights: object) -> object:
-    """torch's optimiser with the same hyper-parameters."""
+    """torch's optimizer with the same hyper-parameters."""
     torch = pytest.importorskip("torch")
     values = dict(vars(optimizer))
     if isinstance(optimizer, Adam):

@@ -16,7 +16,7 @@ SMALL = "bucketed(cap=0.0004, first=0.0002)"  # 100 and 50 elements
 
 
 class Watched:
-    """A model whose optimiser notes what is handed over, and whose parameters note when they are complete."""
+    """A model whose optimizer notes what is handed over, and whose parameters note when they are complete."""
 
     def __init__(self, strategy: str = SMALL, unused: bool = False):
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ import pytest
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.launchers.script import conclude
 from flockstep.launchers.supervisor import Outcome
-from flockstep.records import EventWriter, RunConfig, RunFolder, summarise
+from flockstep.records import EventWriter, RunConfig, RunFolder, summarize
 from flockstep.records.events import Event, Lost, Step
 from flockstep.records.summary import Status
 
@@ -43,7 +43,7 @@ def test_what_a_run_computed_is_replaced_on_request_only(
         for event in EVENTS:
             events.write(event)
     if status is not None:
-        folder.write_summary(summarise(CONFIG, EVENTS, status, "why"))
+        folder.write_summary(summarize(CONFIG, EVENTS, status, "why"))
     sentence = f"holds {word} run; choose another folder with --out, or replace it with --overwrite"
     with pytest.raises(ConfigurationError, match=re.escape(sentence)):
         made(folder, other)
@@ -57,7 +57,7 @@ def test_what_a_run_computed_is_replaced_on_request_only(
 def test_a_run_that_failed_before_its_first_step_is_replaced(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     made(folder)
-    folder.write_summary(summarise(CONFIG, [], "failed", "why"))
+    folder.write_summary(summarize(CONFIG, [], "failed", "why"))
     assert not folder.holds_finished(CONFIG)
     made(folder, replace(CONFIG, seed=7))
     assert folder.read_config().seed == 7

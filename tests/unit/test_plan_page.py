@@ -44,7 +44,7 @@ def test_curves_go_to_1024_and_have_marks_of_their_own(outlook: Outlook) -> None
     assert all(len(row) == len(listed.headings) for row in listed.rows)
 
 
-def test_the_map_says_the_same_in_colours_and_in_letters(outlook: Outlook) -> None:
+def test_the_map_says_the_same_in_colors_and_in_letters(outlook: Outlook) -> None:
     found = best_map(outlook, advise(outlook))
     assert found is not None
     assert len(found.names) == len(found.names[0]) == CELLS

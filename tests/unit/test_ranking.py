@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.records import RunConfig, Summary, summarise
+from flockstep.records import RunConfig, Summary, summarize
 from flockstep.report.ranking import labels, rank
 
-BASE = summarise(RunConfig(kind="train", job="digits", strategy="s", workers=4, target=0.95), [], "finished")
+BASE = summarize(RunConfig(kind="train", job="digits", strategy="s", workers=4, target=0.95), [], "finished")
 
 
 def made(strategy: str, time: float | None = None, final: float | None = 0.9, **more: Any) -> Summary:

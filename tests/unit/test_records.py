@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch, UnknownName
-from flockstep.records import EventWriter, RunConfig, RunFolder, same_run, summarise
+from flockstep.records import EventWriter, RunConfig, RunFolder, same_run, summarize
 from flockstep.records.events import Event, Figure, Lost, Node, Snapshot, Span, Step, Update
 from flockstep.records.folder import read_event_file
 
@@ -228,7 +228,7 @@ def made(folder: RunFolder, config: RunConfig = CONFIG, overwrite: bool = False)
 
 def finish(folder: RunFolder, config: RunConfig) -> None:
     made(folder, config)
-    folder.write_summary(summarise(config, EVENTS, "finished"))
+    folder.write_summary(summarize(config, EVENTS, "finished"))
 
 
 def test_a_finished_run_is_found_again(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_files_that_are_no_run_are_never_touched(tmp_path: Path) -> None:
 def test_a_summary_survives_the_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     finish(folder, CONFIG)
-    assert folder.read_summary() == summarise(CONFIG, EVENTS, "finished")
+    assert folder.read_summary() == summarize(CONFIG, EVENTS, "finished")
     folder.summary_file.write_text("{")
     with pytest.raises(ConfigurationError, match="delete it"):
         folder.read_summary()
@@ -335,7 +335,7 @@ def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -
     with EventWriter(folder.events_file) as events:
         for node, value in enumerate((2.0, math.nan, math.inf)):
             events.write(Figure(1.0, node, "alpha", value))
-    folder.write_summary(summarise(CONFIG, folder.merge_events(), "failed"))
+    folder.write_summary(summarize(CONFIG, folder.merge_events(), "failed"))
     assert folder.read().summary.figures == {"alpha": 2.0}
 
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from flockstep.errors import ConfigurationError
-from flockstep.records import RunConfig, summarise
+from flockstep.records import RunConfig, summarize
 from flockstep.records.events import Event, Lost, Snapshot, Update
 from flockstep.records.folder import Record
 from flockstep.report import words
@@ -170,7 +170,7 @@ def test_data_on_the_page_is_json_that_plotly_accepts(page: str) -> None:
         figure = json.loads(text)
         assert len(go.Figure(figure).data) == len(figure["data"]) > 0
     with pytest.raises(ValueError, match="property"):
-        go.Figure({"data": [{"type": "bar", "colour": "red"}], "layout": {}})
+        go.Figure({"data": [{"type": "bar", "color": "red"}], "layout": {}})
 
 
 EVIL = "</script><script>alert(1)</script><b>&\"'"
@@ -179,7 +179,7 @@ EVIL = "</script><script>alert(1)</script><b>&\"'"
 def test_what_users_write_is_never_markup(tmp_path: Path) -> None:
     record = invent(RUNS[0])
     config = replace(record.config, strategy=EVIL, job=EVIL, facts={EVIL: EVIL})
-    summary = summarise(config, [*record.events, Lost(1.0, 1, EVIL)], "failed", EVIL)
+    summary = summarize(config, [*record.events, Lost(1.0, 1, EVIL)], "failed", EVIL)
     plain = render([record])
     page = render([Record(config, summary, record.events)])
     tags = [tag for tag, _ in read(page).tags]
@@ -206,7 +206,7 @@ def test_real_and_virtual_runs_share_no_report() -> None:
 def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
     config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, target=0.9)
     events: list[Event] = [Lost(0.5, 1, "killed")]
-    empty = Record(config, summarise(config, events, "interrupted", "stopped by Ctrl-C"), events)
+    empty = Record(config, summarize(config, events, "interrupted", "stopped by Ctrl-C"), events)
     page = render([empty])
     assert "stopped by Ctrl-C" in page
     assert "&gt; " in page  # the target was not reached in so many seconds
@@ -216,18 +216,18 @@ def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
 
 def test_twelve_runs_look_different(records: list[Record]) -> None:
     series = series_of([invent(made, 1) for made in RUNS] + [invent(made, 2) for made in RUNS[:4]])
-    assert len({(one.colour, one.stroke) for one in series}) == 12
-    assert len({one.colour for one in series}) == 12
+    assert len({(one.color, one.stroke) for one in series}) == 12
+    assert len({one.color for one in series}) == 12
     assert len({one.label for one in series}) == 12
 
 
-def test_each_run_has_one_colour_in_all_figures(records: list[Record]) -> None:
+def test_each_run_has_one_color_in_all_figures(records: list[Record]) -> None:
     series = series_of(records)
     curves = {(t["name"], t["line"]["color"]) for t in progress(series)["data"] if t["mode"] == "lines"}
     bars = staleness(series)
     assert bars is not None
     histograms = {(t["name"], t["marker"]["color"]) for t in bars["data"]}
-    assert curves == {(one.name, one.colour) for one in series}
+    assert curves == {(one.name, one.color) for one in series}
     assert histograms <= curves
 
 
@@ -265,7 +265,7 @@ def test_each_worker_s_shares_add_up_to_one(records: list[Record]) -> None:
 def test_a_histogram_holds_every_update_also_when_binned() -> None:
     config = RunConfig(kind="train", job="j", strategy="s", workers=200)
     events: list[Event] = [Update(1.0, -1, 0, late + 1, late) for late in range(300)]
-    figure = staleness(series_of([Record(config, summarise(config, events, "finished"), events)]))
+    figure = staleness(series_of([Record(config, summarize(config, events, "finished"), events)]))
     assert figure is not None
     (trace,) = figure["data"]
     assert len(trace["x"]) <= 41
@@ -275,7 +275,7 @@ def test_a_histogram_holds_every_update_also_when_binned() -> None:
 
 def test_no_staleness_and_no_spans_mean_no_figure() -> None:
     config = RunConfig(kind="train", job="j", strategy="s", workers=1)
-    series = series_of([Record(config, summarise(config, [], "finished"), [])])
+    series = series_of([Record(config, summarize(config, [], "finished"), [])])
     assert staleness(series) is None
     assert timeline(series) is None
 
@@ -314,7 +314,7 @@ def test_the_reason_is_an_identity() -> None:
     for name, t, samples in (("quick", 2.0, 3000), ("slow", 8.0, 1500)):
         config = RunConfig(kind="train", job="j", strategy=name, workers=1, target=0.9)
         events: list[Event] = [Snapshot(0.0, 0, 0, 0.0, 2.0, 0.1, None), Snapshot(t, 1, samples, 1e6, 0.1, 0.95, None)]
-        pair.append(Record(config, summarise(config, events, "finished"), events))
+        pair.append(Record(config, summarize(config, events, "finished"), events))
     sentences = findings(series_of(pair))
     assert (
         "quick took 25 % of that: it needed 2.0 times the samples, but it went through 8.0 times as many"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from flockstep.records import RunConfig, Summary, summarise
+from flockstep.records import RunConfig, Summary, summarize
 from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="gossip", workers=3, target=0.9)
@@ -27,13 +27,13 @@ WORKERS: list[Event] = [node(0), node(1), node(2)]
 
 
 def of(*events: Event, config: RunConfig = CONFIG) -> Summary:
-    return summarise(config, events, "finished")
+    return summarize(config, events, "finished")
 
 
 def test_nothing_on_the_record_is_no_figure() -> None:
-    summary = summarise(CONFIG, [], "failed", "worker 1 died")
+    summary = summarize(CONFIG, [], "failed", "worker 1 died")
     assert (summary.status, summary.error, summary.clock, summary.seconds) == ("failed", "worker 1 died", "real", 0.0)
-    for name in ("time_to_target", "final_metric", "best_metric", "staleness_mean", "utilisation", "completeness"):
+    for name in ("time_to_target", "final_metric", "best_metric", "staleness_mean", "utilization", "completeness"):
         assert getattr(summary, name) is None, name
     assert summary.replicas_agree is None
     assert summary.divergence is None
@@ -79,7 +79,7 @@ def test_totals_come_from_the_nodes_and_not_twice() -> None:
     assert (summary.sent_per_worker, summary.received_per_worker) == (100, 200)
     assert summary.bytes_per_worker == 300
     assert (summary.messages_per_worker, summary.header_bytes_per_worker) == (7, 448)
-    assert summary.utilisation == pytest.approx((3 / 6 + 1 / 4 + 1 / 4) / 3)
+    assert summary.utilization == pytest.approx((3 / 6 + 1 / 4 + 1 / 4) / 3)
     assert [(w.compute, w.wait, w.comm) for w in summary.per_worker] == [(3, 1, 2), (1, 1, 2), (1, 1, 2)]
 
 
@@ -101,9 +101,9 @@ def test_a_worker_that_died_is_counted_by_its_steps() -> None:
     assert summary.steps == 22
 
 
-def test_utilisation_leaves_out_workers_without_time() -> None:
+def test_utilization_leaves_out_workers_without_time() -> None:
     idle = Node(1, 5.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, "same")
-    assert of(node(0), idle, node(2)).utilisation == 0.25
+    assert of(node(0), idle, node(2)).utilization == 0.25
 
 
 def test_staleness_is_weighted_by_the_number_of_updates() -> None:

@@ -330,7 +330,7 @@ def test_a_job_that_does_not_fit_is_refused(changes: dict[str, Any], sentence: s
         TorchEngine(job(**changes), seed=0)
 
 
-def test_the_optimiser_of_a_job() -> None:
+def test_the_optimizer_of_a_job() -> None:
     assert TorchEngine(job(optimizer="adam"), 0).optimizer == Adam()
     assert TorchEngine(job(optimizer=AdamW(lr=1)), 0).optimizer == AdamW(lr=1)
     assert TorchEngine(job(optimizer=lambda p: torch.optim.SGD(p, lr=0.2)), 0).optimizer == SGD(lr=0.2)

@@ -68,7 +68,7 @@ def test_backward_writes_into_the_flat_gradient() -> None:
     assert not flat.grads.any()
 
 
-def test_an_optimiser_made_before_goes_on_working() -> None:
+def test_an_optimizer_made_before_goes_on_working() -> None:
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     flat = FlatModule(module)
@@ -249,7 +249,7 @@ def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
     FlatModule(module)
 
 
-def test_frozen_neighbours_in_one_buffer_are_left_alone() -> None:
+def test_frozen_neighbors_in_one_buffer_are_left_alone() -> None:
     module = mlp()
     FlatModule(module)
     module[0].weight.requires_grad_(False)

@@ -212,7 +212,7 @@ def test_frozen_weights_have_no_gradient_to_send():
     assert (second.gradients, second.by_input.products) == (36, 0)
 
 
-def test_parametrised_weights_belong_to_their_layer():
+def test_parametrized_weights_belong_to_their_layer():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)))
     (layer,) = shape_of(model, torch.randn(3, 4)).layers
     assert (layer.kind, layer.multiply_adds, layer.parameters) == ("linear", 24, 24 + 6 + 6)

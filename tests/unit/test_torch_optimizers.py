@@ -1,4 +1,4 @@
-"""torch's optimisers as ours: the same rule, or a refusal."""
+"""torch's optimizers as ours: the same rule, or a refusal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WEIGHTS = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
         (torch.optim.SGD([{"params": [w]} for w in WEIGHTS], lr=0.1), SGD(lr=0.1)),
     ],
 )
-def test_torchs_optimisers_are_translated(theirs: Any, ours: Any) -> None:
+def test_torchs_optimizers_are_translated(theirs: Any, ours: Any) -> None:
     assert from_torch(theirs) == ours
     assert type(from_torch(theirs)) is type(ours)
 

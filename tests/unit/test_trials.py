@@ -94,7 +94,7 @@ def test_a_trial_is_the_run_that_simulate_records(text: str, task: Task, tmp_pat
         compute=compute,
     )
     summary = simulate(config, tmp_path / "run")
-    # Only the optimiser's step, 0.2 µs of 20 ms, is not in the record.
+    # Only the optimizer's step, 0.2 µs of 20 ms, is not in the record.
     assert found.seconds_to_target == pytest.approx(summary.time_to_target, rel=1e-4)
     assert found.bytes == summary.bytes_to_target
 

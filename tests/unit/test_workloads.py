@@ -154,7 +154,7 @@ def test_the_best_point_of_the_quadratic_has_loss_and_metric_zero() -> None:
     assert engine.evaluate(best + np.float32(0.5)).metric == pytest.approx(0.25, rel=1e-5)
 
 
-def test_the_labels_of_the_teacher_are_standardised_and_only_training_ones_have_noise() -> None:
+def test_the_labels_of_the_teacher_are_standardized_and_only_training_ones_have_noise() -> None:
     clean, noisy = load("tabular"), load("tabular(noise=0.5)")
     labels = np.concatenate([clean.train_y, clean.test_y])
     assert labels.mean() == pytest.approx(0, abs=1e-5)

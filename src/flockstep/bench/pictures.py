@@ -11,7 +11,7 @@ from flockstep.bench.turns import Figure
 from flockstep.report import page as report
 from flockstep.report import words
 from flockstep.report.page import Page
-from flockstep.report.style import COLOURS, INK, Panels, axis, decades, key, layout, ref
+from flockstep.report.style import COLORS, INK, Panels, axis, decades, key, layout, ref
 from flockstep.report.style import Figure as Drawing
 
 SPEEDS = {"encode": "encode", "encode_residual": "encode + residual", "add_decoded": "decode + add"}
@@ -77,7 +77,7 @@ def _line(mine: Sequence[Figure], way: str, place: int, index: int, first: bool)
             ],
             "thickness": 1,
         },
-        "line": {"color": COLOURS[place % len(COLOURS)], "dash": ("solid", "10px,4px", "2px,3px")[place % 3]},
+        "line": {"color": COLORS[place % len(COLORS)], "dash": ("solid", "10px,4px", "2px,3px")[place % 3]},
         "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
         "hovertemplate": "%{x:,} bytes<br>%{y:.3g} GB/s<extra>" + way + "</extra>",
         "xaxis": ref("x", index),
@@ -98,7 +98,7 @@ def of_codecs(figures: Sequence[CodecFigure]) -> Drawing:
             "name": said,
             "y": [one.codec for one in figures],
             "x": [getattr(one, what) for one in figures],
-            "marker": {"color": COLOURS[place]},
+            "marker": {"color": COLORS[place]},
             "hovertemplate": "%{y}<br>%{x:.3g} of a copy's rate<extra>" + said + "</extra>",
         }
         for place, (what, said) in enumerate(SPEEDS.items())
@@ -124,7 +124,7 @@ def of_simulator(figures: Sequence[SimulatorFigure]) -> Drawing:
                 "name": name,
                 "x": [one.replicas for one in mine],
                 "y": [one.rate for one in mine],
-                "line": {"color": COLOURS[place % len(COLOURS)]},
+                "line": {"color": COLORS[place % len(COLORS)]},
                 "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
                 "hovertemplate": "%{x} replicas<br>%{y:,.0f} worker-steps/s<extra>" + name + "</extra>",
             }
@@ -162,7 +162,7 @@ def of_prediction(truth: Truth) -> Drawing:
                 "y": [one.predicted for one in mine],
                 "text": [f"{one.strategy}: {one.error:+.1%}" for one in mine],
                 "marker": {
-                    "color": COLOURS[place % len(COLOURS)],
+                    "color": COLORS[place % len(COLORS)],
                     "symbol": [symbols[one.strategy] for one in mine],
                     "size": 10,
                 },

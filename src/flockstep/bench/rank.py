@@ -19,10 +19,10 @@ def main(arguments: list[str]) -> None:
 
     The last argument is the rank, if MPI does not know it.
     """
-    catalogue, address, workers, largest, *given = arguments
+    catalog, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()
     place = Place(rank, int(workers), Path(address).parent, "", int(largest))
-    ways: dict[str, Way] = {way.name: way for way in importlib.import_module(catalogue).WAYS}
+    ways: dict[str, Way] = {way.name: way for way in importlib.import_module(catalog).WAYS}
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     parties: dict[str, Party] = {}

@@ -57,13 +57,13 @@ class Figure:
 class Crew:
     """Processes that execute requests, started by this process or by mpirun."""
 
-    def __init__(self, catalogue: str, workers: int, by_mpirun: bool, folder: Path, largest: int):
+    def __init__(self, catalog: str, workers: int, by_mpirun: bool, folder: Path, largest: int):
         self._listening = socket.socket(socket.AF_UNIX)
         address = str(folder / ("m" if by_mpirun else "p"))
         self._listening.bind(address)
         self._listening.listen(workers)
         self._listening.settimeout(0.2)
-        entry = [sys.executable, "-m", "flockstep.bench.rank", catalogue, address, str(workers), str(largest)]
+        entry = [sys.executable, "-m", "flockstep.bench.rank", catalog, address, str(workers), str(largest)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         commands = [_mpirun(workers) + entry] if by_mpirun else [[*entry, str(rank)] for rank in range(workers)]
         self._processes = [subprocess.Popen(command, env=environment) for command in commands]  # noqa: S603
@@ -132,7 +132,7 @@ def _mpirun(workers: int) -> list[str]:
 
 
 def take_turns(
-    catalogue: str,
+    catalog: str,
     ways: Sequence[Way],
     workers: int,
     sizes: Sequence[int],
@@ -141,12 +141,12 @@ def take_turns(
 ) -> list[Figure]:
     """Measure all implementations; in each round every one has a turn with every array size in bytes.
 
-    Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalogue`: module
+    Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalog`: module
     in whose `WAYS` the processes find an implementation by its name.
     """
     missing = [Figure(way.name, workers, size, missing=way.missing) for way in ways if way.missing for size in sizes]
     able = [way for way in ways if not way.missing]
-    with contextlib.ExitStack() as stack, _crews(catalogue, able, workers, max(sizes)) as crews:
+    with contextlib.ExitStack() as stack, _crews(catalog, able, workers, max(sizes)) as crews:
         failed = {way.name: "its processes do not start" for way in able if way not in [one for one, _ in crews]}
         for way, crew in crews:
             try:
@@ -179,7 +179,7 @@ def calls_for(nbytes: int) -> int:
 
 
 @contextlib.contextmanager
-def _crews(catalogue: str, ways: Sequence[Way], workers: int, largest: int) -> Iterator[list[tuple[Way, Crew]]]:
+def _crews(catalog: str, ways: Sequence[Way], workers: int, largest: int) -> Iterator[list[tuple[Way, Crew]]]:
     """Context manager: each implementation with its processes.
 
     Implementations started in the same way share processes.
@@ -188,7 +188,7 @@ def _crews(catalogue: str, ways: Sequence[Way], workers: int, largest: int) -> I
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for by_mpirun in sorted({way.by_mpirun for way in ways}):
             with contextlib.suppress(FlockstepError):  # an implementation whose processes do not start is skipped
-                crews[by_mpirun] = Crew(catalogue, workers, by_mpirun, Path(folder), largest)
+                crews[by_mpirun] = Crew(catalog, workers, by_mpirun, Path(folder), largest)
                 stack.callback(crews[by_mpirun].close)
         yield [(way, crews[way.by_mpirun]) for way in ways if way.by_mpirun in crews]
 

@@ -52,18 +52,18 @@ class PowerSgdBytes(Claim):
 
 def resnet18() -> list[Shape]:
     """ResNet-18 for images of 32 × 32 (He et al. 2016, with a first convolution of 3 × 3): 11,173,962 parameters."""
-    shapes: list[Shape] = _normalised(64, 3, 3)
+    shapes: list[Shape] = _normalized(64, 3, 3)
     inputs = 64
     for width in (64, 128, 256, 512):
         for _ in range(2):
-            shapes += _normalised(width, inputs, 3) + _normalised(width, width, 3)
+            shapes += _normalized(width, inputs, 3) + _normalized(width, width, 3)
             if inputs != width:
-                shapes += _normalised(width, inputs, 1)
+                shapes += _normalized(width, inputs, 1)
             inputs = width
     return [*shapes, (10, inputs), (10,)]
 
 
-def _normalised(outputs: int, inputs: int, side: int) -> list[Shape]:
+def _normalized(outputs: int, inputs: int, side: int) -> list[Shape]:
     """Shapes of a convolution without bias, followed by batch normalization."""
     return [(outputs, inputs, side, side), (outputs,), (outputs,)]
 

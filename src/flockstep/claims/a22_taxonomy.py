@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Row, Say, Verdict
 from flockstep.errors import FlockstepError
-from flockstep.systems.catalogue import NOT_YET, System, system
+from flockstep.systems.catalog import NOT_YET, System, system
 from flockstep.systems.published import COLUMNS, differences, table_1
 from flockstep.testing.strategies import run_strategy
 

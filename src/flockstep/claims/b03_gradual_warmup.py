@@ -66,7 +66,7 @@ class GradualWarmup(Claim):
             "Whether a run survives its first large steps is chance: of the seeds "
             + ", ".join(f"{(errors >= small + 5).mean():.0%} fail with {name}" for name, errors in others.items())
             + f", {(gradual >= small + 5).mean():.0%} with gradual, whose mean without those is {lucky:.2f} %. The "
-            "perceptron's weights (Glorot) and centred pixels were chosen because the warm-ups part there: with He "
+            "perceptron's weights (Glorot) and centered pixels were chosen because the warm-ups part there: with He "
             "weights and pixels from 0 to 1 all three fail, and fewer seeds can show anything (the first ten of these "
             "none at all without a warm-up)"
         )

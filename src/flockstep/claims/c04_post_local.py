@@ -20,7 +20,7 @@ LARGE, POST = "local_sgd(1, recursive_doubling)", f"local_sgd(post_local(period=
 
 
 @dataclass(frozen=True)
-class PostLocalGeneralises(Claim):
+class PostLocalGeneralizes(Claim):
     """Post-local SGD against large-batch SGD."""
 
     statement = (

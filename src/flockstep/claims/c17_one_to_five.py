@@ -43,14 +43,14 @@ class OneToFive(Claim):
             for collective in COLLECTIVES:
                 where = f"{workers} workers, {network}, {collective}"
                 say(where)
-                busy = _utilisation(workers, network, collective)
+                busy = _utilization(workers, network, collective)
                 waits = GRADIENT / busy(1) - GRADIENT
                 figures[f"T_comm in ms, {where}"] = 1000 * waits
                 worst = max(SWEEP, key=lambda tau: abs(busy(tau) - formula(tau, waits)))
-                what = f"utilisation at tau = {worst}, worst of the sweep, {where}"
+                what = f"utilization at tau = {worst}, worst of the sweep, {where}"
                 rows.append(near(what, formula(worst, waits), busy(worst), 0.01))
                 solved = max(1, round(ONE_TO_FIVE / (1 - ONE_TO_FIVE) * waits / GRADIENT))
-                what = f"utilisation at tau = {solved}, solved for 5/6, {where}"
+                what = f"utilization at tau = {solved}, solved for 5/6, {where}"
                 rows.append(near(what, ONE_TO_FIVE, busy(solved), 0.01))
         note = "workers meet in a collective; SparkNet's driver is another T_comm in the same formula"
         return Verdict(tuple(rows), note, figures)
@@ -62,7 +62,7 @@ def formula(period: int, communication: float) -> float:
     return busy / (busy + communication)
 
 
-def _utilisation(workers: int, network: str, collective: str) -> Callable[[int], float]:
+def _utilization(workers: int, network: str, collective: str) -> Callable[[int], float]:
     """Function τ → share of time spent on gradients."""
 
     def busy(tau: int) -> float:

@@ -176,7 +176,7 @@ def simulate(
     overwrite: o.Overwrite = False,
     as_json: o.Json = False,
 ) -> None:
-    """Train in virtual time: real gradients, modelled seconds."""
+    """Train in virtual time: real gradients, modeled seconds."""
     from flockstep.cli.runs import run_one
 
     config = o.configured("simulate", locals())

@@ -103,7 +103,7 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
         _show_rows([row for one in (nouns() if noun is None else [noun]) for row in listing(one)], as_json)
         return
     found = [described(one, str(what)) for one in nouns() if what in names(one)]
-    found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalogue(one)]
+    found += [_system(one, str(what)) for one in registry.nouns() if what in registry.catalog(one)]
     if not found:
         raise _unknown(str(what))
     _show_described(found, as_json)
@@ -111,7 +111,7 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
 
 def _unknown(what: str) -> UnknownName:
     known = [*nouns(), *(name for noun in nouns() for name in names(noun))]
-    known += [name for noun in registry.nouns() for name in registry.catalogue(noun)]
+    known += [name for noun in registry.nouns() for name in registry.catalog(noun)]
     near = difflib.get_close_matches(what, known, n=1, cutoff=0.6)
     return UnknownName.among("kind or component", what, near or nouns())
 

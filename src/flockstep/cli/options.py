@@ -26,9 +26,7 @@ def completed(*nouns: str) -> Callable[[str], list[str]]:
 
     def complete(incomplete: str) -> list[str]:
         known = [
-            name
-            for noun in nouns
-            for name in (*registry.names(noun), *registry.aliases(noun), *registry.catalogue(noun))
+            name for noun in nouns for name in (*registry.names(noun), *registry.aliases(noun), *registry.catalog(noun))
         ]
         return [name for name in known if name.startswith(incomplete)]
 
@@ -234,12 +232,12 @@ def on_cluster(config: RunConfig, cluster: str, context: typer.Context) -> RunCo
     """The configuration with links and times of a cluster, which is recorded so that the run can be repeated."""
     from flockstep.costs.cluster_reading import load_cluster
     from flockstep.frameworks.job import import_components
-    from flockstep.planning.prospect import on_cluster as modelled
+    from flockstep.planning.prospect import on_cluster as modeled
 
     import_components(config.imports)
     for name, value in given(context, ("network", "compute")):
         raise ConfigurationError(f"--{name} {value} is what --cluster {cluster} says already; give one of them")
-    return modelled(config, load_cluster(cluster))
+    return modeled(config, load_cluster(cluster))
 
 
 def refuse_idle(kind: Kind, context: typer.Context) -> None:

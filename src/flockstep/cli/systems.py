@@ -10,9 +10,9 @@ from rich.table import Table
 
 from flockstep.cli import show
 from flockstep.strategies.base import Strategy
-from flockstep.systems.catalogue import System, system, systems
+from flockstep.systems.catalog import System, system, systems
 
-HEADINGS = ("system", "parallelism", "optimisation", "scheduling", "exchange", "topology")
+HEADINGS = ("system", "parallelism", "optimization", "scheduling", "exchange", "topology")
 
 
 def rows() -> list[dict[str, str]]:

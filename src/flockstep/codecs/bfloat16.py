@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.codecs.quantiser import LARGEST
+from flockstep.codecs.quantizer import LARGEST
 from flockstep.codecs.rounded import Rounded
 
 

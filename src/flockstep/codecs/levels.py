@@ -11,10 +11,10 @@ from flockstep.arrays import kernels
 from flockstep.arrays.namespace import copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes
-from flockstep.codecs.quantiser import Quantiser
+from flockstep.codecs.quantizer import Quantizer
 
 
-class Levels(Quantiser):
+class Levels(Quantizer):
     """Encodes every element of a block as an integer multiple of scale / levels: all scales, then all codes, packed."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Levels(Quantiser):
         scales = self.scales(k, floats)
         self.refuse(floats, first_not_finite(scales) >= 0)
         seed = kernels.seed_from(random) if at_random else -1
-        data: Bytes = k.join(k.as_bytes(scales), k.quantise(floats, scales, block, levels, self.bits, seed))
+        data: Bytes = k.join(k.as_bytes(scales), k.quantize(floats, scales, block, levels, self.bits, seed))
         return data
 
     def _read(self, data: Bytes, size: int, dtype: str) -> tuple[Any, Bytes]:
@@ -61,7 +61,7 @@ class Levels(Quantiser):
     def uncoded(self, data: Bytes, size: int, dtype: str) -> FlatArray:
         levels, block, _ = self.grid()
         step, codes = self._read(data, size, dtype)
-        array, top = kernels.of(data).dequantise(codes, step, block, levels, self.bits, size)
+        array, top = kernels.of(data).dequantize(codes, step, block, levels, self.bits, size)
         self.require(top <= 2 * levels, size, dtype)
         decoded: FlatArray = array
         return decoded
@@ -69,5 +69,5 @@ class Levels(Quantiser):
     def add_uncoded(self, data: Bytes, out: FlatArray, scale: float) -> None:
         levels, block, _ = self.grid()
         step, codes = self._read(data, len(out), kernels.name_of(out))
-        top = kernels.of(data).add_dequantised(codes, step * float(scale), block, levels, self.bits, out)
+        top = kernels.of(data).add_dequantized(codes, step * float(scale), block, levels, self.bits, out)
         self.require(top <= 2 * levels, len(out), kernels.name_of(out))

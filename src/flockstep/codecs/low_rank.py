@@ -68,12 +68,12 @@ class LowRank:
     @cached_property
     def lefts(self) -> list[slice]:
         """The slice of each P in the concatenation of all P."""
-        return _neighbours([m.rows * self.rank for m in self.matrices])
+        return _neighbors([m.rows * self.rank for m in self.matrices])
 
     @cached_property
     def rights(self) -> list[slice]:
         """The slice of each Q in the concatenation of all Q."""
-        return _neighbours([m.columns * self.rank for m in self.matrices])
+        return _neighbors([m.columns * self.rank for m in self.matrices])
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +82,7 @@ def low_rank(shapes: tuple[Shape, ...], rank: int, ratio: float = 1.0) -> LowRan
     return LowRank(shapes, rank, ratio)
 
 
-def _neighbours(sizes: Sequence[int]) -> list[slice]:
+def _neighbors(sizes: Sequence[int]) -> list[slice]:
     """Return adjacent slices of these sizes, starting at 0."""
     return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 

@@ -9,14 +9,14 @@ import numpy as np
 from flockstep.arrays import kernels
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes
-from flockstep.codecs.quantiser import Quantiser, scale_dtype
+from flockstep.codecs.quantizer import Quantizer, scale_dtype
 
 TOP = {"float32": 127, "float64": 1023}
 """Exponent of the largest power of two, by dtype."""
 
 
 @dataclass(frozen=True)
-class Natural(Quantiser):
+class Natural(Quantizer):
     """Natural compression (Horváth et al. 2019, definition 2.1): sign(x) times a power of two next to |x|, at random.
 
     Sign and exponent take 9 bits per element, 12 for float64. E||C(x) - x||² ≤ ||x||² / 8; powers of two and zero do

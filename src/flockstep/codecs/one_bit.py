@@ -13,11 +13,11 @@ from flockstep.arrays.namespace import copied, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
-from flockstep.codecs.quantiser import Quantiser, computed_in, scale_dtype
+from flockstep.codecs.quantizer import Quantizer, computed_in, scale_dtype
 
 
 @dataclass(frozen=True)
-class OneBit(Quantiser):
+class OneBit(Quantizer):
     """1-bit SGD (Seide et al. 2014, section 2.2): x ≥ 0 becomes the mean of all such elements, x < 0 that of the
     others.
 

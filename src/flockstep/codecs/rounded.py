@@ -10,7 +10,7 @@ from flockstep.arrays import kernels
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
-from flockstep.codecs.quantiser import LARGEST, computed_in
+from flockstep.codecs.quantizer import LARGEST, computed_in
 from flockstep.errors import ProtocolError
 
 

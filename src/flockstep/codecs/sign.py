@@ -13,11 +13,11 @@ from flockstep.arrays.namespace import cast, first_not_finite
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec, Shape
 from flockstep.codecs.parts import Parts
-from flockstep.codecs.quantiser import Quantiser
+from flockstep.codecs.quantizer import Quantizer
 
 
 @dataclass(frozen=True)
-class Sign(Quantiser):
+class Sign(Quantizer):
     """signSGD with a scale (Karimireddy et al. 2019, algorithm 2): (||x||₁ / d) sign(x) for every tensor of d elements.
 
     ||C(x) - x||² = (1 - ||x||₁² / (d ||x||²)) ||x||². With `scaled` false only ±1 is sent, as in signSGD (Bernstein et

@@ -145,7 +145,7 @@ class Collectives(Calls):
         messages = self.together(name, "all_gather", lambda me: _all_gather(me, packet), timeout)
         return [unpacked(message, self.max_bytes) for message in messages]
 
-    def neighbour_average(
+    def neighbor_average(
         self,
         array: Any,
         topology: str | Topology = "ring",
@@ -165,11 +165,11 @@ class Collectives(Calls):
         given, graph, rank = checked(array, self.max_bytes), Topology.parse(topology), self.rank
         _require_real(given)
         period = _mixing(graph, self.workers)
-        weights = period[self._count(f"neighbour_average {name}") % len(period)]
-        packet = self.packet(given, codec, f"neighbours {name}")
+        weights = period[self._count(f"neighbor_average {name}") % len(period)]
+        packet = self.packet(given, codec, f"neighbors {name}")
         packets = {other: packet for other in range(self.workers) if other != rank and weights[other, rank]}
         of = [other for other in range(self.workers) if other != rank and weights[rank, other]]
-        what = f"neighbour_average of {_described(given)} on {graph}"
+        what = f"neighbor_average of {_described(given)} on {graph}"
         messages = self.together(name, what, lambda me: _exchange(me, packets, of), timeout)
         arrays = {message.source: self._like(message, given) for message in messages}
         return _mixed(given, weights, rank, arrays)

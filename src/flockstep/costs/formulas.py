@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
-NORMALISE, NORMALISE_WEIGHTS, NORMALISE_INPUTS = 7, 3, 8
+NORMALIZE, NORMALIZE_WEIGHTS, NORMALIZE_INPUTS = 7, 3, 8
 """Operations per element: mean 1, center 1, variance 2, divide 1, scale and shift 2; ∇γ 2, ∇β 1; ∇inputs 8."""
 SOFTMAX, SOFTMAX_BACK = 4, 3
 """Operations per element: maximum, exponential of the difference, sum, quotient; backward product, sum, difference."""
@@ -129,9 +129,9 @@ def batch_norm(name: str, channels: int, places: Number, affine: bool = True, da
         name,
         "norm",
         parameters=2 * channels if affine else 0,
-        forward=Pass(other=NORMALISE * elements, depth=5, sums=2, summed=places),
-        by_weight=Pass(other=NORMALISE_WEIGHTS * elements, depth=1, sums=1, summed=places) if affine else NOTHING,
-        by_input=NOTHING if data else Pass(other=NORMALISE_INPUTS * elements, depth=5, sums=1, summed=places),
+        forward=Pass(other=NORMALIZE * elements, depth=5, sums=2, summed=places),
+        by_weight=Pass(other=NORMALIZE_WEIGHTS * elements, depth=1, sums=1, summed=places) if affine else NOTHING,
+        by_input=NOTHING if data else Pass(other=NORMALIZE_INPUTS * elements, depth=5, sums=1, summed=places),
         reads=elements,
         writes=elements,
     )
@@ -145,9 +145,9 @@ def group_norm(name: str, elements: Number, over: int, weights: int, biases: int
         name,
         "norm",
         parameters=weights + biases,
-        forward=Pass(other=NORMALISE * elements, depth=5 + 2 * depth),
-        by_weight=Pass(other=NORMALISE_WEIGHTS * elements, depth=1, sums=1, summed=each) if weights else NOTHING,
-        by_input=NOTHING if data else Pass(other=NORMALISE_INPUTS * elements, depth=5 + depth),
+        forward=Pass(other=NORMALIZE * elements, depth=5 + 2 * depth),
+        by_weight=Pass(other=NORMALIZE_WEIGHTS * elements, depth=1, sums=1, summed=each) if weights else NOTHING,
+        by_input=NOTHING if data else Pass(other=NORMALIZE_INPUTS * elements, depth=5 + depth),
         reads=elements,
         writes=elements,
     )

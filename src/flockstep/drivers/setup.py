@@ -24,7 +24,7 @@ from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
-from flockstep.systems import catalogue
+from flockstep.systems import catalog
 from flockstep.transports.base import Transport
 from flockstep.workloads.base import Workload
 from flockstep.workloads.sampler import steps_for
@@ -90,9 +90,9 @@ def canonical(config: RunConfig) -> RunConfig:
 def _system(strategy: str) -> str | None:
     """The name of the system and its mode, if the strategy was given by a system's name."""
     name, _, mode = strategy.partition(":")
-    if strategy in (*registry.names("strategy"), *registry.aliases("strategy")) or catalogue.expression(name) is None:
+    if strategy in (*registry.names("strategy"), *registry.aliases("strategy")) or catalog.expression(name) is None:
         return None
-    return catalogue.system(name).name + (f": {mode.strip()}" if mode else "")
+    return catalog.system(name).name + (f": {mode.strip()}" if mode else "")
 
 
 def versions() -> dict[str, str]:

@@ -258,10 +258,10 @@ def _refuse_idle(
     step_timeout: float | None,
 ) -> None:
     """Refuse arguments without a meaning for that kind of run."""
-    modelled: dict[str, object] = {"network": network, "compute": compute, "faults": faults or None}
-    modelled["until_target"] = until_target or None
+    modeled: dict[str, object] = {"network": network, "compute": compute, "faults": faults or None}
+    modeled["until_target"] = until_target or None
     real: dict[str, object] = {"transport": transport, "heartbeat": heartbeat, "step_timeout": step_timeout}
-    for name, value in (real if simulated else modelled).items():
+    for name, value in (real if simulated else modeled).items():
         if value is not None:
             where = "is for real processes only; leave it or simulated=True out"
             if not simulated:

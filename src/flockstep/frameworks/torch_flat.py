@@ -418,7 +418,7 @@ def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Param
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     ranges = sorted((*_extent(tensor), name) for name, tensor in tensors if tensor.numel())
-    for (_, end, one), (start, _, other) in _neighbours(ranges):
+    for (_, end, one), (start, _, other) in _neighbors(ranges):
         if start < end and (one in trainable or other in trainable):
             raise ConfigurationError(
                 f"{one!r} and {other!r} must not share memory unless they are one parameter; assign the same "
@@ -426,7 +426,7 @@ def _check_overlaps(module: torch.nn.Module, trainable: dict[str, torch.nn.Param
             )
 
 
-def _neighbours(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
+def _neighbors(ranges: list[tuple[int, int, str]]) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
     """Yield each range together with the earlier range that reaches furthest."""
     furthest = ranges[0] if ranges else (0, 0, "")
     for current in ranges[1:]:

@@ -29,7 +29,7 @@ from flockstep.records import owner
 from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, Result, Snapshot
 from flockstep.records.folder import EventWriter, RunFolder
-from flockstep.records.summary import Status, Summary, reaches, summarise
+from flockstep.records.summary import Status, Summary, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
 from flockstep.transports.base import Transport
 
@@ -178,7 +178,7 @@ def finished(record: RunFolder, config: RunConfig) -> Iterator[list[str]]:
     finally:
         if owner.is_ours(record.path):
             with undisturbed():
-                record.write_summary(summarise(config, record.merge_events(), status, text, notes))
+                record.write_summary(summarize(config, record.merge_events(), status, text, notes))
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Adam(Optimizer):
             xp.subtract(w, second, out=w)
 
     def _average(self, m: FlatArray, v: FlatArray, g: FlatArray, scratch: FlatArray, share: float) -> None:
-        """Move both running means towards `g` and its square."""
+        """Move both running means toward `g` and its square."""
         xp, beta1, beta2 = namespace(m), self.beta1**share, self.beta2**share
         xp.subtract(g, m, out=scratch)
         xp.multiply(scratch, 1 - beta1, out=scratch)

@@ -208,7 +208,7 @@ def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
     """Samples per second, in samples of plain training; with slow links, as if the waiting parts took longer."""
     rate = found.samples_per_second
     if found.strategy is not None:
-        rate /= waiting(found.utilisation, slower(needs))
+        rate /= waiting(found.utilization, slower(needs))
     return rate / outlook.need(found)
 
 

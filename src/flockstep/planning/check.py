@@ -37,7 +37,7 @@ class Figures:
 
     seconds: float
     sent: float
-    utilisation: float
+    utilization: float
     staleness: float | None
     rate: float | None = None
     """Samples per second of all workers, used or not, from the start to the end of the last step."""
@@ -114,7 +114,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         site = Site(task, cluster)
         found = prospect(strategy, site, config.workers, steps=_rehearsed_steps(config))
         predicted = Figures(
-            found.seconds, found.sent, found.utilisation, found.staleness, _all_samples(config, task, found.seconds)
+            found.seconds, found.sent, found.utilization, found.staleness, _all_samples(config, task, found.seconds)
         )
         source, where, notes = found.source, cluster.name, _unlike(config, site)
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
@@ -243,7 +243,7 @@ def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> Figur
         lessons=task.lessons if strategy.traits.needs_job else None,
     )
     rate = found.steps_per_second * found.batches * task.batch
-    return Figures(found.seconds_per_step, found.sent_per_step, found.utilisation, found.staleness, rate)
+    return Figures(found.seconds_per_step, found.sent_per_step, found.utilization, found.staleness, rate)
 
 
 CHECK_HEADINGS = (

@@ -109,7 +109,7 @@ def _exposure(pace: Pace) -> float | None:
 
 def is_central(cell: Cell | None) -> bool:
     """Whether all workers' gradients optimize one model."""
-    return cell is not None and cell.optimisation == "central"
+    return cell is not None and cell.optimization == "central"
 
 
 def is_synchronous(cell: Cell | None, traits: Traits) -> bool:

@@ -28,7 +28,7 @@ from flockstep.planning.words import (
 from flockstep.report.layers import amount
 from flockstep.report.layouts import speed
 from flockstep.report.page import Drawing, Listing, Page
-from flockstep.report.style import COLOURS, INK, Figure, axis, decades, layout, safe
+from flockstep.report.style import COLORS, INK, Figure, axis, decades, layout, safe
 from flockstep.report.words import number
 
 CELLS = 13
@@ -114,7 +114,7 @@ def scaling_picture(outlook: Outlook) -> Figure:
             "name": safe(short(one.name)),
             "x": one.workers,
             "y": one.worths,
-            "line": {"color": COLOURS[place % len(COLOURS)], "dash": _DASHES[place % len(_DASHES)]},
+            "line": {"color": COLORS[place % len(COLORS)], "dash": _DASHES[place % len(_DASHES)]},
             "marker": {"symbol": _SYMBOLS[place % len(_SYMBOLS)], "size": 8},
             "hovertemplate": "workers %{x}: worth %{y:.3g}<extra>" + safe(short(one.name)) + "</extra>",
         }
@@ -185,7 +185,7 @@ class Map:
     def picture(self, outlook: Outlook) -> Figure:
         """The map as a figure with a colored cell and a letter for each point."""
         kinds, count = self.kinds, len(self.kinds)
-        colours = [COLOURS[place % len(COLOURS)] for place in range(count)]
+        colors = [COLORS[place % len(COLORS)] for place in range(count)]
         heat = {
             "type": "heatmap",
             "x": self.bandwidths,
@@ -203,15 +203,15 @@ class Map:
             ],
             "zmin": -0.5,
             "zmax": count - 0.5,
-            "colorscale": [[(place + end) / count, colour] for place, colour in enumerate(colours) for end in (0, 1)],
+            "colorscale": [[(place + end) / count, color] for place, color in enumerate(colors) for end in (0, 1)],
             "showscale": False,
             "xgap": 1,
             "ygap": 1,
             "hovertemplate": "%{customdata}<extra></extra>",
         }
         keys = [
-            _mark(f"{self.letter(kind)}: {short(kind)}", None, None, colour, "square")
-            for kind, colour in zip(kinds, colours, strict=True)
+            _mark(f"{self.letter(kind)}: {short(kind)}", None, None, color, "square")
+            for kind, color in zip(kinds, colors, strict=True)
         ]
         here = _mark("this cluster and model", outlook.site.link[1], outlook.site.task.elements, INK, "x")
         across = axis("bandwidth of the slowest link", type="log", **decades(self.bandwidths, speed, 1 / 8))
@@ -249,6 +249,6 @@ def _rivals(outlook: Outlook, advice: Advice) -> list[Contender]:
     return [one for one in left if one.pace is not None][:KEEN] + [one for one in left if one.pace is None]
 
 
-def _mark(name: str, x: float | None, y: float | None, colour: str, symbol: str) -> dict[str, Any]:
-    marker = {"color": colour, "symbol": symbol, "size": 12}
+def _mark(name: str, x: float | None, y: float | None, color: str, symbol: str) -> dict[str, Any]:
+    marker = {"color": color, "symbol": symbol, "size": 12}
     return {"type": "scatter", "mode": "markers", "name": safe(name), "x": [x], "y": [y], "marker": marker}

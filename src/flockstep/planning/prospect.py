@@ -58,7 +58,7 @@ class Prospect:
     """The strategy; None for one worker alone."""
     workers: int
     seconds: float
-    utilisation: float
+    utilization: float
     """Share of its time that a worker computes."""
     sent: float
     """Bytes that a worker sends per step."""
@@ -85,7 +85,7 @@ class Prospect:
     def document(self) -> dict[str, Any]:
         """The prediction as plain data, for JSON."""
         names = (
-            "name workers seconds utilisation sent server_bytes staleness staleness_most samples_per_second memory "
+            "name workers seconds utilization sent server_bytes staleness staleness_most samples_per_second memory "
             "source"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
@@ -135,7 +135,7 @@ def prospect(strategy: Strategy, site: Site, workers: int, steps: int | None = N
             f"cannot be predicted: in one half of its rehearsal a step takes {told(slow / found.spread)}, in the other "
             f"{told(slow)}; try it with flockstep simulate"
         )
-    return _of_rehearsal(strategy, site, workers, _levelled(found, site, strategy, workers) if steps is None else found)
+    return _of_rehearsal(strategy, site, workers, _leveled(found, site, strategy, workers) if steps is None else found)
 
 
 def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
@@ -203,7 +203,7 @@ def rehearsed(
         coding = found.sent_per_step / once  # the worker encodes in some of its steps only
 
 
-def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
+def _leveled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
     """Correct a rehearsal from its few draws to the compute model's mean and the mean delay of the slowest worker."""
     law, step, busy = site.compute(workers), site.work(strategy, workers).step, found.computing
     each, seconds = mean_of(law) + step, found.seconds_per_step
@@ -219,7 +219,7 @@ def _levelled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) ->
         waits = max(waits + exposure * (late - had), least)
     level = usual + waits
     rate = found.steps_per_second * seconds / level
-    return replace(found, seconds_per_step=level, steps_per_second=rate, utilisation=min(1.0, usual / level))
+    return replace(found, seconds_per_step=level, steps_per_second=rate, utilization=min(1.0, usual / level))
 
 
 def _drawn_in(found: Rehearsal, law: ComputeModel) -> tuple[float, float]:
@@ -237,7 +237,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         strategy,
         workers,
         seconds,
-        found.utilisation,
+        found.utilization,
         found.sent_per_step,
         _through_server(strategy, found),
         found.staleness if versions else None,

@@ -71,7 +71,7 @@ class Rehearsal:
     """Seconds between two gradients of a worker while all workers train, mean over the workers."""
     steps_per_second: float
     """Gradients per second of all workers together, each at its own pace."""
-    utilisation: float
+    utilization: float
     """Share of its time that a worker computes, from 0 to 1."""
     sent_per_step: float
     """Mean payload bytes that a worker sends per step."""
@@ -100,7 +100,7 @@ class Rehearsal:
     @property
     def computing(self) -> float:
         """Seconds of a step in which a worker computes or waits for a core."""
-        return self.utilisation * self.seconds_per_step
+        return self.utilization * self.seconds_per_step
 
     @property
     def unevenness(self) -> float:

@@ -94,7 +94,7 @@ class Contender:
         """Seconds of a step that a worker computes, scaled from the plan's site."""
         here, there = self.site.compute(self.found.workers), site.compute(workers) if law is None else law
         ratio = mean_of(there) / (mean_of(here) or 1.0)
-        return self.found.utilisation * self.found.seconds * ratio
+        return self.found.utilization * self.found.seconds * ratio
 
 
 def waiting(share: float, slower: float) -> float:

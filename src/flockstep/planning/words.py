@@ -98,7 +98,7 @@ def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
         worth_of(worth),
         number(found.samples_per_second),
         seconds(found.seconds),
-        share(found.utilisation),
+        share(found.utilization),
         size(found.sent),
         size(found.server_bytes) if found.server_bytes else NONE,
         _late(outlook, found),

@@ -2,6 +2,6 @@
 
 from flockstep.records.config import RunConfig, same_run
 from flockstep.records.folder import EventWriter, Record, RunFolder
-from flockstep.records.summary import Summary, WorkerTotals, summarise
+from flockstep.records.summary import Summary, WorkerTotals, summarize
 
-__all__ = ["EventWriter", "Record", "RunConfig", "RunFolder", "Summary", "WorkerTotals", "same_run", "summarise"]
+__all__ = ["EventWriter", "Record", "RunConfig", "RunFolder", "Summary", "WorkerTotals", "same_run", "summarize"]

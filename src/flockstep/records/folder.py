@@ -28,7 +28,7 @@ from flockstep.records.events import HELD_BACK, Event, Figure, Replica, Snapshot
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.owner import OWNER, owned
-from flockstep.records.summary import Summary, summarise, time_of
+from flockstep.records.summary import Summary, summarize, time_of
 
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ class RunFolder:
             why = "the run ended without a summary"
             if _gone(self.summary_file):  # of a run whose disk was full
                 why = f"the summary of the run is gone: it was in {self.summary_file.readlink()}"
-            return summarise(self.read_config(), self.read_events(), "interrupted", why)
+            return summarize(self.read_config(), self.read_events(), "interrupted", why)
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
         except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8

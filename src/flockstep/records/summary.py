@@ -82,7 +82,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
         return self.compute + self.wait + self.comm
 
     @property
-    def utilisation(self) -> float | None:
+    def utilization(self) -> float | None:
         """Share of the accounted time spent computing; None if no time is accounted."""
         return self.compute / self.seconds if self.seconds > 0 else None
 
@@ -144,7 +144,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int | None
     staleness_counts: dict[int, int]
     """Staleness → number of updates."""
-    utilisation: float | None
+    utilization: float | None
     """Mean over workers of computing ÷ (computing + waiting + communicating)."""
     divergence: float | None
     """Root mean square distance of the replicas from their mean at the last evaluation. If that is unknown: 0 if all
@@ -201,7 +201,7 @@ def time_of(event: Event) -> float:
     return event.end if isinstance(event, Span) else event.t
 
 
-def summarise(
+def summarize(
     config: RunConfig, events: Sequence[Event], status: Status, error: str | None = None, notes: Sequence[str] = ()
 ) -> Summary:
     """Summarize the events of a run.
@@ -246,7 +246,7 @@ def summarise(
         staleness_mean=sum(k * n for k, n in staleness.items()) / staleness.total() if staleness else None,
         staleness_max=max(staleness, default=None),
         staleness_counts=dict(sorted(staleness.items())),
-        utilisation=_mean(w.utilisation for w in workers if w.utilisation is not None),
+        utilization=_mean(w.utilization for w in workers if w.utilization is not None),
         divergence=0.0 if quality.divergence is None and agree else quality.divergence,
         completeness=completeness,
         effective_rate=effective_rate,

@@ -25,7 +25,7 @@ def per_step(series: Sequence[Series]) -> Figure:
     names = [one.title(46) for one in shown]
     data = []
     totals = [sum(_ms_per_step(one, kind) for kind in ACTIVITIES) for one in shown]
-    for kind, (name, colour) in ACTIVITIES.items():
+    for kind, (name, color) in ACTIVITIES.items():
         amounts = [_ms_per_step(one, kind) for one in shown]
         shares = [words.share(a / t if t else None) for a, t in zip(amounts, totals, strict=True)]
         data.append(
@@ -40,7 +40,7 @@ def per_step(series: Sequence[Series]) -> Figure:
                 "insidetextanchor": "middle",
                 "textangle": 0,
                 "textfont": {"color": "#ffffff" if kind == "compute" else "#1d2733", "size": 12},
-                "marker": {"color": colour},
+                "marker": {"color": color},
                 "customdata": shares,
                 "hovertemplate": f"{name}: %{{x:.4~g}} ms a step (%{{customdata}})<extra>%{{y}}</extra>",
             }
@@ -98,7 +98,7 @@ def per_worker(series: Sequence[Series]) -> Figure:
             tickvals=[0, 0.5, 1],
             showticklabels=index % panels.columns == 0,
         )
-        notes.append(panels.heading(index, titles[index], one.colour))
+        notes.append(panels.heading(index, titles[index], one.color))
     margin = {"l": 64, "r": 24, "t": 8, "b": 56}
     more = {"barmode": "stack", "showlegend": False, "annotations": notes, "margin": margin}
     return {"data": data, "layout": layout(panels.height, **more, **made)}
@@ -113,14 +113,14 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
             "x": [worker.rank for worker in workers],
             "y": [getattr(worker, kind) / worker.seconds for worker in workers],
             "width": 0.86 if len(workers) <= 32 else 1.0,
-            "marker": {"color": colour, "line": {"width": 0}},
+            "marker": {"color": color, "line": {"width": 0}},
             "customdata": [[words.seconds(getattr(worker, kind)), worker.steps] for worker in workers],
             "hovertemplate": f"worker %{{x}}, {name}: %{{customdata[0]}} (%{{y:.1%}})"
             "<br>%{customdata[1]:,} steps<extra></extra>",
             "xaxis": ref("x", index),
             "yaxis": ref("y", index),
         }
-        for kind, (name, colour) in ACTIVITIES.items()
+        for kind, (name, color) in ACTIVITIES.items()
     ]
 
 
@@ -146,7 +146,7 @@ def timeline(series: Sequence[Series]) -> Figure | None:
             ticks="",
             showgrid=False,
         )
-        notes.append(heading(one.name, 0, top, one.colour))
+        notes.append(heading(one.name, 0, top, one.color))
         data += [trace for kind in ACTIVITIES if (trace := _bars(spans, kind, names, index))]
     clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
     x = axis(f"{clock} since the start", range=[0, 1e3 * _extent(shown)], anchor=ref("y", len(shown) - 1))
@@ -174,7 +174,7 @@ def _bars(spans: Sequence[Span], kind: str, nodes: Sequence[int], index: int) ->
     chosen = [span for span in spans if span.kind == kind]
     if not chosen:
         return None
-    name, colour = ACTIVITIES[kind]
+    name, color = ACTIVITIES[kind]
     return {
         "type": "bar",
         "orientation": "h",
@@ -183,7 +183,7 @@ def _bars(spans: Sequence[Span], kind: str, nodes: Sequence[int], index: int) ->
         "base": [1e3 * span.start for span in chosen],
         "x": [1e3 * (span.end - span.start) for span in chosen],
         "width": 0.8,
-        "marker": {"color": colour, "line": {"color": "#ffffff", "width": 0.4}},
+        "marker": {"color": color, "line": {"color": "#ffffff", "width": 0.4}},
         "customdata": [node_name(span.node) for span in chosen],
         "hovertemplate": f"%{{customdata}} {name}<br>%{{base:.4~g}} ms + %{{x:.4~g}} ms<extra></extra>",
         "xaxis": "x",

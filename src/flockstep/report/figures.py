@@ -62,12 +62,12 @@ def _curves(one: Series) -> list[dict[str, Any]]:
                 "mode": "lines" if len(snapshots) > 1 else "markers",
                 "x": [x_of(s) for s in snapshots],
                 "y": [of(s) for s in snapshots],
-                "line": {"color": one.colour, "dash": one.dash, "width": 2},
+                "line": {"color": one.color, "dash": one.dash, "width": 2},
                 "hovertemplate": f"%{{x:.4~g}} {x_name}<br>{what} %{{y:.4~g}}<extra>{one.name}</extra>",
             }
         )
         if row == 0 and hit is not None:
-            marker = {"symbol": "circle", "size": 10, "color": "#ffffff", "line": {"color": one.colour, "width": 2.5}}
+            marker = {"symbol": "circle", "size": 10, "color": "#ffffff", "line": {"color": one.color, "width": 2.5}}
             text = f"target reached<br>%{{x:.4~g}} {x_name}<extra>{one.name}</extra>"
             point = {"x": [x_of(hit)], "y": [hit.metric], "mode": "markers", "marker": marker, "hovertemplate": text}
             data.append({**common, **point, "type": "scatter"})
@@ -171,7 +171,7 @@ def staleness(series: Sequence[Series]) -> Figure | None:
             showticklabels=index % panels.columns == 0,
             nticks=4,
         )
-        notes.append(panels.heading(index, titles[index], one.colour))
+        notes.append(panels.heading(index, titles[index], one.color))
     margin = {"l": 64, "r": 24, "t": 8, "b": 56}
     return {"data": data, "layout": layout(panels.height, annotations=notes, showlegend=False, margin=margin, **made)}
 
@@ -189,7 +189,7 @@ def _histogram(one: Series, index: int, width: int) -> dict[str, Any]:
         "x": [start * width + (width - 1) / 2 for start in starts],
         "y": [bins[start] / total for start in starts],
         "width": width * 0.86,
-        "marker": {"color": one.colour},
+        "marker": {"color": one.color},
         "customdata": [[str(s) if width == 1 else f"{s * width} to {s * width + width - 1}", bins[s]] for s in starts],
         "hovertemplate": "staleness %{customdata[0]}<br>%{customdata[1]:,} updates (%{y:.1%})<extra></extra>",
         "xaxis": ref("x", index),

@@ -10,9 +10,9 @@ from typing import Any
 from flockstep.costs.layers import Layer, ModelShape, require_scale
 from flockstep.report import words
 from flockstep.report.page import Drawing, Listing, Page
-from flockstep.report.style import COLOURS, Figure, axis, key, layout, ref, safe
+from flockstep.report.style import COLORS, Figure, axis, key, layout, ref, safe
 
-DATA, SPLIT = COLOURS[0], COLOURS[1]
+DATA, SPLIT = COLORS[0], COLORS[1]
 MANY = 60
 """Number of layers above which the figure shows layers with parameters only."""
 HEADINGS = (
@@ -261,7 +261,7 @@ def _bars(place: int, names: Sequence[str], values: Sequence[Any], told: Sequenc
         "x": names,
         "y": values,
         "customdata": told,
-        "marker": {"color": COLOURS[11] if place else "#3d4f66"},
+        "marker": {"color": COLORS[11] if place else "#3d4f66"},
         "showlegend": False,
         "hovertemplate": f"%{{x}}<br>{hover}<extra></extra>",
         "xaxis": ref("x", place),
@@ -269,14 +269,14 @@ def _bars(place: int, names: Sequence[str], values: Sequence[Any], told: Sequenc
     }
 
 
-def _points(name: str, layers: Sequence[str], values: Sequence[Any], colour: str, symbol: str) -> dict[str, Any]:
+def _points(name: str, layers: Sequence[str], values: Sequence[Any], color: str, symbol: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",
         "name": name,
         "x": layers,
         "y": values,
-        "marker": {"color": colour, "symbol": symbol, "size": 8},
+        "marker": {"color": color, "symbol": symbol, "size": 8},
         "hovertemplate": f"%{{x}}<br>%{{y:.3s}}B: {name}<extra></extra>",
         "xaxis": ref("x", 2),
         "yaxis": ref("y", 2),

@@ -13,7 +13,7 @@ from flockstep.collectives.layouts import LAYOUTS, Times
 from flockstep.errors import ConfigurationError
 from flockstep.report import words
 from flockstep.report.page import Drawing, Listing, Page
-from flockstep.report.style import COLOURS, GRID, Figure, above, axis, key, layout, ref, safe
+from flockstep.report.style import COLORS, GRID, Figure, above, axis, key, layout, ref, safe
 
 WORKERS = tuple(1 << power for power in range(11))
 SPEEDS = tuple(1e8 / 8 * 10 ** (step / 2) for step in range(7))
@@ -169,7 +169,7 @@ def _lines(delays: Delays, model: Model, row: int, place: int) -> list[dict[str,
                 "showlegend": place == 0,
                 "x": x,
                 "y": y,
-                "line": {"color": COLOURS[index], "dash": DASHES[index], "width": 1.6},
+                "line": {"color": COLORS[index], "dash": DASHES[index], "width": 1.6},
                 "marker": {"symbol": SYMBOLS[index], "size": 6},
                 "xaxis": ref("x", place),
                 "yaxis": ref("y", place),

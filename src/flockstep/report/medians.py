@@ -18,7 +18,7 @@ from flockstep.report import words
 from flockstep.report.ranking import rank
 
 _MIDDLE = (
-    "seconds", "sent_per_worker", "received_per_worker", "messages_per_worker", "staleness_mean", "utilisation",
+    "seconds", "sent_per_worker", "received_per_worker", "messages_per_worker", "staleness_mean", "utilization",
     "divergence", "completeness", "final_loss", "best_metric",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from flockstep.records.folder import Record
 Figure = dict[str, Any]
 """A plotly figure as plain data: {"data": [...], "layout": {...}}."""
 
-COLOURS = (
+COLORS = (
     "#0072b2",
     "#d55e00",
     "#009e73",
@@ -50,9 +50,9 @@ class Series:
     """Rank of the run, from 0 for the best run."""
 
     @property
-    def colour(self) -> str:
+    def color(self) -> str:
         """Color of the run's lines and bars."""
-        return COLOURS[self.place % len(COLOURS)]
+        return COLORS[self.place % len(COLORS)]
 
     @property
     def dash(self) -> str:
@@ -180,15 +180,15 @@ class Panels:
         top = 1 - (row * (self.title_px + self.panel_px) + self.title_px) / self.plot_px
         return [left, min(left + width, 1.0)], [max(top - self.panel_px / self.plot_px, 0.0), top]
 
-    def heading(self, index: int, text: str, colour: str) -> dict[str, Any]:
+    def heading(self, index: int, text: str, color: str) -> dict[str, Any]:
         """The title of panel `index`, as an annotation."""
         (left, _), (_, top) = self.domain(index)
-        return heading(text, left, top, colour)
+        return heading(text, left, top, color)
 
 
-def heading(text: str, left: float, top: float, colour: str) -> dict[str, Any]:
+def heading(text: str, left: float, top: float, color: str) -> dict[str, Any]:
     """An annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
-    marked = f'<span style="color:{colour}">■</span> {text}'
+    marked = f'<span style="color:{color}">■</span> {text}'
     return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
 
 

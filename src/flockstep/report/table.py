@@ -28,7 +28,7 @@ def headings(summary: Summary) -> list[tuple[str, str]]:
         (f"final {summary.metric}", f"final\n{summary.metric}"),
         ("MB per worker sent / received", "MB sent/\nreceived"),
         ("staleness mean / max", "late\nmean/max"),
-        ("utilisation", "utili-\nsation"),
+        ("utilization", "utili-\nzation"),
         ("divergence", "diver-\ngence"),
         ("complete", "com-\nplete"),
         ("status", "status"),
@@ -44,7 +44,7 @@ def cells(place: int, label: str, summary: Summary) -> list[str]:
         words.metric(summary.final_metric),
         f"{words.number(summary.sent_per_worker / 1e6)}/{words.number(summary.received_per_worker / 1e6)}",
         words.staleness(summary),
-        words.share(summary.utilisation),
+        words.share(summary.utilization),
         words.number(summary.divergence),
         words.share(summary.completeness),
         summary.status,
@@ -57,7 +57,7 @@ def _time(summary: Summary) -> str:
     return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
 
 
-def modelled(summaries: Sequence[Summary]) -> str:
+def modeled(summaries: Sequence[Summary]) -> str:
     """The compute model that all simulated runs share, for a heading; if the runs differ, their labels name it."""
     laws = {summary.compute for summary in summaries}
     return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modeled"
@@ -81,7 +81,7 @@ def table(summaries: Sequence[Summary]) -> Table:
     if not ranked:
         return Table(title="no runs", box=box.SIMPLE_HEAD)
     first = ranked[0]
-    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {escape(modelled(ranked))}"
+    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {escape(modeled(ranked))}"
     counts = " and ".join(str(n) for n in sorted({summary.workers for summary in ranked}))
     title = f"{escape(first.job)} on {counts} workers, {clock}"
     made = Table(

@@ -16,7 +16,7 @@ from flockstep.strategies.traits import Clips as Clips
 from flockstep.strategies.traits import ResultPolicy as ResultPolicy
 from flockstep.strategies.traits import Traits as Traits
 
-Optimisation = Literal["central", "decentral"]
+Optimization = Literal["central", "decentral"]
 Scheduling = Literal["sync", "bounded async", "soft-bounded async", "async"]
 Exchange = Literal[
     "none", "scatter-reduce", "reduce", "2:1 reduce", "binomial tree", "all-reduce", "ad hoc",
@@ -32,7 +32,7 @@ Places = Literal[
 class Cell:
     """Position of a composed strategy in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
 
-    optimisation: Optimisation
+    optimization: Optimization
     """"central": the workers exchange gradients and optimize one model; "decentral": each worker optimizes its own
     replica, and replicas exchange parameters.
     """

@@ -57,7 +57,7 @@ class Codistillation(Strategy):
                 state.params[message.source] = message.payload
             if state.params and self.weight and me.run_step >= self.burn_in:
                 teachers = [params for _, params in sorted(state.params.items())]
-                gradient = await me.gradient_towards(teachers, self.weight)
+                gradient = await me.gradient_toward(teachers, self.weight)
             else:
                 gradient = await me.gradient()
             me.optimizer_step(gradient)

@@ -75,8 +75,8 @@ class SynchronousElasticAveraging(Strategy):
             me.send(MASTER, "model", me.params)
             before = copied(me.params)
             me.optimizer_step(await me.gradient())
-            centre = (await me.receive("centre", MASTER)).payload
-            me.params -= self.rate(me.workers) * (before - centre)
+            center = (await me.receive("center", MASTER)).payload
+            me.params -= self.rate(me.workers) * (before - center)
 
     async def master(self, me: Server) -> None:
         """Once the parameters of all workers have arrived, send the center to the workers, then move the center."""
@@ -86,9 +86,9 @@ class SynchronousElasticAveraging(Strategy):
                 continue
             here[message.source] = message.payload
             if len(here) == n:
-                me.send_all(range(n), "centre", me.params)
-                centre = copied(me.params)
+                me.send_all(range(n), "center", me.params)
+                center = copied(me.params)
                 for rank in range(n):
-                    me.params += self.rate(n) * (here[rank] - centre)
+                    me.params += self.rate(n) * (here[rank] - center)
                 me.version += 1
                 here.clear()

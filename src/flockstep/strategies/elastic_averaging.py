@@ -15,7 +15,7 @@ from flockstep.strategies.base import Cell, Strategy, Traits
 
 @dataclass(frozen=True)
 class ElasticAveraging(Strategy):
-    """Asynchronous EASGD (Zhang, Choromanska & LeCun 2015, algorithm 1): replicas are pulled towards a center.
+    """Asynchronous EASGD (Zhang, Choromanska & LeCun 2015, algorithm 1): replicas are pulled toward a center.
 
     Every `period` (tau) steps worker i pulls the center, moves by -delta and pushes delta = alpha (w_i - center), which
     the server adds to the center, so an exchange conserves w_i + center. The sources disagree on the point whose
@@ -62,8 +62,8 @@ class ElasticAveraging(Strategy):
 
     async def exchange(self, me: Worker) -> FlatArray:
         """Pull the center and push the center's move; return delta (K,), by which the worker has yet to move."""
-        centre = await me.request(MASTER, "pull")
-        apart: FlatArray = me.params - centre
+        center = await me.request(MASTER, "pull")
+        apart: FlatArray = me.params - center
         delta: FlatArray = self.elasticity(me) * apart
         me.send(MASTER, "push", delta if self.beta is None else self.beta * apart)
         return delta

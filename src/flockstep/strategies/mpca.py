@@ -40,7 +40,7 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class PenalisedAveraging(Strategy):
+class PenalizedAveraging(Strategy):
     """MPCA-SGD (Langer, Hall, He & Rahayu 2018): sharing is decoupled from updating, and staleness is extrapolated.
 
     This is a reconstruction from the abstract and from the survey by Langer et al. (2020); the formulas were not
@@ -141,8 +141,8 @@ class PenalisedAveraging(Strategy):
 
     def penalty(self, me: Worker) -> FlatArray | None:
         """Return the penalty's gradient rho (w - ŵ), of shape (K,); None before the first average or with rho = 0."""
-        towards = self.predicted(me.state, me.step) if self.rho else None
-        return None if towards is None else self.rho * (me.params - towards)
+        toward = self.predicted(me.state, me.step) if self.rho else None
+        return None if toward is None else self.rho * (me.params - toward)
 
 
 async def whole(me: Worker, tag: str, source: int) -> Message:

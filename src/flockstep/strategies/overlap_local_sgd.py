@@ -1,4 +1,4 @@
-"""Local steps with a pull towards an average that is computed while the steps are taken."""
+"""Local steps with a pull toward an average that is computed while the steps are taken."""
 
 from __future__ import annotations
 

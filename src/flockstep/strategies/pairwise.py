@@ -44,10 +44,10 @@ class PairwiseAveraging(Strategy):
 
     async def worker(self, me: Worker) -> None:
         """Start an average, or be ready to answer one; compute a gradient; step."""
-        active, neighbours = self._place(me)
+        active, neighbors = self._place(me)
         answers = None if active else me.background(PAIRS, answer(me), again="afresh")
         while me.training:
-            others = [j for j in neighbours if j not in me.lost]
+            others = [j for j in neighbors if j not in me.lost]
             asks = None
             if active and others:
                 asks = me.background(PAIRS, average(me, others[int(me.random.integers(len(others)))]))
@@ -56,7 +56,7 @@ class PairwiseAveraging(Strategy):
                 await me.finished(asks)
             me.optimizer_step(gradient)
         if answers is not None:
-            await serve_out(me, neighbours)
+            await serve_out(me, neighbors)
             me.background(PAIRS, hush(me))
             await me.finished(answers)
 
@@ -67,7 +67,7 @@ class PairwiseAveraging(Strategy):
     def _place(self, me: Worker) -> tuple[bool, list[int]]:
         """Return whether this worker is on the active side, and the ranks of its neighbors."""
         active, _ = sides(self.topology, me.workers, str(self))
-        return me.rank in active, self.topology.neighbours(me.workers, me.rank)
+        return me.rank in active, self.topology.neighbors(me.workers, me.rank)
 
 
 async def average(me: Worker, other: int) -> None:
@@ -89,9 +89,9 @@ async def answer(me: Worker) -> None:
         me.record_update(message.source, max(0, me.step - message.step))
 
 
-async def serve_out(me: Worker, neighbours: list[int]) -> None:
+async def serve_out(me: Worker, neighbors: list[int]) -> None:
     """On the passive side: wait until all neighbors on the active side have left."""
-    for j in neighbours:
+    for j in neighbors:
         await me.receive(BYE, j)
 
 

@@ -58,7 +58,7 @@ class TreeElasticAveraging(Strategy):
             me.send_all(self.due(me), "model", me.params)
 
     async def finish(self, me: Worker) -> None:
-        """Leave, and move towards the models still in transit."""
+        """Leave, and move toward the models still in transit."""
         me.leave(peers=True)
         async for message in me.messages():
             if message.tag == "model":

@@ -9,7 +9,7 @@ from importlib import resources
 
 import msgspec
 
-COLUMNS = ("parallelism", "optimisation", "scheduling", "exchange", "topology")
+COLUMNS = ("parallelism", "optimization", "scheduling", "exchange", "topology")
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -17,7 +17,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     system: str
     parallelism: str
-    optimisation: str
+    optimization: str
     scheduling: str
     exchange: str
     topology: str

@@ -33,7 +33,7 @@ def check_topology(topology: Topology, sizes: Iterable[int] = SIZES, doubly_stoc
     assert not wide or set(wide) & set(checked), f"{topology} refuses every number of workers in {wide}"
     for n in checked:
         check_graph(topology, n)
-        check_neighbours(topology, n)
+        check_neighbors(topology, n)
         check_weights(topology, n, doubly_stochastic)
         check_contracts(topology, n)
         check_repeatable(topology, n)
@@ -74,13 +74,13 @@ def check_graph(topology: Topology, n: int) -> None:
     assert nx.number_of_selfloops(graph) == 0, f"{topology} for n={n} has loops"
 
 
-def check_neighbours(topology: Topology, n: int) -> None:
+def check_neighbors(topology: Topology, n: int) -> None:
     """Check that neighbors are those of the graph in either direction, ascending, and that exchange is mutual."""
     graph = topology.graph(n)
-    heard = [topology.neighbours(n, rank) for rank in range(n)]
+    heard = [topology.neighbors(n, rank) for rank in range(n)]
     for rank, others in enumerate(heard):
         known = sorted(set(nx.all_neighbors(graph, rank)))
-        assert others == known, f"{topology} for n={n}: neighbours of {rank} are {others}"
+        assert others == known, f"{topology} for n={n}: neighbors of {rank} are {others}"
         assert all(rank in heard[j] for j in others), f"{topology} for n={n}: not everyone that {rank} hears hears it"
 
 

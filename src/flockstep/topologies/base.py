@@ -42,7 +42,7 @@ class Topology(Component):
         """
         return (self.weights(n),)
 
-    def neighbours(self, n: int, rank: int) -> list[int]:
+    def neighbors(self, n: int, rank: int) -> list[int]:
         """Return the workers that `rank` exchanges with, in either direction, in ascending order."""
         return sorted({int(j) for j in nx.all_neighbors(self.graph(n), rank)} - {rank})
 

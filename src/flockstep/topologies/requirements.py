@@ -66,9 +66,9 @@ def sides(topology: Topology, n: int, who: str) -> tuple[list[int], list[int]]:
             f"{who} needs a bipartite graph, got a cycle of odd length among {n} workers; use a ring of even size, "
             "a tree, a star, or a complete bipartite graph given as graph(edges='0-1 0-3 2-1 2-3')"
         )
-    colours = nx.bipartite.color(graph)
-    one = [rank for rank in range(n) if colours[rank] == colours[0]]
-    other = [rank for rank in range(n) if colours[rank] != colours[0]]
+    colors = nx.bipartite.color(graph)
+    one = [rank for rank in range(n) if colors[rank] == colors[0]]
+    other = [rank for rank in range(n) if colors[rank] != colors[0]]
     return (one, other) if len(one) >= len(other) else (other, one)
 
 

@@ -47,7 +47,7 @@ def image_cnn(seed: int, hidden: int = 240) -> nn.Module:
     """Pixels (batch, 1, 8, 8) in [0, 1] → 10 logits; 38,170 parameters with 240 hidden units."""
 
     def build() -> nn.Module:
-        return he_initialised(
+        return he_initialized(
             nn.Sequential(
                 Shift(-MEAN_PIXEL),
                 nn.Conv2d(1, 16, 3, padding=1),
@@ -74,7 +74,7 @@ def signal_cnn(seed: int, hidden: int = 28) -> nn.Module:
         for before, after, width in ((1, 32, 5), (32, 64, 3), (64, 64, 3)):
             layers += [nn.Conv1d(before, after, width, padding=width // 2), nn.ReLU(), nn.MaxPool1d(2)]
         layers += [nn.Flatten(), nn.Linear(64 * 5, hidden), nn.ReLU(), nn.Linear(hidden, 10)]
-        return he_initialised(nn.Sequential(*layers))
+        return he_initialized(nn.Sequential(*layers))
 
     return seeded(seed, build)
 
@@ -97,7 +97,7 @@ def perceptron(seed: int, inputs: int, width: int, depth: int) -> nn.Module:
     return seeded(seed, build)
 
 
-def he_initialised(network: nn.Sequential, last: float = 0.1) -> nn.Sequential:
+def he_initialized(network: nn.Sequential, last: float = 0.1) -> nn.Sequential:
     """Initialize the weights of `network` as in He et al. (2015), set biases to zero, and scale the last layer by
     `last`.
 

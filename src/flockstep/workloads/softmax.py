@@ -55,9 +55,9 @@ class Softmax(Workload):
 
     def _data(self) -> Data:
         rng, count = generator("softmax", self.data_seed), self.train + self.test
-        centres = rng.standard_normal((self.classes, self.features))
-        centres *= self.spread / np.linalg.norm(centres, axis=1, keepdims=True)
+        centers = rng.standard_normal((self.classes, self.features))
+        centers *= self.spread / np.linalg.norm(centers, axis=1, keepdims=True)
         labels = rng.permutation(np.arange(count) % self.classes).astype(np.int64)
-        x = centres[labels] + rng.standard_normal((count, self.features))
+        x = centers[labels] + rng.standard_normal((count, self.features))
         x = (x * np.geomspace(1 / self.condition, 1, self.features)).astype(np.float32)
         return Data(x[: self.train], labels[: self.train], x[self.train :], labels[self.train :])

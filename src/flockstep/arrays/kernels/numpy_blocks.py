@@ -74,7 +74,7 @@ def _codes(x: Any, begin: int, scale: Any, levels: Any, seed: Any, magic: Any, r
 
 
 @jit
-def _quantise(
+def _quantize(
     x: Any, scales: Any, block: int, levels: Any, bits: int, seed: Any, magic: Any, random: bool, out: Any
 ) -> None:
     words = np.zeros(CHUNK // 8, np.uint64)
@@ -95,7 +95,7 @@ def _quantise(
 
 
 @jit
-def _dequantise(data: Any, steps: Any, block: int, levels: int, bits: int, out: Any, add: bool) -> int:
+def _dequantize(data: Any, steps: Any, block: int, levels: int, bits: int, out: Any, add: bool) -> int:
     words = np.zeros(CHUNK // 8, np.uint64)
     codes = words.view(np.uint8)
     zero, top = np.int32(levels), np.uint8(0)
@@ -141,7 +141,7 @@ def block_scales(x: FlatArray, block: int, norm: bool = False) -> FlatArray:
     return scales
 
 
-def quantise(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int, seed: int = -1) -> Bytes:
+def quantize(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int, seed: int = -1) -> Bytes:
     """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
 
     If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
@@ -152,7 +152,7 @@ def quantise(x: FlatArray, scales: FlatArray, block: int, levels: int, bits: int
     kind = x.dtype.type
     magic = kind(1.5 * 2.0 ** (52 if x.dtype == np.float64 else 23))  # adding it leaves no bits below one
     out = np.empty((len(x) + 7) // 8 * bits, np.uint8)
-    _quantise(x, scales, block, kind(levels), bits, np.uint32(max(seed, 0)), magic, seed >= 0, out)
+    _quantize(x, scales, block, kind(levels), bits, np.uint32(max(seed, 0)), magic, seed >= 0, out)
     return out[: packed_bytes(len(x), bits)]
 
 
@@ -165,15 +165,15 @@ def steps(scales: FlatArray, levels: int) -> FlatArray:
     return step
 
 
-def dequantise(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
+def dequantize(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, size: int) -> tuple[FlatArray, int]:
     """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
     levels.
     """
     out = np.empty(size, step.dtype)
-    top = _dequantise(locked(data), step, block, levels, bits, out, False)
+    top = _dequantize(locked(data), step, block, levels, bits, out, False)
     return out, top
 
 
-def add_dequantised(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
+def add_dequantized(data: Bytes, step: FlatArray, block: int, levels: int, bits: int, out: FlatArray) -> int:
     """Add the dequantized values to `out`, flat, contiguous, of the dtype of `step`; return the largest code."""
-    return int(_dequantise(locked(data), step, block, levels, bits, out, True))
+    return int(_dequantize(locked(data), step, block, levels, bits, out, True))

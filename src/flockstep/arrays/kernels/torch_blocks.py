@@ -49,7 +49,7 @@ def _of_elements(scales: torch.Tensor, block: int, size: int) -> torch.Tensor:
     return scales.repeat_interleave(min(block, max(size, 1)))[:size]
 
 
-def quantise(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bits: int, seed: int = -1) -> torch.Tensor:
+def quantize(x: torch.Tensor, scales: torch.Tensor, block: int, levels: int, bits: int, seed: int = -1) -> torch.Tensor:
     """Return q + levels for every element, q = x / scale * levels, in `bits` bits each.
 
     If `seed` is negative, q is rounded to the nearest integer, ties to even; otherwise it is rounded up or down at
@@ -73,7 +73,7 @@ def steps(scales: torch.Tensor, levels: int) -> torch.Tensor:
     return torch.where(torch.isfinite(step * levels), step, torch.nextafter(step, torch.zeros_like(step)))
 
 
-def dequantise(
+def dequantize(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, size: int
 ) -> tuple[torch.Tensor, int]:
     """Return (code - levels) * step of every element, and the largest code, which for valid data is at most 2
@@ -84,10 +84,10 @@ def dequantise(
     return (codes.to(torch.int64) - levels).to(step.dtype) * _of_elements(step, block, size), top
 
 
-def add_dequantised(
+def add_dequantized(
     data: torch.Tensor, step: torch.Tensor, block: int, levels: int, bits: int, out: torch.Tensor
 ) -> int:
     """Add the dequantized values to `out`, flat, of the dtype of `step`; return the largest code."""
-    decoded, top = dequantise(data, step, block, levels, bits, len(out))
+    decoded, top = dequantize(data, step, block, levels, bits, len(out))
     out += decoded
     return top

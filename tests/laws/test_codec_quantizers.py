@@ -1,4 +1,4 @@
-"""What quantising codecs send, element by element, against plain numpy, and the identities that their papers state."""
+"""What quantizing codecs send, element by element, against plain numpy, and the identities that their papers state."""
 
 from __future__ import annotations
 
@@ -348,7 +348,7 @@ class Truncates(Bfloat16):
     ],
     ids=str,
 )
-def test_a_broken_quantiser_is_caught(broken, complaint):
+def test_a_broken_quantizer_is_caught(broken, complaint):
     with pytest.raises(AssertionError, match=complaint):
         check_codec(broken)
 

@@ -30,7 +30,7 @@ def computed_in(array: Any) -> bool:
     return contiguous and kernels.name_of(array) in ("float32", "float64")
 
 
-class Quantiser(Codec):
+class Quantizer(Codec):
     """Encodes every element in a few bits; if that takes no fewer bytes than the array, the array is sent unchanged.
 
     A NaN or an infinity raises `Diverged`, except in an array sent unchanged. A decoded value beyond the range of the

@@ -1,4 +1,4 @@
-"""Neighbour averaging against plain numpy: the mean that it keeps, how fast replicas agree, and overlap."""
+"""Neighbor averaging against plain numpy: the mean that it keeps, how fast replicas agree, and overlap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.base import Data
 from flockstep.records.events import Update
-from flockstep.strategies.neighbour_averaging import NeighbourAveraging
+from flockstep.strategies.neighbor_averaging import NeighborAveraging
 from flockstep.strategies.rewiring import Bridges, rewired
 from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.base import Topology, spectral_gap
@@ -40,7 +40,7 @@ def oracle(topology, n, steps, optimizer="sgd(lr=0.1)"):
 
 @dataclass(frozen=True)
 class InTurns(RingGraph):
-    """The even edges of a ring and its odd ones, in turns: everyone has one neighbour at a time."""
+    """The even edges of a ring and its odd ones, in turns: everyone has one neighbor at a time."""
 
     def schedule(self, n):
         pairs = [np.eye(n) / 2, np.eye(n) / 2]
@@ -60,7 +60,7 @@ def test_a_graph_that_changes_equals_the_oracle(n):
     for step in range(13):
         g = np.stack([bench.gradient(rank, w[rank]) for rank in range(n)])
         w = (odd if step % 2 else even) @ w - 0.1 * g
-    assert np.abs(run_strategy(NeighbourAveraging(InTurns()), n, 13, job=bowl_job()).replicas - w).max() < 1e-14
+    assert np.abs(run_strategy(NeighborAveraging(InTurns()), n, 13, job=bowl_job()).replicas - w).max() < 1e-14
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_disagreement_never_exceeds_its_bound(topology):
 
 
 def test_every_model_counts_once_and_none_is_late():
-    """Neighbours average models of the same step, whatever the time that each takes (Lian et al. 2017, algorithm 1)."""
+    """Neighbors average models of the same step, whatever the time that each takes (Lian et al. 2017, algorithm 1)."""
     run = run_strategy("dpsgd", 4, 5, compute="speeds(base=constant(0.1), factors=(1, 2, 3, 1))")
     found = [(one.source, one.count, one.staleness) for one in run.of(Update) if one.node == 0]
     assert sorted(found) == [(peer, 1, 0) for peer in (1, 3) for _ in range(5)]
 
 
 @pytest.mark.parametrize(("topology", "degrees"), [("ring", [2] * 6), ("complete", [5] * 6), ("star", [5] + [1] * 5)])
-def test_a_step_sends_one_model_to_each_neighbour(topology, degrees):
+def test_a_step_sends_one_model_to_each_neighbor(topology, degrees):
     run = run_strategy(f"dpsgd({topology})", 6, 12)
     farewells = 5
     assert [run.totals[rank].messages_sent for rank in range(6)] == [12 * degree + farewells for degree in degrees]
@@ -200,7 +200,7 @@ class ColumnsOnly(RowsOnly):
 
 
 @dataclass(frozen=True)
-class Unchecked(NeighbourAveraging):
+class Unchecked(NeighborAveraging):
     """Negative control: takes any weights."""
 
     def check(self, workers):
@@ -212,7 +212,7 @@ def test_weights_that_lose_the_mean_are_refused(topology):
     with pytest.raises(
         ConfigurationError, match=r"needs a doubly stochastic mixing matrix, got .* use a topology with"
     ):
-        run_strategy(NeighbourAveraging(topology), 4, 2)
+        run_strategy(NeighborAveraging(topology), 4, 2)
 
 
 @pytest.mark.negative_control("strategy:dpsgd")
@@ -223,7 +223,7 @@ def test_weights_that_lose_the_mean_lose_the_mean():
 
 
 @dataclass(frozen=True)
-class MixesLast(NeighbourAveraging):
+class MixesLast(NeighborAveraging):
     """Negative control: mixes models that have stepped already."""
 
     async def worker(self, me):
@@ -284,7 +284,7 @@ def test_the_others_agree_without_the_dead(topology, faults):
 @pytest.mark.parametrize("graph", ["ring", "graph(edges='0-1 1-2 2-0 2-3')"])
 @pytest.mark.parametrize("at", [0.2, 0.31, 0.55])
 def test_models_of_the_dead_may_arrive_after_the_news(graph, at):
-    """Slow links: what a worker sent before it died is older than the step in which its neighbours read it."""
+    """Slow links: what a worker sent before it died is older than the step in which its neighbors read it."""
     run = run_strategy(f"dpsgd({graph})", 4, 20, faults=[f"dies(1, {at})"], network="link(1e4, 0.2)")
     steps = {rank: run.nodes[rank].step for rank in (0, 2, 3)}
     assert steps == {0: 20, 2: 20, 3: 20}
@@ -299,7 +299,7 @@ def test_new_edges_keep_the_mean_of_the_living(steps):
 
 
 @dataclass(frozen=True)
-class OneSided(NeighbourAveraging):
+class OneSided(NeighborAveraging):
     """Negative control: only the lower rank of a new edge moves."""
 
     async def worker(self, me):
@@ -322,7 +322,7 @@ def test_the_mean_of_the_living_notices_a_new_edge_that_goes_one_way():
 
 
 @dataclass(frozen=True)
-class NeverRewires(NeighbourAveraging):
+class NeverRewires(NeighborAveraging):
     """Negative control: leaves the gap open."""
 
     def worker_state(self, me):

@@ -1,4 +1,4 @@
-"""The catalogue of systems, read from `table.toml`."""
+"""The catalog of systems, read from `table.toml`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {
             "system": self.name,
             "parallelism": self.parallelism,
-            "optimisation": _joined(cell.optimisation for cell in cells),
+            "optimization": _joined(cell.optimization for cell in cells),
             "scheduling": "bounded async" if both else _joined(kinds),
             "exchange": _joined(exchanges),
             "topology": _joined(cell.topology for cell in cells),

@@ -22,7 +22,7 @@ from flockstep.topologies.ring import RingGraph
 
 
 @dataclass(frozen=True)
-class NeighbourAveraging(Strategy):
+class NeighborAveraging(Strategy):
     """D-PSGD (Lian et al. 2017, algorithm 1): every worker averages its model with its neighbors' on a graph.
 
     w_i ← Σ_j W_ij w_j - η g_i(w_i), where W is symmetric and doubly stochastic. A worker first sends its model,

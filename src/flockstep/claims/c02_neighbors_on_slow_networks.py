@@ -68,7 +68,7 @@ class InTurns(Strategy):
 
 
 @dataclass(frozen=True)
-class NeighboursOnSlowNetworks(Claim):
+class NeighborsOnSlowNetworks(Claim):
     """D-PSGD against a single server and against ring all-reduce, over bandwidth and latency."""
 
     statement = (
@@ -145,9 +145,9 @@ class NeighboursOnSlowNetworks(Claim):
         gaps, speedups = [], []
         for seed in range(SEEDS):
             say(f"digits, seed {seed}")
-            neighbours, central = (trained(strategy, seed) for strategy in ("dpsgd", "bsp"))
-            gaps.append(100 * (neighbours.evaluation.metric - central.evaluation.metric))
-            speedups.append(central.seconds_to(TARGET) / neighbours.seconds_to(TARGET))
+            neighbors, central = (trained(strategy, seed) for strategy in ("dpsgd", "bsp"))
+            gaps.append(100 * (neighbors.evaluation.metric - central.evaluation.metric))
+            speedups.append(central.seconds_to(TARGET) / neighbors.seconds_to(TARGET))
         gap, least = float(np.median(gaps)), min(speedups)
         spread = f"{min(gaps):.2g} to {max(gaps):.2g}"
         return [

@@ -1,4 +1,4 @@
-"""Quantising codecs at the edges: what is not finite, extremes, damaged bytes, and tensors beside arrays."""
+"""Quantizing codecs at the edges: what is not finite, extremes, damaged bytes, and tensors beside arrays."""
 
 from __future__ import annotations
 
