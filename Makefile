@@ -3,7 +3,7 @@
 # make test-all the whole suite, with every combination of parameters
 # make check    what must pass before a change goes in
 # make fuzz     any bytes to every decoder and to the wire, for five minutes
-# make nightly  the whole suite, and every published result anew, its verdict kept in docs/claims.md; hours
+# make nightly  the whole suite, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there
 # make docs     rewrite the generated tables in README.md and docs/

@@ -1,4 +1,4 @@
-"""Rewrites the tables in README.md and docs/*.md that stand between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""Rewrites the tables in README.md and docs/**/*.md that stand between `<!-- generated: NAME -->` and `<!-- end -->`.
 
 Everything in them comes from the registry, from the classes' traits and docstrings, and from a run in virtual time of
 each strategy; nothing is kept by hand.
@@ -54,7 +54,7 @@ _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 def pages(root: Path = ROOT) -> list[Path]:
     """The files that may hold generated parts."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
 
 
 def rewritten(text: str) -> str:

@@ -76,5 +76,5 @@ def _linked(tests: list[str]) -> str:
     lines = []
     for test in tests:
         path, _, name = test.partition("::")
-        lines.append(f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{path})")
+        lines.append(f"[{name.removeprefix('test_').replace('_', ' ')}](../../tests/{path})")
     return "<br>".join(lines)

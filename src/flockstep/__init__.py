@@ -152,8 +152,8 @@ def clip_grad_norm_(
     """Clip the gradients that the optimizer uses, as `torch.nn.utils.clip_grad_norm_` does under PyTorch's DDP.
 
     Call this between `backward()` and `step()`. If the strategy combines gradients, the combined gradient is clipped in
-    `step()`; otherwise each worker's own gradient is clipped at once. docs/strategies.md has the behavior of each
-    strategy.
+    `step()`; otherwise each worker's own gradient is clipped at once.
+    docs/explanation/strategies.md has the behavior of each strategy.
 
     Args:
         of: the optimizer returned by `distribute`, or parameters.

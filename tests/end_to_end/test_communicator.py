@@ -220,7 +220,7 @@ def test_a_communicator_beside_a_strategy(tmp_path: Path, strategy: str) -> None
 
 def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
-    page = Path(__file__).parents[2] / "docs" / "communicator.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "communicator.md"
     assert f"```python\n{script.read_text()}```" in page.read_text(), "the page shows the example as it is"
     done = RealRun(["launch", "-n", "3", *IPC, str(script)], tmp_path / "run").end()
     went_well(done)

@@ -48,5 +48,5 @@ def test_a_missing_mark_leaves_an_empty_row(tmp_path: Path) -> None:
     text = '@pytest.mark.oracle("strategy:ps")\ndef test_one():\n    pass\n'
     (tmp_path / "tests" / "test_it.py").write_text(text, "utf-8")
     rows = {(noun, name): (oracles, controls) for noun, name, oracles, controls in PROOFS.rows(tmp_path)}
-    assert rows["strategy", "ps"] == ("[one](../tests/test_it.py)", "")
+    assert rows["strategy", "ps"] == ("[one](../../tests/test_it.py)", "")
     assert rows["strategy", "all_reduce"] == ("", "")

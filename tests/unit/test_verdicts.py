@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / PAGE).parent.mkdir(parents=True)
     old = "| A5 | 2001-01-01 | holds | kept |\n| A6 | 2001-01-01 | falls short | old |\n"
     (tmp_path / PAGE).write_text(f"# Claims\n\n{BEGIN}{HEAD}{old}{END}\n\nthe rest\n")
     return tmp_path / PAGE
@@ -47,7 +47,7 @@ def test_without_a_page_nothing_is_tried(
     monkeypatch.chdir(tmp_path)
     assert run(["reproduce", "A6", "--write"]) == 2
     said = capsys.readouterr()
-    assert "--write needs docs/claims.md" in said.err
+    assert "--write needs docs/explanation/claims.md" in said.err
     assert "A6:" not in said.err
 
 

@@ -324,7 +324,9 @@ def reproduce(
     claims: Annotated[list[str] | None, typer.Argument(help="Claims to try, such as A5; none: list them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Try every claim (minutes).")] = False,
     strict: Annotated[bool, typer.Option(help="Exit code 1 if a claim falls short.")] = False,
-    write: Annotated[bool, typer.Option("--write", help="Keep the verdicts in docs/claims.md of a clone.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Keep the verdicts in docs/explanation/claims.md of a clone.")
+    ] = False,
     as_json: o.Json = False,
 ) -> None:
     """Try published results: their number, ours, and whether that holds."""

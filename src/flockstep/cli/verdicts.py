@@ -9,7 +9,7 @@ from typing import Any
 
 from flockstep.errors import ConfigurationError
 
-PAGE = Path("docs") / "claims.md"
+PAGE = Path("docs") / "explanation" / "claims.md"
 BEGIN, END = "<!-- verdicts -->\n", "<!-- end verdicts -->"
 HEAD = "| claim | tried on | verdict | figures (published) |\n| --- | --- | --- | --- |\n"
 SHOWN = 3
