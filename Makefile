@@ -6,7 +6,7 @@
 # make nightly  the whole suite, and every published result anew, its verdict kept in docs/explanation/claims.md; hours
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there
-# make docs     rewrite the generated tables in README.md and docs/
+# make docs     rewrite the generated tables in README.md and docs/, and draw the README's picture
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
 PYTHON ?= python3
@@ -58,6 +58,7 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/picture.py
 
 package: $(READY)
 	rm -rf build/package dist

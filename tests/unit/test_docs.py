@@ -53,7 +53,11 @@ SNIPPETS = [path for path in PAGES if blocks(path, "python")]
 
 
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
+    return script("generate")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -180,6 +184,13 @@ def test_the_diff_is_the_difference_of_the_two_examples() -> None:
     new = [line for line in real if line.startswith("+") and line[1:].strip() and not line.startswith("+++")]
     gone = [line for line in real if line.startswith("-") and not line.startswith("---")]
     assert len(gone) <= len(new) <= 4
+
+
+def test_the_picture_shows_the_runs_as_they_are_now() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+    drawing = script("picture")
+    assert drawing.PICTURE.read_text("utf-8") == drawing.picture(), "run python docs/picture.py"
 
 
 def links(path: Path) -> list[str]:

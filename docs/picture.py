@@ -1,0 +1,105 @@
+"""Draws the README's picture, docs/images/timelines.svg: what workers do under four strategies, from recorded runs.
+
+python docs/picture.py             simulate the runs and rewrite the picture
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+import flockstep
+from flockstep.records.events import Span, Step
+
+PICTURE = Path(__file__).parent / "images" / "timelines.svg"
+STRATEGIES = {
+    "all_reduce": "every step waits for the slowest worker",
+    "local_sgd(period=3)": "every third step waits",
+    "ps(consistency=ssp(2))": "no worker may be more than 2 steps ahead",
+    "gossip": "no worker waits",
+}
+NAMES = ("worker 0", "worker 1", "worker 2", "slow worker 3")
+"""The last worker takes twice as long for each gradient."""
+SECONDS = 0.16
+"""The part of each run that is drawn; a record holds what a worker does during its first eight steps only."""
+COLORS = {"compute": "#2f7ed8", "comm": "#e08a1e", "wait": "#9aa0a6"}
+LABELS = {"compute": "computing a gradient", "comm": "communicating", "wait": "waiting"}
+TEXT = "#76797d"
+"""A gray with a contrast of at least 4 to 1 on white and on black."""
+LEFT, WIDE, ROW, BAR, GAP = 80, 636, 13, 10, 30
+"""Pixels: the column of names, the time axis, one worker's row, its bar, and the space above each strategy's rows."""
+
+
+def picture() -> str:
+    """Simulate every strategy, and draw its workers' first 0.16 s below each other."""
+    panels = [panel for place, strategy in enumerate(STRATEGIES) for panel in _panel(strategy, place)]
+    height = len(STRATEGIES) * (GAP + len(NAMES) * ROW)
+    box = f'viewBox="0 0 {LEFT + WIDE + 20} {height + 50}" font-family="sans-serif" font-size="12" fill="{TEXT}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">',
+        "<title>What four workers do under four strategies, worker 3 being half as fast as the others</title>",
+        *panels,
+        *_axis(height),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _panel(strategy: str, place: int) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = flockstep.simulate(
+            "digits",
+            strategy,
+            workers=len(NAMES),
+            network="link('400mbit', 0.0005)",
+            compute=f"speeds(lognormal(0.025, 0.2), {(1,) * (len(NAMES) - 1) + (2,)})",
+            steps=10,
+            seed=1,
+            out=Path(folder) / "run",
+        )
+        events = run.events()
+    top = place * (GAP + len(NAMES) * ROW)
+    used = sum(isinstance(event, Step) and event.t <= SECONDS for event in events)
+    yield f'<text x="{LEFT}" y="{top + 18}"><tspan font-weight="bold">{escape(strategy)}</tspan>'
+    yield f"<tspan>: {STRATEGIES[strategy]}</tspan></text>"
+    yield f'<text x="{LEFT + WIDE}" y="{top + 18}" text-anchor="end">{used} gradients used</text>'
+    for rank in range(len(NAMES)):
+        y = top + GAP - 4 + rank * ROW
+        yield f'<text x="{LEFT - 8}" y="{y + BAR - 1}" font-size="10" text-anchor="end">{NAMES[rank]}</text>'
+        spans = [event for event in events if isinstance(event, Span) and event.node == rank]
+        yield from (_bars(spans, kind, y) for kind in COLORS)
+
+
+def _bars(spans: list[Span], kind: str, y: int) -> str:
+    """One path with a bar for each span of one kind; gradients are a pixel apart, so that they can be counted."""
+    bars = []
+    for span in spans:
+        left, right = _x(span.start), _x(min(span.end, SECONDS)) - (kind == "compute")
+        if span.kind == kind and right - left > 0.2:
+            bars.append(f"M{left:.1f} {y}h{right - left:.1f}v{BAR}h{left - right:.1f}z")
+    return f'<path fill="{COLORS[kind]}" d="{"".join(bars)}"/>'
+
+
+def _x(seconds: float) -> float:
+    return LEFT + WIDE * min(seconds, SECONDS) / SECONDS
+
+
+def _axis(top: int) -> Iterator[str]:
+    y = top + 8
+    yield f'<path stroke="{TEXT}" d="M{LEFT} {y}h{WIDE}"/>'
+    for tick in range(math.floor(SECONDS / 0.04) + 1):
+        x = _x(0.04 * tick)
+        yield f'<path stroke="{TEXT}" d="M{x:.0f} {y}v4"/>'
+        yield f'<text x="{x:.0f}" y="{y + 16}" font-size="10" text-anchor="middle">{40 * tick} ms</text>'
+    x = LEFT
+    for kind, color in COLORS.items():
+        yield f'<rect x="{x}" y="{y + 26}" width="{BAR}" height="{BAR}" fill="{color}"/>'
+        yield f'<text x="{x + BAR + 6}" y="{y + 35}">{LABELS[kind]}</text>'
+        x += 60 + 6 * len(LABELS[kind])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture(), "utf-8")
