@@ -293,7 +293,7 @@ def systems_list() -> str:
 
 
 def _system_section(known: System) -> str:
-    lines = [f"### {known.name}", "", f"{known.rule} {known.differs}".strip(), "", f"*{known.citation}*", ""]
+    lines = [f"### {known.name}", "", f"{known.algorithm} {known.differs}".strip(), "", f"*{known.citation}*", ""]
     if not known.modes:
         return "\n".join([*lines, f"Model parallelism is {NOT_YET} here."])
     lines += [f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}" for mode in known.modes]

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[1]
 PROVED = (
     "strategy",
     "consistency",
-    "rule",
+    "server_update",
     "filter",
-    "outer",
-    "period",
+    "outer_optimizer",
+    "synchronization_schedule",
     "collective",
     "codec",
     "feedback",

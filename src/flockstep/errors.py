@@ -19,6 +19,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+RENAMED = {
+    "rule": "server_update",
+    "rules": "server_updates",
+    "outer": "outer_optimizer",
+    "outers": "outer_optimizers",
+    "period": "synchronization_schedule",
+    "periods": "synchronization_schedules",
+    "demo": "decoupled_momentum",
+}
+"""Former name of an option, a component, an argument or a field of the record → present name.
+
+A former name is refused everywhere; the error names the present one.
+"""
+
 
 class FlockstepError(Exception):
     """Base class of all errors that flockstep raises on purpose."""
@@ -36,12 +50,20 @@ class UnknownName(ConfigurationError):
     """No component or setting has this name."""
 
     @classmethod
-    def among(cls, kind: str, name: str, known: Iterable[str]) -> UnknownName:
-        """The error for `name`, with the nearest of `known` as the way out."""
+    def among(cls, kind: str, name: str, known: Iterable[str], listed: Iterable[str] | None = None) -> UnknownName:
+        """The error for `name`, with the way out: its present name if it was renamed, else the nearest of `known`.
+
+        If nothing is near, the error lists the names in `listed`, or all that are known.
+        """
         names = sorted(known)
         alike = {one.lower(): one for one in names}
         near = difflib.get_close_matches(name.lower(), alike, n=1, cutoff=0.6)
-        hint = f"did you mean {alike[near[0]]!r}?" if near else f"known: {', '.join(names) or 'none'}"
+        if (present := RENAMED.get(name)) in names:
+            hint = f"it is called {present!r} now"
+        elif near:
+            hint = f"did you mean {alike[near[0]]!r}?"
+        else:
+            hint = f"known: {', '.join(names if listed is None else sorted(listed)) or 'none'}"
         return cls(f"no {kind} is called {name!r}; {hint}")
 
 

@@ -29,7 +29,7 @@ DIFFERS_ALONE = {
     "epoch_server": "epochs end before their last batch",
     "overlap_local_sgd": "it is pulled back to where it was",
     "sandblaster": "it is not SGD",
-    "demo": "it steps by signs",
+    "decoupled_momentum": "it steps by signs",
     "majority_vote": "it steps by signs",
     "two_way": "gradients are rounded",
     "one_bit_sgd": "gradients are rounded",

@@ -70,7 +70,10 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
         (["train", "softmax"], "Missing option"),
-        (["train", "softmax", "-s", "gossip", "--stps", "3"], "No such option"),
+        (
+            ["train", "softmax", "-s", "gossip", "--stps", "3"],
+            "no option of flockstep train is called '--stps'; did you mean '--steps'",
+        ),
     ],
 )
 def test_bad_input_ends_with_a_sentence_before_anything_starts(

@@ -72,7 +72,7 @@ def test_compare_refuses_what_it_would_not_use(
 
 
 def test_strategies_whose_names_begin_alike_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    rule = "ps(consistency=asynchronous, rule=delay_compensated(form='constant', lambda0={}))"
+    rule = "ps(consistency=asynchronous, server_update=delay_compensated(form='constant', lambda0={}))"
     arguments = ["compare", "quadratic", "--simulate", *QUICK, "--out", "c", "--json"]
     strategies = [text for value in (0.5, 0.6) for text in ("-s", rule.format(value))]
     assert run([*arguments, *strategies]) == 0

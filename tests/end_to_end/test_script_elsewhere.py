@@ -62,7 +62,7 @@ def test_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "strategy",
     few(
-        ["all_reduce", "ps(bsp, codec=half, feedback=residual)", "dpsgd", "local_sgd(3, outer=nesterov)"],
+        ["all_reduce", "ps(bsp, codec=half, feedback=residual)", "dpsgd", "local_sgd(3, outer_optimizer=nesterov)"],
         "all_reduce",
         "ps(bsp, codec=half, feedback=residual)",
     ),

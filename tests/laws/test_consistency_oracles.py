@@ -13,7 +13,7 @@ import pytest
 from flockstep.records.events import Update
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.access import Copies
-from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_updates.plain import Plain
 from flockstep.testing.strategies import COMPUTE, Bench, equal_bits, run_strategy, small_job
 
 APPLY, EXCHANGE = Plain.apply, Copies.exchange
@@ -54,7 +54,7 @@ class State:
 
 
 @dataclass
-class Rule:
+class ServerUpdate:
     """A rule in plain words: the group to apply now, if any, and who may read."""
 
     group: Callable[[State], list]
@@ -106,23 +106,23 @@ def oldest(s):
 
 
 RULES = {
-    "bsp": (Rule(oldest(0), 4, bounded(0)), "ps(bsp)"),
-    "ssp": (Rule(oldest(2), 4, bounded(2)), "ps(ssp(2))"),
-    "ssp, sum": (Rule(oldest(2), 1, bounded(2)), "ps(ssp(2, weight=sum))"),
-    "asynchronous": (Rule(everything, 1), "ps(asynchronous)"),
-    "bounded_delay": (Rule(everything, 4, bounded(2)), "ps(bounded_delay(2))"),
-    "bounded_delay, sum": (Rule(everything, 1, bounded(2)), "ps(bounded_delay(2, weight=sum))"),
-    "value_bound": (Rule(everything, 1, value_bounded(lambda t: 0.02)), "ps(value_bound(0.02))"),
+    "bsp": (ServerUpdate(oldest(0), 4, bounded(0)), "ps(bsp)"),
+    "ssp": (ServerUpdate(oldest(2), 4, bounded(2)), "ps(ssp(2))"),
+    "ssp, sum": (ServerUpdate(oldest(2), 1, bounded(2)), "ps(ssp(2, weight=sum))"),
+    "asynchronous": (ServerUpdate(everything, 1), "ps(asynchronous)"),
+    "bounded_delay": (ServerUpdate(everything, 4, bounded(2)), "ps(bounded_delay(2))"),
+    "bounded_delay, sum": (ServerUpdate(everything, 1, bounded(2)), "ps(bounded_delay(2, weight=sum))"),
+    "value_bound": (ServerUpdate(everything, 1, value_bounded(lambda t: 0.02)), "ps(value_bound(0.02))"),
     "value_bound, decreasing": (
-        Rule(everything, 1, value_bounded(lambda t: 0.1 / np.sqrt(t))),
+        ServerUpdate(everything, 1, value_bounded(lambda t: 0.1 / np.sqrt(t))),
         "ps(value_bound(0.1, decreasing=True))",
     ),
-    "softsync": (Rule(chunk(lambda s: s.n // 2), 2), "ps(softsync(2))"),
-    "backup": (Rule(first(3), 3, newer, cancels=True, flushes=False), "ps(backup(1))"),
-    "k_sync": (Rule(first(2), 2, newer, cancels=True, flushes=False), "ps(k_sync(2))"),
-    "k_batch_sync": (Rule(first(3), 3, cancels=True, flushes=False), "ps(k_batch_sync(3))"),
-    "k_async": (Rule(chunk(lambda s: min(2, s.live)), 2, applied), "ps(k_async(2))"),
-    "k_batch_async": (Rule(chunk(lambda s: 3), 3), "ps(k_batch_async(3))"),
+    "softsync": (ServerUpdate(chunk(lambda s: s.n // 2), 2), "ps(softsync(2))"),
+    "backup": (ServerUpdate(first(3), 3, newer, cancels=True, flushes=False), "ps(backup(1))"),
+    "k_sync": (ServerUpdate(first(2), 2, newer, cancels=True, flushes=False), "ps(k_sync(2))"),
+    "k_batch_sync": (ServerUpdate(first(3), 3, cancels=True, flushes=False), "ps(k_batch_sync(3))"),
+    "k_async": (ServerUpdate(chunk(lambda s: min(2, s.live)), 2, applied), "ps(k_async(2))"),
+    "k_batch_async": (ServerUpdate(chunk(lambda s: 3), 3), "ps(k_batch_async(3))"),
 }
 
 

@@ -271,15 +271,15 @@ def test_an_adaptive_optimizer_moves_as_far_however_many_gradients_are_pushed_at
 @pytest.mark.parametrize("text", ["downpour", "downpour(2, 2, overlap=False)", "downpour(1, 2, overlap=False)"])
 def test_what_goes_by_reads_is_refused_where_gradients_are_of_the_workers_own_steps(text):
     """DC-ASGD compensates from the parameters that were read; the gradient of these was computed somewhere else."""
-    rule = "rule=delay_compensated"
+    rule = "server_update=delay_compensated"
     with pytest.raises(CompositionError, match=r"depends on what workers have read.*use downpour"):
         Strategy.parse(f"{text[:-1]}, {rule})" if "(" in text else f"{text}({rule})")
 
 
 def test_compensation_with_a_fetch_that_is_waited_for_is_that_of_asgd():
-    run = run_strategy("downpour(overlap=False, rule=delay_compensated)", 3, STEPS, network="ideal")
+    run = run_strategy("downpour(overlap=False, server_update=delay_compensated)", 3, STEPS, network="ideal")
     assert equal_bits(
-        run.server, run_strategy("ps(asynchronous, rule=delay_compensated)", 3, STEPS, network="ideal").server
+        run.server, run_strategy("ps(asynchronous, server_update=delay_compensated)", 3, STEPS, network="ideal").server
     )
 
 

@@ -157,7 +157,7 @@ def test_what_stays_zero_is_dropped():
 def test_the_kkt_filter_changes_nothing_under_its_penalty_and_much_without():
     """With one worker, whose gradients decide alone, no slack is needed: the same bits with less traffic."""
     job = small_job("sgd(lr=0.1)")
-    text = "downpour(rule={}, filters=({}))"
+    text = "downpour(server_update={}, filters=({}))"
     runs = {
         key: run_strategy(text.format(*key), 1, 60, job=job)
         for key in [

@@ -18,7 +18,7 @@ from flockstep.strategies.consistency.base import Push, View
 from flockstep.strategies.consistency.first_of import BackupWorkers
 from flockstep.strategies.consistency.k_async import KAsync
 from flockstep.strategies.consistency.value_bound import ValueBound
-from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_updates.plain import Plain
 from flockstep.testing.strategies import Bench, run_strategy, small_job
 from support.benchmarks import benchmark
 from support.matrix import few
@@ -219,7 +219,7 @@ def test_the_summary_says_what_gradients_counted(rule, weight, rate):
 
 def test_a_rule_that_counts_stale_gradients_less_says_so():
     """1 / tau for each gradient (Zhang et al. 2016), on the record too."""
-    run = run_strategy("ps(asynchronous, rule=staleness_scaled)", 4, 15)
+    run = run_strategy("ps(asynchronous, server_update=staleness_scaled)", 4, 15)
     assert all(update.weight == 1 / max(1, update.staleness) for update in run.of(Update))
     assert len({update.weight for update in run.of(Update)}) > 2
 

@@ -243,7 +243,7 @@ def test_whoever_steps_slices_refuses_them(strategy, text):
 
 def test_a_rule_with_an_optimizer_of_its_own_refuses_them():
     with pytest.raises(CompositionError, match="must be elementwise, because servers hold slices"):
-        Strategy.parse("ps(rule=with_optimizer(lars))")
+        Strategy.parse("ps(server_update=with_optimizer(lars))")
 
 
 def test_a_slice_of_unknown_layers_is_refused():

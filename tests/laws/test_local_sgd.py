@@ -148,7 +148,7 @@ def one_apart():
 @pytest.mark.parametrize("outer", ["average", "nesterov", "bmuf"])
 def test_parts_of_unequal_size_weigh_as_they_should(weighting, optimum, outer):
     """FedAvg (McMahan et al. 2017, algorithm 1): w ← sum_k n_k / n w_k, whose fixed point is the mean over samples."""
-    text = f"local_sgd(5, outer={outer}, weighting={weighting})"
+    text = f"local_sgd(5, outer_optimizer={outer}, weighting={weighting})"
     run = run_strategy(text, 4, 400, job=one_apart(), simulation=Unequal)
     assert run.replicas == pytest.approx(optimum, abs=1e-3)
 

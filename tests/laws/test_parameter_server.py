@@ -82,7 +82,7 @@ def test_alone_is_plain_sgd(consistency, shards):
     assert equal_bits(w, run.result, run.server)
 
 
-@pytest.mark.oracle("strategy:ps", "rule:plain")
+@pytest.mark.oracle("strategy:ps", "server_update:plain")
 @pytest.mark.parametrize("consistency", ALL)
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
 def test_equals_the_oracle(consistency, optimizer):
@@ -360,7 +360,7 @@ class StaleAnswers(ParameterServer):
         await super().master(me)
 
 
-@pytest.mark.negative_control("strategy:ps", "rule:plain")
+@pytest.mark.negative_control("strategy:ps", "server_update:plain")
 @pytest.mark.parametrize(
     ("broken", "s"),
     [

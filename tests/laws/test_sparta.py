@@ -71,9 +71,9 @@ def test_inside_local_sgd_equals_the_oracle_in_every_bit():
 
 def test_inside_diloco_the_outer_steps_are_diloco_s():
     """With next to nothing averaged in between, it is DiLoCo; with more, it is not."""
-    diloco = run_strategy("local_sgd(5, outer=nesterov)", 3).replicas
-    assert equal_bits(run_strategy("sparta(1e-9, full=local_sgd(5, outer=nesterov))", 3).replicas, diloco)
-    more = run_strategy("sparta(0.3, full=local_sgd(5, outer=nesterov))", 3).replicas
+    diloco = run_strategy("local_sgd(5, outer_optimizer=nesterov)", 3).replicas
+    assert equal_bits(run_strategy("sparta(1e-9, full=local_sgd(5, outer_optimizer=nesterov))", 3).replicas, diloco)
+    more = run_strategy("sparta(0.3, full=local_sgd(5, outer_optimizer=nesterov))", 3).replicas
     assert equal_bits(*more)
     assert np.abs(more - diloco).max() > 1e-4
     published = Strategy.parse("sparta(full=diloco)")
@@ -146,7 +146,7 @@ def test_conforms(text):
 
 
 def test_restarts_anywhere():
-    text = "sparta(0.3, partitioned, local_sgd(5, outer=nesterov))"
+    text = "sparta(0.3, partitioned, local_sgd(5, outer_optimizer=nesterov))"
     half = run_strategy(text, 3, 8)
     resumed = run_strategy(text, 3, 20, resume=half.simulation.save())
     assert equal_bits(resumed.replicas, run_strategy(text, 3, 20).replicas)

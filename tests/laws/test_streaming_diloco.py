@@ -56,7 +56,7 @@ def test_equals_the_oracle_in_every_bit(n, fragments, tau, alpha, inner):
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_one_fragment_without_overlap_is_diloco(alpha, outer):
     one = run_strategy(f"streaming_diloco(5, 1, 0, {alpha}, {outer})", 4)
-    assert equal_bits(one.replicas, run_strategy(f"local_sgd(5, outer={outer})", 4).replicas)
+    assert equal_bits(one.replicas, run_strategy(f"local_sgd(5, outer_optimizer={outer})", 4).replicas)
 
 
 def test_each_fragment_travels_once_in_a_period():
@@ -110,7 +110,7 @@ def test_overlap_hides_the_network():
 
 
 def test_conforms():
-    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, outer=average)"))
+    check_strategy(Strategy.parse("streaming_diloco(10, 2, 0, outer_optimizer=average)"))
     check_strategy(Strategy.parse("streaming_diloco(8, 3, 2)"), workers=(2, 3, 4))
 
 
@@ -133,7 +133,7 @@ class SharesOneMomentum(StreamingDiloco):
     def worker_state(self, me):
         fragments = super().worker_state(me)
         for fragment in fragments:
-            fragment.outer = fragments[0].outer
+            fragment.outer_state = fragments[0].outer_state
         return fragments
 
 

@@ -139,7 +139,7 @@ def test_every_composition_is_written_as_one_would_write_it():
             strategy = Strategy.parse(mode.strategy)
             assert Strategy.parse(str(strategy)) == strategy
         assert known.citation
-        assert known.rule.endswith(".")
+        assert known.algorithm.endswith(".")
 
 
 def test_the_command_lists_them_and_tells_of_one(capsys):

@@ -31,7 +31,7 @@ def oracle(n, apply, job=None, steps=STEPS):
 
 
 def served(rule, n=4, job=None, **options):
-    return run_strategy(f"ps(asynchronous, rule={rule})", n, STEPS, job=job, network="ideal", **options).server
+    return run_strategy(f"ps(asynchronous, server_update={rule})", n, STEPS, job=job, network="ideal", **options).server
 
 
 class FakeServer:

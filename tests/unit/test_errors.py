@@ -6,6 +6,7 @@ import pytest
 
 from flockstep import errors
 from flockstep.errors import ConfigurationError, FlockstepError, MissingDependency, RunError, UnknownName
+from flockstep.strategies.base import Strategy
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FlockstepError)]
 
@@ -51,6 +52,29 @@ def test_unknown_names_name_the_nearest_or_all(name, known, hint):
 
 def test_unknown_names_take_any_iterable_once():
     assert "did you mean 'ring'" in str(UnknownName.among("topology", "rign", (name for name in ["ring"])))
+
+
+def test_a_long_list_of_known_names_can_be_cut_to_the_kinds():
+    assert str(UnknownName.among("kind", "zzz", ["star", "ring"], ["topology"])).endswith("known: topology")
+
+
+def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
+    assert str(UnknownName.among("noun", "rule", ["outer", "server_update"])).endswith("called 'server_update' now")
+    assert "now" not in str(UnknownName.among("noun", "rule", ["ruler"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "present"),
+    [
+        ("ps(server_update=plain)", "server_update"),
+        ("local_sgd(outer_optimizer=nesterov)", "outer_optimizer"),
+        ("streaming_diloco(outer_optimizer=nesterov)", "outer_optimizer"),
+        ("decoupled_momentum(beta=0.9)", "decoupled_momentum"),
+    ],
+)
+def test_former_names_in_expressions_are_refused(text, present):
+    with pytest.raises(UnknownName, match=f"it is called '{present}' now"):
+        Strategy.parse(text)
 
 
 def test_a_missing_dependency_says_what_to_run():

@@ -33,7 +33,7 @@ LIKE = (
     "local_sgd(period=32)",
     "streaming_diloco",
     "powersgd",
-    "demo",
+    "decoupled_momentum",
     "bucketed(cap=0.005, first=0.001)",
     "mpca",
     "codistillation",
@@ -80,7 +80,7 @@ def test_few_steps_and_flat_tensors_are_not(tmp_path: Path) -> None:
     """What rehearsals once were: 16 steps, and one-dimensional tensors."""
     _, sent = recorded("local_sgd(period=32)", tmp_path / "periods")
     assert rehearsed("local_sgd(period=32)", steps=16).sent_per_step == 0 < sent
-    for text in ("powersgd", "demo"):
+    for text in ("powersgd", "decoupled_momentum"):
         _, sent = recorded(text, tmp_path / text)
         assert rehearsed(text, tensors=task().sizes).sent_per_step > 1.2 * sent
 
@@ -193,7 +193,13 @@ def test_matrices_shrink_to_matrices() -> None:
 
 
 def test_what_counts_as_a_cycle_and_what_as_a_size() -> None:
-    cycles = {"local_sgd(period=32)": 32, "streaming_diloco": 100, "all_reduce": 1, "demo": 1, "codistillation": 50}
+    cycles = {
+        "local_sgd(period=32)": 32,
+        "streaming_diloco": 100,
+        "all_reduce": 1,
+        "decoupled_momentum": 1,
+        "codistillation": 50,
+    }
     assert {text: longest_cycle(Strategy.parse(text), 640) for text in cycles} == cycles
     assert longest_cycle(Strategy.parse("streaming_diloco"), 50) == 5
     assert scaled(Strategy.parse("bucketed"), 100) == Strategy.parse("bucketed(cap=0.25, first=0.01)")

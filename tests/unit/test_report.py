@@ -130,7 +130,7 @@ const document = {
 
 @pytest.mark.parametrize("width", [8, 12, 20, 32, 80])
 def test_names_are_broken_between_words_only(width: int) -> None:
-    text = "ps(consistency=asynchronous, rule=delay_compensated(form='constant', lambda0=0.5))"
+    text = "ps(consistency=asynchronous, server_update=delay_compensated(form='constant', lambda0=0.5))"
     words = re.findall(r"[\w.']+", text)
     lines = html.unescape(wrapped(text, width)).split("<br>")
     assert [word for line in lines for word in re.findall(r"[\w.']+", line)] == words

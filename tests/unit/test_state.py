@@ -22,7 +22,7 @@ class Inner:
 
 
 @dataclass
-class Outer:
+class OuterOptimizer:
     inner: Inner
     queue: deque[int] = field(default_factory=deque)
     large: int = 0
@@ -36,9 +36,9 @@ class NoData:
 def test_everything_comes_back_in_every_bit() -> None:
     array = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     array[0, 0] = np.nan
-    given = Outer(Inner(array, ("a", "b")), deque([1, 2]), 1 << 80, {(1, 2): -0.0})
+    given = OuterOptimizer(Inner(array, ("a", "b")), deque([1, 2]), 1 << 80, {(1, 2): -0.0})
     found = from_bytes(to_bytes(given))
-    assert type(found) is Outer
+    assert type(found) is OuterOptimizer
     assert found.inner.array.tobytes() == array.tobytes()
     assert found.inner.array.dtype == array.dtype
     assert found.inner.array.flags.writeable
@@ -90,7 +90,7 @@ def test_what_is_no_data_is_refused_by_its_place() -> None:
     running = program()
     for thing in (running, NoData(), open):
         with pytest.raises(ConfigurationError, match=r"state\.inner\.array is .* which cannot be saved"):
-            to_bytes(Outer(Inner(thing)))
+            to_bytes(OuterOptimizer(Inner(thing)))
     running.close()
 
 

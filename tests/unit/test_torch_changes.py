@@ -21,8 +21,8 @@ from flockstep.frameworks.torch_flat import FlatModule
 from flockstep.nodes import Cluster, Node
 from flockstep.strategies.encoding import codec_for
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.strategies.periods.post_local import PostLocal
-from flockstep.strategies.periods.scheduled import Scheduled
+from flockstep.strategies.synchronization_schedules.post_local import PostLocal
+from flockstep.strategies.synchronization_schedules.scheduled import Scheduled
 from support.torch_loops import equal, load, net, start, step, values
 
 

@@ -25,8 +25,9 @@ from support.torch_loops import equal, start, step, values
 
 STRATEGIES = [
     "all_reduce", "bucketed(first=0.0001)", "bsp", "asgd", "ps(essp(2), shards=3)", "downpour", "easgd(2)",
-    "local_sgd(2, outer=nesterov)", "overlap_local_sgd(2)", "streaming_diloco", "dpsgd", "sgp", "gossip(1)",
-    "broadcast", "partial", "scatter_reduce", "hogwild", "powersgd", "demo", "ps(bsp, codec=half, feedback=residual)",
+    "local_sgd(2, outer_optimizer=nesterov)", "overlap_local_sgd(2)", "streaming_diloco", "dpsgd", "sgp", "gossip(1)",
+    "broadcast", "partial", "scatter_reduce", "hogwild", "powersgd", "decoupled_momentum",
+    "ps(bsp, codec=half, feedback=residual)",
 ]  # fmt: skip
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),

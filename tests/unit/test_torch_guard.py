@@ -24,7 +24,7 @@ STRATEGIES = [
     "all_reduce", "bucketed", "bsp", "asgd", "ps(essp(2), shards=3)", "downpour", "hierarchical(1)", "easgd(2)",
     "easgd_sync(2)", "tree_easgd(up=2)", "local_sgd(2)", "overlap_local_sgd(2)", "streaming_diloco", "sparta", "dpsgd",
     "adpsgd", "sgp", "gossip(1)", "broadcast", "partial", "scatter_reduce", "slice_servers", "tree_server", "hogwild",
-    "powersgd", "demo", "majority_vote", "two_way", "mpca",
+    "powersgd", "decoupled_momentum", "majority_vote", "two_way", "mpca",
 ]  # fmt: skip
 
 

@@ -240,14 +240,14 @@ def test_replicas_that_step_alike_stay_equal_and_take_what_rank_0_has_loaded(str
 
 
 def test_all_that_combine_gradients_for_workers_are_alike():
-    assert {"all_reduce", "demo", "majority_vote"} <= {str(strategy).split("(")[0] for strategy in ALIKE}
+    assert {"all_reduce", "decoupled_momentum", "majority_vote"} <= {str(strategy).split("(")[0] for strategy in ALIKE}
 
 
 @pytest.mark.parametrize("own", [0.0, 0.9])
 @pytest.mark.parametrize("rule", ["negative_momentum(-0.5)", "momentum_corrected(0.9)"])
 def test_a_rules_velocity_is_saved_loaded_and_kept(rule, own):
     """The same steps in every bit with a sync() in between, and from a checkpoint; the state was empty."""
-    strategy, ends = f"ps(bsp, shards=2, rule={rule})", []
+    strategy, ends = f"ps(bsp, shards=2, server_update={rule})", []
     for at in (None, "sync", "load"):
         model, optimizer = start(strategy, momentum=own)
         for number in range(6):
@@ -265,7 +265,9 @@ def test_a_rules_velocity_is_saved_loaded_and_kept(rule, own):
     assert equal(ends[0], ends[2])
 
 
-@pytest.mark.parametrize("strategy", ["ps(bsp, shards=2, rule={})", "downpour(1, 1, overlap=false, rule={})"])
+@pytest.mark.parametrize(
+    "strategy", ["ps(bsp, shards=2, server_update={})", "downpour(1, 1, overlap=false, server_update={})"]
+)
 def test_a_rules_own_optimizer_is_kept_over_sync_and_neither_saved_nor_loaded(strategy):
     ends = []
     for at in (None, 3):

@@ -164,7 +164,9 @@ def test_what_cannot_be_tried_is_refused(site: Site) -> None:
         trial(site, Strategy.parse("ps(consistency=backup(9))"), 4, target=TARGET)
 
 
-@pytest.mark.parametrize("noun", ["strategy", "consistency", "rule", "outer", "period", "codec"])
+@pytest.mark.parametrize(
+    "noun", ["strategy", "consistency", "server_update", "outer_optimizer", "synchronization_schedule", "codec"]
+)
 def test_declared_ranges_can_be_searched(noun: str) -> None:
     declared = [one for name in registry.names(noun) for one in ranges(registry.load(noun, name)).values()]
     assert declared

@@ -24,7 +24,7 @@ class DilocoBytes(Claim):
     def check(self, say: Say) -> Verdict:
         every = _sent("all_reduce", say)
         rows = []
-        for strategy, period in (("diloco", 500), ("local_sgd(100, outer=nesterov)", 100)):
+        for strategy, period in (("diloco", 500), ("local_sgd(100, outer_optimizer=nesterov)", 100)):
             some = _sent(strategy, say)
             for what, more, less in zip(("bytes", "messages"), every, some, strict=True):
                 rows.append(Row(f"{what}, all-reduce ÷ {strategy}", period, more / less, more == period * less))

@@ -53,7 +53,7 @@ class SoftsyncRates(Claim):
             errors = self._errors(f"ps(softsync({n}))", say)
             rows.append(Row(f"{n}-softsync, alpha", published, ranged(errors), least <= median(errors) <= most))
         for n, published in ((1, "3.3"), (15, "3.1"), (30, "2.5")):
-            errors = self._errors(f"ps(softsync({n}), rule=staleness_scaled(mean, known={n}))", say)
+            errors = self._errors(f"ps(softsync({n}), server_update=staleness_scaled(mean, known={n}))", say)
             told = f"{published} in 40 epochs"
             rows.append(Row(f"{n}-softsync, alpha / {n}", told, ranged(errors), median(errors) <= bound))
         return Verdict(tuple(rows))

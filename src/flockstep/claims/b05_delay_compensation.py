@@ -12,7 +12,7 @@ from flockstep.testing.strategies import equal_bits, run_strategy
 
 BATCH, EPOCHS = 16, 40
 COMPUTE = "normal(1, cv=0.1)"
-PLAIN, COMPENSATED = "ps(asynchronous)", "ps(asynchronous, rule=delay_compensated(adaptive))"
+PLAIN, COMPENSATED = "ps(asynchronous)", "ps(asynchronous, server_update=delay_compensated(adaptive))"
 CASES = (
     (8, 0.3, "26 to 93", 20.0, "1.7 to 3.3"),
     (16, 0.2, "83 to 93", 60.0, "3.1 to 3.9"),

@@ -19,8 +19,8 @@ APART, FACTOR = 1.0, 2.0
 """Percentage points by which the worst replica must be worse; allowed factor between measured and pilot figures."""
 PILOT = {
     "sgp": (4.2, 4.4),
-    "local_sgd(10, outer=nesterov)": (3.3, 3.9),
-    "local_sgd(50, outer=nesterov)": (11, 14),
+    "local_sgd(10, outer_optimizer=nesterov)": (3.3, 3.9),
+    "local_sgd(50, outer_optimizer=nesterov)": (11, 14),
     "dpsgd": (5.3, 6.4),
     "local_sgd(10)": (6.4, 7.2),
     "local_sgd(50)": (16, 18),

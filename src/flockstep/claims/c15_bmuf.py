@@ -56,7 +56,7 @@ class BlockMomentum(Claim):
 
 def _trained(outer: str, seed: int) -> tuple[float, float]:
     """Steps to the target, infinite if it is missed, and the best accuracy."""
-    strategy, job = f"local_sgd({PERIOD}, outer={outer})", digits_job(OPTIMIZER, BATCH)
+    strategy, job = f"local_sgd({PERIOD}, outer_optimizer={outer})", digits_job(OPTIMIZER, BATCH)
     run = run_strategy(
         strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=PERIOD
     )

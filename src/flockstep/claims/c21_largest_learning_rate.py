@@ -45,7 +45,7 @@ CURVATURE = Regime(8, 64, 2.0 ** np.arange(-6, 4.01, 0.25), lambda method, n: 60
 METHODS = {
     "sync": "ps(bsp)",
     "async": "ps(asynchronous)",
-    "scaled": "ps(asynchronous, rule=staleness_scaled)",
+    "scaled": "ps(asynchronous, server_update=staleness_scaled)",
     "local": f"local_sgd({LOCAL_STEPS})",
 }
 

@@ -278,7 +278,7 @@ FAMILIES = (
     ),
     Family(
         "local SGD (SparkNet, BMUF, DiLoCo)",
-        ("local_sgd", "local_sgd(period=6, outer=nesterov)"),
+        ("local_sgd", "local_sgd(period=6, outer_optimizer=nesterov)"),
         Cell("at every meeting", ("every …",)),
         Cell("the mean of the survivors", SURVIVORS_GO_ON, NO_REPAIR),
         (Cell("that round goes without it", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),

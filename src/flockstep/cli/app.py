@@ -20,7 +20,7 @@ from flockstep.cli import bench, listing
 from flockstep.cli import options as o
 from flockstep.cli.calibrate import calibrate
 from flockstep.cli.plan import plan
-from flockstep.errors import FlockstepError, Interrupted
+from flockstep.errors import FlockstepError, Interrupted, UnknownName
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
     except typer.Exit as error:
         return error.exit_code
     except TyperException as error:
-        return _say(error, 2, said["debug"])
+        return _say(_unknown_option(error) or error, 2, said["debug"])
     except (KeyboardInterrupt, typer.Abort) as error:
         return _say(
             Interrupted(str(error) or "interrupted"),
@@ -73,6 +73,15 @@ def _divided(arguments: list[str]) -> tuple[list[str], list[str]]:
     """The arguments in which --debug is looked for here; those of `launch`, which tells a script's own from its own."""
     at = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), 0)
     return (arguments[:at], arguments[at:]) if arguments[at : at + 1] == ["launch"] else (arguments, [])
+
+
+def _unknown_option(error: TyperException) -> UnknownName | None:
+    """The error for an option that the command does not have; None if `error` has another reason."""
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not hasattr(error, "possibilities") or name is None or context is None:
+        return None
+    known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("-")]
+    return UnknownName.among(f"option of {context.command_path}", name, known)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
 ABOUT = {
     "strategy": "when workers exchange, with whom, and what",
     "consistency": "which reads and pushes count on a parameter server",
-    "rule": "how a parameter server applies an update",
-    "outer": "how the mean of the replicas becomes the next model",
-    "period": "after how many local steps replicas synchronize",
+    "server_update": "how a parameter server applies an update",
+    "outer_optimizer": "how the mean of the replicas becomes the next model",
+    "synchronization_schedule": "after how many local steps replicas synchronize",
     "selector": "which part of the model is sent",
     "filter": "which updates are left out of a push",
     "schedule": "how the learning rate and the batch change over the steps",
@@ -110,10 +109,9 @@ def show(what: str | None, everything: bool, as_json: bool) -> None:
 
 
 def _unknown(what: str) -> UnknownName:
-    known = [*nouns(), *(name for noun in nouns() for name in names(noun))]
+    known = [name for noun in nouns() for name in (noun, plural(noun), *names(noun))]
     known += [name for noun in registry.nouns() for name in registry.catalog(noun)]
-    near = difflib.get_close_matches(what, known, n=1, cutoff=0.6)
-    return UnknownName.among("kind or component", what, near or nouns())
+    return UnknownName.among("kind or component", what, known, nouns())
 
 
 def _show_summary(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -25,7 +25,7 @@ def detail(known: System) -> dict[str, Any]:
     return {
         **known.row(),
         "citation": known.citation,
-        "rule": known.rule,
+        "algorithm": known.algorithm,
         "differs": known.differs,
         "modes": [
             {"mode": mode.name, "strategy": str(strategy), "completeness": strategy.traits.completeness}
@@ -54,7 +54,7 @@ def _table() -> Table:
 def _print(found: dict[str, Any]) -> None:
     page = show.page()
     page.print(f"[bold]{escape(found['system'])}[/]")
-    for label in ("citation", "rule", "differs", *HEADINGS[1:]):
+    for label in ("citation", "algorithm", "differs", *HEADINGS[1:]):
         if found[label]:
             page.print(f"  {label:13} {escape(found[label])}", soft_wrap=True, highlight=False)
     for mode in found["modes"]:

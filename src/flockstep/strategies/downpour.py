@@ -18,15 +18,15 @@ from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
-from flockstep.strategies.rules.base import Rule
-from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_updates.base import ServerUpdate
+from flockstep.strategies.server_updates.plain import Plain
 
 
 @dataclass
 class Shard:
     """A server's state: the memory of its rule, and the key lists of each worker."""
 
-    rule: Any
+    update_state: Any
     inboxes: dict[int, Inbox]
 
 
@@ -90,8 +90,8 @@ class Downpour(Strategy):
 
     A worker steps on its replica with the job's optimizer and accumulates its gradients. It pushes their sum every
     `n_push` steps and fetches the servers' parameters every `n_fetch` steps; the paper reports runs with 1 and 1. A
-    server applies a sum of m gradients at once with `rule`, as m steps along their mean, weight decay included, at the
-    pushing worker's learning rate. Gradients left at the end are pushed without filters.
+    server applies a sum of m gradients at once with `server_update`, as m steps along their mean, weight decay
+    included, at the pushing worker's learning rate. Gradients left at the end are pushed without filters.
 
     A fetch travels while the worker computes the next gradients, as in the paper. The fetched parameters replace the
     replica before the next step after their arrival, even if some gradients are not pushed yet; the next fetch starts
@@ -111,18 +111,18 @@ class Downpour(Strategy):
     n_push: int = field(default=1, metadata=SHOWN | searched(1, 32))
     n_fetch: int = field(default=1, metadata=SHOWN | searched(1, 32))
     shards: int = 1
-    rule: Rule = field(default_factory=Plain)
+    server_update: ServerUpdate = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()
     codec: Codec = field(default_factory=Identity)
     overlap: bool = True
 
     def __post_init__(self) -> None:
         check_filters(self.filters, self.codec)
-        if self.rule.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
+        if self.server_update.compares_reads and (self.overlap or (self.n_push, self.n_fetch) != (1, 1)):
             raise CompositionError(
-                f"{self.rule} depends on what workers have read, but gradients of downpour({self.n_push}, "
+                f"{self.server_update} depends on what workers have read, but gradients of downpour({self.n_push}, "
                 f"{self.n_fetch}, overlap={self.overlap}) are computed after steps of the worker's own; use "
-                f"downpour(1, 1, overlap=False), or another rule"
+                f"downpour(1, 1, overlap=False), or another server_update"
             )
         for name in ("n_push", "n_fetch", "shards"):
             if (got := getattr(self, name)) < 1:
@@ -132,7 +132,7 @@ class Downpour(Strategy):
     def traits(self) -> Traits:
         """Class 3: every gradient arrives, and no worker waits for another."""
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.rule.memory)
+        return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.server_update.memory)
 
     @property
     def cell(self) -> Cell:
@@ -147,7 +147,7 @@ class Downpour(Strategy):
         return Replica([0] * self.shards, [0] * self.shards, [Outbox() for _ in range(self.shards)], 0 * me.params)
 
     def master_state(self, me: Server) -> Shard:
-        return Shard(self.rule.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
+        return Shard(self.server_update.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
 
     async def worker(self, me: Worker) -> None:
         state: Replica = me.state
@@ -187,7 +187,7 @@ class Downpour(Strategy):
             if message.tag == "push":
                 self._push(me, state, message)
             if message.tag == "fetch" or (message.tag == "push" and message.note.fetch):
-                self.rule.read(me, state.rule, message.source)
+                self.server_update.read(me, state.update_state, message.source)
                 if self.overlap:
                     me.send(message.source, "parameters", me.params, Held(me.version))
                 else:
@@ -200,7 +200,7 @@ class Downpour(Strategy):
         steps = max(1, count)
         mean = total if steps == 1 else total / steps
         push = Push(rank, message.step - 1, note.version, note.lr, mean)
-        late, [weight] = me.version - push.version, self.rule.apply(me, state.rule, [push], steps)
+        late, [weight] = me.version - push.version, self.server_update.apply(me, state.update_state, [push], steps)
         if count:
             me.record_update(rank, late, count, weight / count)
 

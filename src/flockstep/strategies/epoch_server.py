@@ -13,8 +13,8 @@ from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule
-from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_updates.base import ServerUpdate
+from flockstep.strategies.server_updates.plain import Plain
 
 
 class Batch(Pushed, frozen=True):
@@ -49,7 +49,7 @@ class Epochs:
     its end.
     """
 
-    rule: Any
+    update_state: Any
     live: int
     epoch: int = 0
     count: int = 0
@@ -70,7 +70,7 @@ class EpochServer(Strategy):
 
     share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
     length: int = field(default=10, metadata=SHOWN | searched(2, 64))
-    rule: Rule = field(default_factory=Plain)
+    server_update: ServerUpdate = field(default_factory=Plain)
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -87,7 +87,7 @@ class EpochServer(Strategy):
         return Reader()
 
     def master_state(self, me: Server) -> Epochs:
-        return Epochs(self.rule.start(me), me.cluster.workers)
+        return Epochs(self.server_update.start(me), me.cluster.workers)
 
     async def worker(self, me: Worker) -> None:
         """Use the batches of the server's current epoch, one push each, until the worker's steps are used up."""
@@ -122,7 +122,7 @@ class EpochServer(Strategy):
     def _push(self, me: Server, state: Epochs, message: Message) -> None:
         note, rank = message.note, message.source
         push = Push(rank, message.step - 1, note.version, note.lr, message.payload)
-        late, [weight] = me.version - note.version, self.rule.apply(me, state.rule, [push])
+        late, [weight] = me.version - note.version, self.server_update.apply(me, state.update_state, [push])
         me.record_update(rank, late, weight=weight)
         current = note.epoch == state.epoch
         state.count += current
@@ -140,5 +140,5 @@ class EpochServer(Strategy):
         state.waiting = []
 
     def _answer(self, me: Server, state: Epochs, message: Message) -> None:
-        self.rule.read(me, state.rule, message.source)
+        self.server_update.read(me, state.update_state, message.source)
         me.reply(message, me.params, Current(me.version, state.epoch))

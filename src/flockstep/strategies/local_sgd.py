@@ -13,10 +13,10 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.outer.average import Average
-from flockstep.strategies.outer.base import Outer
-from flockstep.strategies.periods.base import Period
-from flockstep.strategies.periods.fixed import Fixed
+from flockstep.strategies.outer_optimizers.average import Average
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
+from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
+from flockstep.strategies.synchronization_schedules.fixed import Fixed
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Meetings:
     met: int = 0
     model: FlatArray | None = None
     """The parameters (K,) from which all replicas started after the last average; None without an outer optimizer."""
-    outer: Any = None
+    outer_state: Any = None
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class LocalSGD(Strategy):
 
     Every worker takes `period` (H) steps of its own, then w_i ← mean_j w_j; floor(T/H) averages in T steps. Momentum
     and other optimizer state stay local. With H = 1 and plain SGD this equals synchronous SGD up to rounding. The
-    period may be a number or a custom rule, as in post-local SGD; an `outer` optimizer applies an additional step to
-    the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016), with a collective in place of
-    SparkNet's driver.
+    period may be a number or a synchronization schedule, as in post-local SGD; an `outer_optimizer` applies an
+    additional step to the mean, as in DiLoCo and BMUF. With H = 50 this is SparkNet (Moritz et al. 2016), with a
+    collective in place of SparkNet's driver.
 
     `weighting` is the weight of a replica in the mean. "equal" is 1/n, because every worker computes the same number of
     samples between two averages. "samples" is n_i/N for a worker with n_i of the N training samples, as in FedAvg
@@ -46,9 +46,9 @@ class LocalSGD(Strategy):
     even if parts differ in size, as those of `dirichlet` do.
     """
 
-    period: int | Period = field(default=10, metadata=searched(1, 128))
+    period: int | SynchronizationSchedule = field(default=10, metadata=searched(1, 128))
     collective: Collective = field(default_factory=Ring)
-    outer: Outer = field(default_factory=Average)
+    outer_optimizer: OuterOptimizer = field(default_factory=Average)
     weighting: Literal["equal", "samples"] = "equal"
 
     def __post_init__(self) -> None:
@@ -60,29 +60,29 @@ class LocalSGD(Strategy):
             )
 
     @property
-    def rhythm(self) -> Period:
-        """The period as a `Period` rule."""
-        return self.period if isinstance(self.period, Period) else Fixed(self.period)
+    def schedule(self) -> SynchronizationSchedule:
+        """The period as a `SynchronizationSchedule`."""
+        return self.period if isinstance(self.period, SynchronizationSchedule) else Fixed(self.period)
 
     @property
     def traits(self) -> Traits:
         """Class 1 if the replicas are averaged after every step, otherwise 2; a dead worker stops all workers."""
-        rhythm = self.rhythm
+        schedule = self.schedule
         return Traits(
-            completeness=1 if rhythm.every_step else 2,
+            completeness=1 if schedule.every_step else 2,
             survives=False,
             results=("mean", "rank0", "best"),
-            needs_job=rhythm.needs_job or self.weighting == "samples",
+            needs_job=schedule.needs_job or self.weighting == "samples",
         )
 
     cell = Cell("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings:
         """Return the state before the first average; a period's state is kept when a new model replaces the old one."""
-        period = me.state.period if isinstance(me.state, Meetings) else self.rhythm.start(me)
-        if not self.outer.moves:
+        period = me.state.period if isinstance(me.state, Meetings) else self.schedule.start(me)
+        if not self.outer_optimizer.moves:
             return Meetings(period)
-        return Meetings(period, model=copied(me.params), outer=self.outer.start(me.params, me.workers))
+        return Meetings(period, model=copied(me.params), outer_state=self.outer_optimizer.start(me.params, me.workers))
 
     async def worker(self, me: Worker) -> None:
         state: Meetings = me.state
@@ -95,23 +95,23 @@ class LocalSGD(Strategy):
     async def after_step(self, me: Worker, state: Meetings) -> None:
         """If an average is due, average the replicas and let the outer optimizer step."""
         since = me.step - state.met
-        if not self.rhythm.due(me, state.period, since):
+        if not self.schedule.due(me, state.period, since):
             return
         if self.weighting == "samples":
             me.params *= me.workers * me.samples / me.train_size
         await self.collective.average(me, me.params)
         if state.model is not None:
-            self.outer.move(state.model, me.params, state.outer)
+            self.outer_optimizer.move(state.model, me.params, state.outer_state)
             me.params[:] = state.model
-        if self.outer.resets:
+        if self.outer_optimizer.resets:
             me.stepper.reset(me.params)
         me.record_round(since)
         state.met = me.step
-        await self.rhythm.met(me, state.period, self.collective)
+        await self.schedule.met(me, state.period, self.collective)
 
     async def finish(self, me: Worker) -> None:
         """Take the outer optimizer's result if the last step ended with an average, then leave."""
         state: Meetings = me.state
         if state.model is not None and 0 < state.met == me.step:
-            me.params[:] = self.outer.result(state.model, state.outer)
+            me.params[:] = self.outer_optimizer.result(state.model, state.outer_state)
         me.leave()

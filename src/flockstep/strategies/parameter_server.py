@@ -25,9 +25,9 @@ from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
 from flockstep.strategies.finite import require_finite_update
-from flockstep.strategies.rules.base import Rule
-from flockstep.strategies.rules.plain import Plain
 from flockstep.strategies.server_state import PushState, ServerState, without
+from flockstep.strategies.server_updates.base import ServerUpdate
+from flockstep.strategies.server_updates.plain import Plain
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class ParameterServer(Strategy):
 
     A worker computes the gradient g at the parameters it has read, pushes g, and reads again. How it reads depends on
     the access mode of `consistency`: in most modes the push also requests the parameters, and is answered when the read
-    is admitted. A server applies the gradients that `consistency` releases, with `rule` and the job's optimizer,
-    rebuilt on the server. The staleness of a gradient is the number of updates between the version it was computed on
-    and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other. `filters` choose
-    the entries that are sent; the others are added to a later push.
+    is admitted. A server applies the gradients that `consistency` releases, with `server_update` and the job's
+    optimizer, rebuilt on the server. The staleness of a gradient is the number of updates between the version it was
+    computed on and the version it is applied to (Zhang et al. 2016). Shards decide independently of each other.
+    `filters` choose the entries that are sent; the others are added to a later push.
     """
 
     notes: ClassVar[Notes] = {"push": Pushed, "reply to push": Held, "reply to read": Fresh, "fresh": Fresh}
@@ -48,7 +48,7 @@ class ParameterServer(Strategy):
     shards: int = 1
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
-    rule: Rule = field(default_factory=Plain)
+    server_update: ServerUpdate = field(default_factory=Plain)
     filters: tuple[Filter, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,11 +60,12 @@ class ParameterServer(Strategy):
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
             )
-        if isinstance(access, Copies) and self.rule.compares_reads:
+        if isinstance(access, Copies) and self.server_update.compares_reads:
             raise CompositionError(
-                f"{self.rule} depends on what workers have read, which servers do not know with {self.consistency}, "
+                f"{self.server_update} depends on what workers have read, which servers do not know with "
+                f"{self.consistency}, "
                 "because workers step copies of their own; use a consistency without copies, such as ssp, or another "
-                "rule"
+                "server_update"
             )
         if self.filters and (isinstance(access, GivesUp) or not isinstance(self.feedback, NoFeedback)):
             raise CompositionError(
@@ -90,9 +91,9 @@ class ParameterServer(Strategy):
             any(each.carries for each in self.filters),
         )  # the server must recognize a last push
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0", "best")
-        clips: Clips = "own" if own.completeness in (2, 3) else self.rule.clips if self.shards == 1 else "none"
+        clips: Clips = "own" if own.completeness in (2, 3) else self.server_update.clips if self.shards == 1 else "none"
         chosen = own.completeness, own.survives, results, True, True, ends, own.gathers, own.least
-        return Traits(*chosen, "own", clips, self.rule.memory)
+        return Traits(*chosen, "own", clips, self.server_update.memory)
 
     @property
     def cell(self) -> Cell:
@@ -120,7 +121,9 @@ class ParameterServer(Strategy):
     def master_state(self, me: Server) -> ServerState:
         """Return the state in which all workers compute on version 0."""
         ranks = range(me.cluster.workers)
-        state = ServerState(dict.fromkeys(ranks, 0), rule=self.rule.start(me), reading=dict.fromkeys(ranks, 0))
+        state = ServerState(
+            dict.fromkeys(ranks, 0), update_state=self.server_update.start(me), reading=dict.fromkeys(ranks, 0)
+        )
         self.consistency.keep(state.kept, 0, me.params)
         return state
 
@@ -218,7 +221,7 @@ class ParameterServer(Strategy):
         if admitted := own.admitted(state.reads, view):
             state.reads = without(state.reads, admitted)
         for rank in self._access.answer(me, state, admitted, moved):
-            self.rule.read(me, state.rule, rank)
+            self.server_update.read(me, state.update_state, rank)
             state.reading[rank] = me.version
 
     def _view(self, me: Server, state: ServerState, moved: bool) -> View:
@@ -232,7 +235,7 @@ class ParameterServer(Strategy):
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
         share, before = len(group) / self.consistency.full_step(me.cluster.workers), me.version
-        weights = self.rule.apply(me, state.rule, group, share)
+        weights = self.server_update.apply(me, state.update_state, group, share)
         for push, weight in zip(group, weights, strict=True):
             me.record_update(push.rank, before - push.version, weight=weight)
         state.pushes = without(state.pushes, group)

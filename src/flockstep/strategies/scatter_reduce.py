@@ -15,7 +15,7 @@ from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.encoding import codec_for, encoded
-from flockstep.strategies.rules.base import mean_of
+from flockstep.strategies.server_updates.base import mean_of
 
 
 @dataclass

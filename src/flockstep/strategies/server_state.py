@@ -63,7 +63,7 @@ class ServerState:
     """Number of clocks equal to `slowest` when last counted, less those that have moved; at 0 the clocks are counted
     again.
     """
-    rule: Any = None
+    update_state: Any = None
     """The state of the update rule."""
     pushes: list[Push] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)

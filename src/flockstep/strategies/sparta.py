@@ -21,8 +21,8 @@ class Sparta(Strategy):
 
     After each local step, every worker replaces the same random share p of its parameters by their mean over the
     workers. The selection follows from a common `seed`, so that no index is sent: 2 (n-1)/n p K elements per worker and
-    step. Gradients and optimizer state stay local. With `full`, for example local_sgd(100, outer=nesterov), the whole
-    model is also averaged from time to time: SPARTA inside DiLoCo, which then tolerates longer periods.
+    step. Gradients and optimizer state stay local. With `full`, for example local_sgd(100, outer_optimizer=nesterov),
+    the whole model is also averaged from time to time: SPARTA inside DiLoCo, which then tolerates longer periods.
     """
 
     p: float = field(default=0.005, metadata=searched(0.001, 0.3, whole=False))

@@ -20,8 +20,8 @@ from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.encoding import codec_for, encoded
-from flockstep.strategies.outer.base import Outer
-from flockstep.strategies.outer.nesterov import Nesterov
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
+from flockstep.strategies.outer_optimizers.nesterov import Nesterov
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Fragment:
     part: slice
     model: FlatArray
     """The fragment after the last outer step, of the fragment's size."""
-    outer: Any
+    outer_state: Any
     given: FlatArray
     """This worker's part in the mean in progress: its parameters, or its encoded outer gradient."""
     begun: int = 0
@@ -57,7 +57,7 @@ class StreamingDiloco(Strategy):
     fragments: int = 4
     overlap: int = 5
     alpha: float = field(default=0.5, metadata=searched(0.1, 1.0, whole=False, log=False))
-    outer: Outer = field(default_factory=Nesterov)
+    outer_optimizer: OuterOptimizer = field(default_factory=Nesterov)
     collective: Collective = field(default_factory=Ring)
     codec: Codec = field(default_factory=Identity)
     feedback: Feedback = field(default_factory=NoFeedback)
@@ -72,9 +72,10 @@ class StreamingDiloco(Strategy):
             )
         if not 0 <= self.alpha <= 1:
             raise ConfigurationError(f"alpha must be in [0, 1], got {self.alpha}; 0.5 is usual, 0 takes the mean alone")
-        if self.outer.resets:
+        if self.outer_optimizer.resets:
             raise CompositionError(
-                f"{self.outer} resets the workers' optimizers when the whole model is averaged, got fragments; use "
+                f"{self.outer_optimizer} resets the workers' optimizers when the whole model is averaged, got "
+                "fragments; use "
                 "local_sgd, or leave reset out"
             )
         check_composition(self.codec, self.feedback)
@@ -92,7 +93,7 @@ class StreamingDiloco(Strategy):
         return [self._fragment(me.params[part], part, me.workers) for part in slices(len(me.params), self.fragments)]
 
     def _fragment(self, params: FlatArray, part: slice, workers: int) -> Fragment:
-        return Fragment(part, copied(params), self.outer.start(params, workers), copied(params))
+        return Fragment(part, copied(params), self.outer_optimizer.start(params, workers), copied(params))
 
     def offset(self, index: int) -> int:
         """Return t_p of fragment p = `index`, in steps."""
@@ -147,7 +148,7 @@ class StreamingDiloco(Strategy):
             return
         mean: FlatArray = await me.finished(me.task(f"fragment{index}"))
         fragment.under_way = False
-        self.outer.move(fragment.model, mean, fragment.outer)
+        self.outer_optimizer.move(fragment.model, mean, fragment.outer_state)
         part = me.params[fragment.part]
         if self.overlap and self.alpha:
             alpha = rounded(self.alpha, part)

@@ -38,7 +38,7 @@ class FactorServer(ParameterServer):
     For a fully connected M × N layer a worker pushes U (B, M), the errors, and V (B, N), the activations, if B (M + N)
     < MN, and the server computes the gradient Uᵀ V; parameters are sent whole. A shard that holds some rows of a layer
     gets the corresponding columns of U, and all of V. Everything else is as in the parameter server with `consistency`
-    and `rule`, from which the results differ by rounding alone.
+    and `server_update`, from which the results differ by rounding alone.
     """
 
     notes: ClassVar[Notes] = {**ParameterServer.notes, "push": Factored}

@@ -18,7 +18,7 @@ from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Cell, Strategy, Traits
 from flockstep.strategies.encoding import codec_for, encoded
-from flockstep.strategies.rules.base import mean_of
+from flockstep.strategies.server_updates.base import mean_of
 
 
 @dataclass

@@ -32,7 +32,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     citation: str
-    rule: str
+    algorithm: str
     """The system's algorithm, in one or two sentences."""
     modes: tuple[Mode, ...] = ()
     """The modes, the default first; empty for a system that only splits the model, which flockstep cannot do yet."""

@@ -16,7 +16,8 @@ from flockstep.strategies.filters.base import Filter, Mask
 
 @dataclass(frozen=True)
 class Kkt(Filter):
-    """KKT filter (Li, Andersen, Smola & Yu 2014, section 3.3), for the penalty l1 ||w||_1 of the rule `proximal`.
+    """KKT filter (Li, Andersen, Smola & Yu 2014, section 3.3), for the penalty l1 ||w||_1 of the server update
+    `proximal`.
 
     Zero is optimal for a parameter whose gradient is at most l1 in magnitude (the Karush-Kuhn-Tucker condition). So an
     entry whose parameter is zero and whose gradient is at most l1 - slack is dropped: sending it would change nothing.

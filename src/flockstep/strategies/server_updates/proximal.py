@@ -12,7 +12,7 @@ from flockstep.expression import SHOWN
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.plain import Plain
+from flockstep.strategies.server_updates.plain import Plain
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from flockstep.nodes import Server
 from flockstep.optimizers.adagrad import Adagrad
 from flockstep.optimizers.base import Optimizer, OptimizerState
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
 
 
 @dataclass(frozen=True)
-class WithOptimizer(Rule):
+class WithOptimizer(ServerUpdate):
     """One step of `optimizer` along the mean, in place of the job's (Dean et al. 2012: Downpour with Adagrad).
 
     The learning rate is the optimizer's own, not that of the workers, also in the recorded weights. If a strategy lets
@@ -36,7 +36,7 @@ class WithOptimizer(Rule):
 
     def start(self, me: Server) -> OptimizerState:
         """Return a fresh optimizer state, or the previous state when programs restart."""
-        kept: OptimizerState | None = getattr(me.state, "rule", None)
+        kept: OptimizerState | None = getattr(me.state, "update_state", None)
         return self.optimizer.init(me.params) if kept is None else kept
 
     def apply(self, me: Server, state: OptimizerState, group: Sequence[Push], share: float = 1.0) -> list[float]:

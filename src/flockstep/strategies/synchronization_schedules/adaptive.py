@@ -13,7 +13,7 @@ from flockstep.collectives.base import Collective
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.periods.base import Period
+from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Adaptive(Period):
+class Adaptive(SynchronizationSchedule):
     """AdaComm (Wang & Joshi 2019, section 4): few averages at first, more as the loss falls and noise dominates.
 
     Every `block` steps H ← ceil(sqrt(eta_0 / eta · F / F_0) · first), F being the mean training loss of all workers

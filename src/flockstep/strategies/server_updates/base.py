@@ -1,4 +1,4 @@
-"""The contract of a server's update rule."""
+"""The contract of a server update."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flockstep.strategies.consistency import Push
 from flockstep.strategies.traits import Memory
 
 
-class Rule(Component):
+class ServerUpdate(Component):
     """Decides how released gradients change the server's parameters."""
 
-    noun: ClassVar[str] = "rule"
+    noun: ClassVar[str] = "server_update"
     compares_reads: ClassVar[bool] = False
     """Whether the rule depends on what each worker has read, so that the server calls `read` at every read."""
 

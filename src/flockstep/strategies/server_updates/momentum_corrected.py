@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flockstep.optimizers.base import require
 from flockstep.optimizers.sgd import SGD
-from flockstep.strategies.rules.heavy_ball import HeavyBall
+from flockstep.strategies.server_updates.heavy_ball import HeavyBall
 
 
 @dataclass(frozen=True)

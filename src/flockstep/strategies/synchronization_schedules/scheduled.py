@@ -7,11 +7,11 @@ from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Worker
-from flockstep.strategies.periods.base import Period
+from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
 
 @dataclass(frozen=True)
-class Scheduled(Period):
+class Scheduled(SynchronizationSchedule):
     """A table of periods: H = periods[i] from step starts[i] on.
 
     Growing periods suit a falling learning rate (Haddadpour et al. 2019), shrinking periods a falling loss (Wang &

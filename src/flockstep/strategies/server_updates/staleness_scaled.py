@@ -12,7 +12,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, mean_of
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class StalenessScaled(Rule):
+class StalenessScaled(ServerUpdate):
     """Staleness-aware learning rate: alpha_0 / tau (Zhang, Gupta, Lian & Liu 2016; Gupta, Zhang & Wang 2016).
 
     `by="gradient"` (Zhang et al., equation 6): each gradient counts with alpha_0 / max(1, tau), so that a group of c

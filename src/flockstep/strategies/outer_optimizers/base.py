@@ -9,14 +9,14 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.expression import Component
 
 
-class Outer(Component):
+class OuterOptimizer(Component):
     """Computes the next model from the model that all replicas started from and the mean of the replicas.
 
     An outer optimizer is elementwise: a slice of the model, with its own state, moves as it would within the whole
     model.
     """
 
-    noun: ClassVar[str] = "outer"
+    noun: ClassVar[str] = "outer_optimizer"
     moves: ClassVar[bool] = True
     """Whether the optimizer moves the previous model; if not, the mean is the next model and no state is kept."""
 

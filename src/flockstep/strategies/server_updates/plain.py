@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from flockstep.nodes import Server
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
 
 
 @dataclass(frozen=True)
-class Plain(Rule):
+class Plain(ServerUpdate):
     """One step of the job's optimizer along the mean of the released gradients."""
 
     clips: ClassVar[Literal["combined", "none"]] = "combined"

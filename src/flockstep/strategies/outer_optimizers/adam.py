@@ -9,11 +9,11 @@ from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState, require, require_visible
-from flockstep.strategies.outer.base import Outer
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 
 @dataclass(frozen=True)
-class OuterAdam(Outer):
+class OuterAdam(OuterOptimizer):
     """Adam as outer optimizer (FedAdam: Reddi et al. 2021, algorithm 2).
 
     With Delta = mean_i theta_i - theta: m ← beta1 m + (1 - beta1) Delta, v ← beta2 v + (1 - beta2) Delta², theta ←

@@ -8,11 +8,11 @@ from typing import Any
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.periods.base import Period
+from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
 
 @dataclass(frozen=True)
-class Fixed(Period):
+class Fixed(SynchronizationSchedule):
     """A fixed period (Stich 2019): always the same number of steps."""
 
     period: int = field(default=10, metadata=searched(1, 128))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.strategies.outer.base import Outer
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 
 @dataclass(frozen=True)
-class Average(Outer):
+class Average(OuterOptimizer):
     """Plain averaging (McDonald, Hall & Mann 2010); with weighting=samples FedAvg (McMahan et al. 2017)."""
 
     moves: ClassVar[bool] = False

@@ -14,10 +14,10 @@ from flockstep.expression import from_data, to_data
 from flockstep.records.events import Update
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.strategies.periods.adaptive import Adaptive
-from flockstep.strategies.periods.fixed import Fixed
-from flockstep.strategies.periods.post_local import PostLocal
-from flockstep.strategies.periods.scheduled import Scheduled
+from flockstep.strategies.synchronization_schedules.adaptive import Adaptive
+from flockstep.strategies.synchronization_schedules.fixed import Fixed
+from flockstep.strategies.synchronization_schedules.post_local import PostLocal
+from flockstep.strategies.synchronization_schedules.scheduled import Scheduled
 from flockstep.testing.strategies import check_strategy, equal_bits, run_strategy
 from support.averaging import local_steps, ring_mean
 
@@ -43,7 +43,7 @@ def oracle(steps):
     return np.stack(local_steps(N, STEPS, meet))
 
 
-@pytest.mark.oracle("period:fixed")
+@pytest.mark.oracle("synchronization_schedule:fixed")
 @pytest.mark.parametrize("period", [1, 7, 30, 31])
 def test_fixed_equals_the_oracle_in_every_bit(period):
     run, met = meetings(Fixed(period))
@@ -51,7 +51,7 @@ def test_fixed_equals_the_oracle_in_every_bit(period):
     assert equal_bits(run.replicas, oracle(met), run_strategy(f"local_sgd({period})", N, STEPS).replicas)
 
 
-@pytest.mark.oracle("period:post_local")
+@pytest.mark.oracle("synchronization_schedule:post_local")
 @pytest.mark.parametrize(
     ("start", "expected"),
     [
@@ -89,14 +89,14 @@ def test_bytes_fall_by_h_after_the_switch():
     assert (both - first) * 16 == first
 
 
-@pytest.mark.oracle("period:scheduled")
+@pytest.mark.oracle("synchronization_schedule:scheduled")
 def test_scheduled_equals_the_oracle_in_every_bit():
     run, met = meetings(Scheduled((2, 5, 1), (0, 6, 24)))
     assert met == [2, 4, 6, 11, 16, 21, 25, 26, 27, 28, 29, 30]
     assert equal_bits(run.replicas, oracle(met))
 
 
-@pytest.mark.oracle("period:adaptive")
+@pytest.mark.oracle("synchronization_schedule:adaptive")
 def test_adaptive_follows_the_loss():
     """Recomputed from the losses of the replicas at each local step, on the batches they used."""
     run, met = meetings(Adaptive(8, block=16, decay=0.5), steps=120)
@@ -139,7 +139,7 @@ def test_adaptive_rule_where_the_rate_has_changed(ratio, length, expected):
     assert Adaptive(first=16).chosen(ratio, length, same_rate=False) == expected
 
 
-@pytest.mark.oracle("period:adaptive")
+@pytest.mark.oracle("synchronization_schedule:adaptive")
 def test_a_warm_up_does_not_shorten_periods():
     """eta_0 is the rate before it decays: with the first rate of a warm-up H would be 2 of 8 ever after."""
     me, period = SimpleNamespace(params=np.zeros(1), lr=0.01, loss=1.0, step=0), Adaptive(8, block=8)
@@ -209,7 +209,7 @@ def test_conforms(period):
 
 @pytest.mark.parametrize("period", ["post_local(7, 5)", "scheduled((2, 5), (0, 7))", "adaptive(4, 10)"])
 def test_restarts_anywhere(period):
-    strategy = Strategy.parse(f"local_sgd({period}, outer=nesterov)")
+    strategy = Strategy.parse(f"local_sgd({period}, outer_optimizer=nesterov)")
     for half in (3, 8, 13):
         begun = run_strategy(strategy, N, half)
         assert equal_bits(
@@ -226,7 +226,7 @@ class OneLate(Fixed):
         return since > self.period
 
 
-@pytest.mark.negative_control("period:fixed")
+@pytest.mark.negative_control("synchronization_schedule:fixed")
 def test_a_late_meeting_shows():
     run, met = meetings(OneLate(7))
     assert met == [8, 16, 24]
@@ -241,7 +241,7 @@ class CountsFromZero(PostLocal):
         return me.step % self.period == 0 if me.step > self.start_at else True
 
 
-@pytest.mark.negative_control("period:post_local")
+@pytest.mark.negative_control("synchronization_schedule:post_local")
 def test_a_second_phase_at_multiples_shows():
     run, met = meetings(CountsFromZero(10, 8))
     assert met == [*range(1, 11), 16, 24]
@@ -256,7 +256,7 @@ class StaysAtTheFirst(Scheduled):
         return since >= self.periods[0]
 
 
-@pytest.mark.negative_control("period:scheduled")
+@pytest.mark.negative_control("synchronization_schedule:scheduled")
 def test_a_table_that_is_not_read_shows():
     run, met = meetings(StaysAtTheFirst((2, 5, 1), (0, 6, 24)))
     assert met == [*range(2, 31, 2)]
@@ -271,7 +271,7 @@ class Disagrees(Adaptive):
         state.length, state.total, state.count = 1 + me.rank, 0.0, 0
 
 
-@pytest.mark.negative_control("period:adaptive")
+@pytest.mark.negative_control("synchronization_schedule:adaptive")
 def test_workers_that_do_not_agree_on_the_period_show():
     with pytest.raises(RunError, match="deadlock"):
         meetings(Disagrees(2))
@@ -285,7 +285,7 @@ class StaysAtFirst(Adaptive):
         return length
 
 
-@pytest.mark.negative_control("period:adaptive")
+@pytest.mark.negative_control("synchronization_schedule:adaptive")
 def test_a_period_that_does_not_adapt_shows():
     expected, met = (meetings(kind(8, block=16, decay=0.5), steps=120)[1] for kind in (Adaptive, StaysAtFirst))
     assert met == [*range(8, 121, 8)] != expected

@@ -10,14 +10,14 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.demo import Demo
+from flockstep.strategies.decoupled_momentum import DecoupledMomentum
 from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy
 from support.matrix import few
 
 FEATURES, CLASSES = 14, 9
 SIZE = FEATURES * CLASSES
 STEPS = 12
-TEXT = "demo(beta=0.9, k=3, chunk=7)"
+TEXT = "decoupled_momentum(beta=0.9, k=3, chunk=7)"
 
 
 def wide_job(dtype="float64", optimizer="sgd(lr=0.02)"):
@@ -69,18 +69,18 @@ def close(a, b):
     return np.allclose(a, b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.oracle("strategy:demo")
+@pytest.mark.oracle("strategy:decoupled_momentum")
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("beta", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("k", [1, 3])
 def test_trajectory_equals_the_oracle(n, beta, k):
-    run = run_strategy(f"demo({beta}, {k}, 7)", n, STEPS, job=wide_job())
+    run = run_strategy(f"decoupled_momentum({beta}, {k}, 7)", n, STEPS, job=wide_job())
     w, deltas = oracle(n, beta=beta, k=k)
     assert close(run.result, w)
     assert close([run.nodes[rank].state.delta for rank in range(n)], deltas)
 
 
-@pytest.mark.negative_control("strategy:demo")
+@pytest.mark.negative_control("strategy:decoupled_momentum")
 @pytest.mark.parametrize("wrong", [{"beta": 0.8}, {"k": 2}, {"take_off": False}, {"mean_of_signs": True}])
 def test_the_oracle_notices_what_is_wrong(wrong):
     run = run_strategy(TEXT, 3, STEPS, job=wide_job())
@@ -105,7 +105,7 @@ def test_what_is_sent_is_taken_off():
 def test_all_coefficients_leave_nothing():
     """k = chunk²: delta is 0, and what remains is the sign of the mean gradient."""
     n, lr = 3, 0.02
-    run = run_strategy("demo(k=4096)", n, STEPS, job=wide_job())
+    run = run_strategy("decoupled_momentum(k=4096)", n, STEPS, job=wide_job())
     assert not any(run.nodes[rank].state.delta.any() for rank in range(n))
     bench = Bench(n, wide_job())
     w = bench.start()
@@ -142,13 +142,16 @@ def test_every_gradient_counts_with_the_learning_rate_of_its_step():
     assert not close(run.result, oracle(3)[0])
 
 
-@pytest.mark.parametrize("text", few(["demo(k=1, chunk=3)", "demo(beta=0)", TEXT], "demo(k=1, chunk=3)"))
+@pytest.mark.parametrize(
+    "text",
+    few(["decoupled_momentum(k=1, chunk=3)", "decoupled_momentum(beta=0)", TEXT], "decoupled_momentum(k=1, chunk=3)"),
+)
 def test_conforms(text):
     check_strategy(Strategy.parse(text), alone_is_plain=False)
 
 
 def test_refuses_what_makes_no_sense():
     with pytest.raises(ConfigurationError, match=r"beta must be in \[0, 1\], got 1.5"):
-        Demo(beta=1.5)
+        DecoupledMomentum(beta=1.5)
     with pytest.raises(ConfigurationError, match="k must be >= 1, got 0"):
-        Demo(k=0)
+        DecoupledMomentum(k=0)

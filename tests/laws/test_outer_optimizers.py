@@ -1,4 +1,4 @@
-"""Outer optimizers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
+"""OuterOptimizer optimizers against plain numpy: DiLoCo, BMUF, Adam on the mean of the replicas."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flockstep.optimizers.adam import Adam
 from flockstep.records.events import Snapshot
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.strategies.outer.adam import OuterAdam
-from flockstep.strategies.outer.bmuf import Bmuf
-from flockstep.strategies.outer.nesterov import Nesterov
+from flockstep.strategies.outer_optimizers.adam import OuterAdam
+from flockstep.strategies.outer_optimizers.bmuf import Bmuf
+from flockstep.strategies.outer_optimizers.nesterov import Nesterov
 from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.averaging import local_steps, ring_mean
 
@@ -73,19 +73,19 @@ def bmuf(eta, zeta, look_ahead):
     return move
 
 
-@pytest.mark.oracle("outer:nesterov")
+@pytest.mark.oracle("outer_optimizer:nesterov")
 @pytest.mark.parametrize("inner", ["sgd(lr=0.1)", "adamw(lr=0.02)"])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_nesterov_equals_the_oracle_in_every_bit(n, inner):
     job = small_job(inner)
-    run = run_strategy(f"local_sgd({PERIOD}, outer=nesterov)", n, STEPS, job=job)
+    run = run_strategy(f"local_sgd({PERIOD}, outer_optimizer=nesterov)", n, STEPS, job=job)
     assert equal_bits(run.replicas, np.stack(after(n, nesterov(0.7, 0.9), job)))
 
 
-@pytest.mark.oracle("outer:adam")
+@pytest.mark.oracle("outer_optimizer:adam")
 @pytest.mark.parametrize("n", [1, 3])
 def test_adam_equals_the_oracle(n):
-    run = run_strategy(f"local_sgd({PERIOD}, outer=adam)", n, STEPS)
+    run = run_strategy(f"local_sgd({PERIOD}, outer_optimizer=adam)", n, STEPS)
     expected = np.stack(after(n, adam(0.3, 0.9, 0.95, 0.1)))
     assert np.allclose(run.replicas, expected, rtol=1e-6, atol=1e-7)
 
@@ -98,11 +98,11 @@ def test_the_first_step_of_fedadam_is_the_papers():
     assert model[0] == pytest.approx(0.015, rel=1e-12)
 
 
-@pytest.mark.oracle("outer:bmuf")
+@pytest.mark.oracle("outer_optimizer:bmuf")
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_bmuf_equals_the_oracle_in_every_bit(n, ahead):
-    run = run_strategy(f"local_sgd({PERIOD}, outer=bmuf(zeta=0.8, nesterov={ahead}))", n, STEPS)
+    run = run_strategy(f"local_sgd({PERIOD}, outer_optimizer=bmuf(zeta=0.8, nesterov={ahead}))", n, STEPS)
     assert equal_bits(run.replicas, np.stack(after(n, bmuf(1 - 1 / n, 0.8, ahead))))
 
 
@@ -111,15 +111,15 @@ def test_bmuf_hands_out_the_global_model():
 
     Between blocks training goes on from there, and a run that goes on after its result was taken does so too.
     """
-    outer = "local_sgd(4, outer=bmuf(nesterov={}))"
+    outer = "local_sgd(4, outer_optimizer=bmuf(nesterov={}))"
     for steps in (20, 22):
         ahead = np.stack(after(4, bmuf(1 - 1 / 4, 1.0, True), steps=steps))
         run = run_strategy(outer.format(True), 4, steps)
         assert equal_bits(run.replicas, ahead) == (steps == 22)
     state = run_strategy(outer.format(True), 4, 20).nodes[0].state
-    assert equal_bits(run_strategy(outer.format(True), 4, 20).replicas[0], state.outer.model)
+    assert equal_bits(run_strategy(outer.format(True), 4, 20).replicas[0], state.outer_state.model)
     assert equal_bits(state.model, np.stack(after(4, bmuf(1 - 1 / 4, 1.0, True), steps=20))[0])
-    classic = run_strategy("local_sgd(4, outer=bmuf)", 4, 20)
+    classic = run_strategy("local_sgd(4, outer_optimizer=bmuf)", 4, 20)
     assert equal_bits(classic.replicas, np.stack(after(4, bmuf(1 - 1 / 4, 1.0, False), steps=20)))
 
 
@@ -138,7 +138,7 @@ def test_bmuf_can_reset_the_momentum_of_the_workers():
             model = model + change
             start, w, v = model.copy(), [model.copy() for _ in w], [np.zeros(18, F) for _ in v]
     reset, kept = (
-        run_strategy(f"local_sgd({PERIOD}, outer=bmuf(reset={text}))", 3, STEPS, job=job).replicas
+        run_strategy(f"local_sgd({PERIOD}, outer_optimizer=bmuf(reset={text}))", 3, STEPS, job=job).replicas
         for text in (True, False)
     )
     assert np.allclose(reset, np.stack(w), rtol=1e-5, atol=1e-6)
@@ -147,13 +147,13 @@ def test_bmuf_can_reset_the_momentum_of_the_workers():
 
 def test_a_reset_needs_a_meeting_of_the_whole_model():
     with pytest.raises(CompositionError, match="resets the workers' optimizers"):
-        Strategy.parse("streaming_diloco(outer=bmuf(reset=True))")
+        Strategy.parse("streaming_diloco(outer_optimizer=bmuf(reset=True))")
 
 
-@pytest.mark.oracle("outer:average")
+@pytest.mark.oracle("outer_optimizer:average")
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_average_equals_the_oracle_in_every_bit(n):
-    run = run_strategy(f"local_sgd({PERIOD}, outer=average)", n, STEPS)
+    run = run_strategy(f"local_sgd({PERIOD}, outer_optimizer=average)", n, STEPS)
     assert equal_bits(run.replicas, np.stack(after(n, lambda _, mean, __: mean)))
     assert equal_bits(run.replicas, run_strategy(f"local_sgd({PERIOD})", n, STEPS).replicas)
 
@@ -162,28 +162,37 @@ def test_average_equals_the_oracle_in_every_bit(n):
 def test_without_momentum_it_is_averaging(outer):
     """DiLoCo with epsilon = 1 and mu = 0, and BMUF with eta = 0 and zeta = 1."""
     job = small_job("sgd(lr=0.1, momentum=0.9)", "float64")
-    one, other = (run_strategy(f"local_sgd(5, outer={name})", 4, job=job).replicas for name in (outer, "average"))
+    one, other = (
+        run_strategy(f"local_sgd(5, outer_optimizer={name})", 4, job=job).replicas for name in (outer, "average")
+    )
     assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("outer", ["nesterov(1, 0)", "bmuf(0, 1)"])
 def test_without_momentum_and_with_h_1_it_is_synchronous_sgd(outer):
     job = small_job(dtype="float64")
-    one, other = (run_strategy(text, 4, job=job).result for text in (f"local_sgd(1, outer={outer})", "all_reduce"))
+    one, other = (
+        run_strategy(text, 4, job=job).result for text in (f"local_sgd(1, outer_optimizer={outer})", "all_reduce")
+    )
     assert np.allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.negative_control("outer:average")
+@pytest.mark.negative_control("outer_optimizer:average")
 @pytest.mark.parametrize("outer", ["nesterov", "bmuf", "adam", "nesterov(0.7, 0)"])
 def test_other_outer_optimizers_are_not_averaging(outer):
     job = small_job(dtype="float64")
-    one, other = (run_strategy(f"local_sgd(5, outer={name})", 4, job=job).replicas for name in (outer, "average"))
+    one, other = (
+        run_strategy(f"local_sgd(5, outer_optimizer={name})", 4, job=job).replicas for name in (outer, "average")
+    )
     assert np.abs(one - other).max() > 1e-3
 
 
 def test_one_worker_with_diloco_is_not_its_inner_optimizer():
     """It looks ahead, as Lookahead does; BMUF's momentum is 0 for one worker."""
-    alone = {name: run_strategy(f"local_sgd(5, outer={name})", 1).result for name in ("average", "nesterov", "bmuf")}
+    alone = {
+        name: run_strategy(f"local_sgd(5, outer_optimizer={name})", 1).result
+        for name in ("average", "nesterov", "bmuf")
+    }
     assert np.abs(alone["nesterov"] - alone["average"]).max() > 1e-3
     assert np.allclose(alone["bmuf"], alone["average"], atol=1e-6)
 
@@ -198,7 +207,7 @@ def test_replicas_are_equal_after_each_outer_step(outer, collective):
 
 @pytest.mark.parametrize("outer", ["average", "nesterov", "adam", "bmuf"])
 def test_bytes_are_those_of_the_averages(outer):
-    run = run_strategy(f"local_sgd(5, outer={outer})", 3, 21)
+    run = run_strategy(f"local_sgd(5, outer_optimizer={outer})", 3, 21)
     assert sum(books.sent for books in run.totals.values()) == 21 // 5 * 2 * 2 * 18 * 4
 
 
@@ -216,12 +225,12 @@ def test_steady_drift_gains_n(n, ahead):
 
 def test_the_alias_is_the_published_setting():
     diloco = Strategy.parse("diloco")
-    assert (diloco.period, diloco.outer) == (500, Nesterov(lr=0.7, momentum=0.9))
+    assert (diloco.period, diloco.outer_optimizer) == (500, Nesterov(lr=0.7, momentum=0.9))
 
 
 @pytest.mark.parametrize("outer", ["nesterov", "adam", "bmuf"])
 def test_conforms(outer):
-    check_strategy(Strategy.parse(f"local_sgd(5, outer={outer})"), workers=(1, 2, 3), alone_is_plain=False)
+    check_strategy(Strategy.parse(f"local_sgd(5, outer_optimizer={outer})"), workers=(1, 2, 3), alone_is_plain=False)
 
 
 @dataclass(frozen=True)
@@ -254,21 +263,21 @@ class FromTheModel(Bmuf):
 
 
 def broken(outer, move):
-    replicas = run_strategy(LocalSGD(PERIOD, outer=outer), 3, STEPS).replicas
+    replicas = run_strategy(LocalSGD(PERIOD, outer_optimizer=outer), 3, STEPS).replicas
     return np.abs(replicas - np.stack(after(3, move))).max() > 1e-3
 
 
-@pytest.mark.negative_control("outer:nesterov")
+@pytest.mark.negative_control("outer_optimizer:nesterov")
 def test_a_forgotten_momentum_shows():
     assert broken(ForgetsItsMomentum(), nesterov(0.7, 0.9))
 
 
-@pytest.mark.negative_control("outer:adam")
+@pytest.mark.negative_control("outer_optimizer:adam")
 def test_a_corrected_bias_shows():
     assert broken(Corrected(), adam(0.3, 0.9, 0.95, 0.1))
 
 
-@pytest.mark.negative_control("outer:bmuf")
+@pytest.mark.negative_control("outer_optimizer:bmuf")
 def test_a_change_measured_from_elsewhere_shows():
     assert broken(FromTheModel(nesterov=True), bmuf(1 - 1 / 3, 1.0, True))
 
@@ -285,9 +294,9 @@ def test_a_change_measured_from_elsewhere_shows():
 )
 def test_bad_settings_are_refused(text, message):
     with pytest.raises(ConfigurationError, match=message):
-        Strategy.parse(f"local_sgd(outer={text})")
+        Strategy.parse(f"local_sgd(outer_optimizer={text})")
 
 
 def test_diloco_reaches_the_optimum():
-    run = run_strategy("local_sgd(10, outer=nesterov)", 4, 1000, job=bowl_job(noise=0.0))
+    run = run_strategy("local_sgd(10, outer_optimizer=nesterov)", 4, 1000, job=bowl_job(noise=0.0))
     assert np.abs(run.result - 1).max() < 1e-3

@@ -1,4 +1,4 @@
-"""The contract of a period."""
+"""The contract of a synchronization schedule."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flockstep.expression import Component
 from flockstep.nodes import Worker
 
 
-class Period(Component):
+class SynchronizationSchedule(Component):
     """Decides after how many local steps (H) the replicas are averaged; all workers must decide the same."""
 
-    noun: ClassVar[str] = "period"
+    noun: ClassVar[str] = "synchronization_schedule"
     needs_job: ClassVar[bool] = False
     """Whether the period depends on the loss, which only a declared job provides."""
 

@@ -8,7 +8,7 @@ import pytest
 from flockstep.errors import CompositionError
 from flockstep.messages import MASTER
 from flockstep.optimizers.base import Optimizer
-from flockstep.strategies.rules.base import Rule
+from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.testing.strategies import bowl_job, equal_bits, run_strategy, small_job
 from support.servers import FakeServer, oracle, served
 
@@ -27,7 +27,7 @@ def ball(mu, weight_decay=0.0):
     return apply
 
 
-@pytest.mark.oracle("rule:momentum_corrected")
+@pytest.mark.oracle("server_update:momentum_corrected")
 @pytest.mark.parametrize(("n", "mu"), [(2, 0.9 - 0.5), (4, 0.9 - 0.75), (16, 0.9 - 0.9375)])
 def test_asynchronys_momentum_is_taken_off(n, mu):
     expected = oracle(n, ball(mu, 0.01))
@@ -37,7 +37,7 @@ def test_asynchronys_momentum_is_taken_off(n, mu):
     assert equal_bits(served("momentum_corrected(0.9)", n, job), expected)
 
 
-@pytest.mark.negative_control("rule:momentum_corrected")
+@pytest.mark.negative_control("server_update:momentum_corrected")
 def test_the_oracle_notices_momentum_that_is_not_corrected():
     assert not np.allclose(served("momentum_corrected", 4, small_job(MOMENTUM)), oracle(4, ball(0.9)), atol=1e-3)
 
@@ -48,13 +48,13 @@ def test_alone_the_correction_is_none(optimizer):
     assert equal_bits(served("momentum_corrected", 1, job), served("plain", 1, job))
 
 
-@pytest.mark.oracle("rule:negative_momentum")
+@pytest.mark.oracle("server_update:negative_momentum")
 @pytest.mark.parametrize("mu", [0, -0.25, -0.9])
 def test_negative_momentum_is_a_heavy_ball_below_zero(mu):
     assert equal_bits(served(f"negative_momentum({mu})", 4, small_job(MOMENTUM)), oracle(4, ball(mu)))
 
 
-@pytest.mark.negative_control("rule:negative_momentum")
+@pytest.mark.negative_control("server_update:negative_momentum")
 def test_the_oracle_notices_the_wrong_sign():
     assert not np.allclose(served("negative_momentum(-0.5)"), oracle(4, ball(0.5)), atol=1e-3)
 
@@ -64,8 +64,8 @@ def test_the_oracle_notices_the_wrong_sign():
 def test_momentum_rules_need_the_heavy_ball(rule, optimizer):
     server = FakeServer(np.zeros(3), 0, Optimizer.parse(optimizer))
     with pytest.raises(CompositionError, match="needs sgd without nesterov"):
-        Rule.parse(rule).start(server)
-    Rule.parse(rule).start(FakeServer(np.zeros(3), 0, Optimizer.parse(MOMENTUM)))
+        ServerUpdate.parse(rule).start(server)
+    ServerUpdate.parse(rule).start(FakeServer(np.zeros(3), 0, Optimizer.parse(MOMENTUM)))
 
 
 def test_asynchrony_begets_momentum():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.periods.base import Period
+from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class PostLocal(Period):
+class PostLocal(SynchronizationSchedule):
     """Post-local SGD (Lin et al. 2020, section 3): synchronous for `start_at` steps (t'), then H = `period` local ones.
 
     Without `start_at`, the second phase begins with the first step whose learning rate is below an earlier one, as the

@@ -12,7 +12,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.nodes import Server
 from flockstep.optimizers.base import require, require_visible
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class DelayCompensated(Rule):
+class DelayCompensated(ServerUpdate):
     """DC-ASGD (Zheng et al. 2017, algorithm 2 and section 5): stale gradients are corrected to first order.
 
     The gradient g of worker m, computed at the parameters w_bak(m) that it read, becomes g + lambda g * g * (w -

@@ -27,7 +27,7 @@ class Momentum:
 
 
 @dataclass(frozen=True)
-class Demo(Strategy):
+class DecoupledMomentum(Strategy):
     """DeMo, decoupled momentum (Peng, Quesnelle & Kingma 2024, algorithm 1 and section 3): exchanges large frequencies.
 
     delta ← beta · delta + lr · g; q, the `k` largest coefficients of the DCT of every chunk × chunk block of delta, is

@@ -8,11 +8,11 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.expression import searched
 from flockstep.optimizers.base import OptimizerState
 from flockstep.optimizers.sgd import SGD
-from flockstep.strategies.outer.base import Outer
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 
 @dataclass(frozen=True)
-class Nesterov(Outer):
+class Nesterov(OuterOptimizer):
     """DiLoCo's outer optimizer (Douillard et al. 2023, section 2 and algorithm 1): SGD with Nesterov momentum.
 
     With Delta = theta - mean_i theta_i: v ← momentum v + Delta, theta ← theta - lr (Delta + momentum v), PyTorch's form

@@ -14,9 +14,9 @@ from flockstep.records.events import Update
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.parameter_server import ParameterServer
-from flockstep.strategies.rules.base import Rule, equal_weights
-from flockstep.strategies.rules.delay_compensated import DelayCompensated, compensate
-from flockstep.strategies.rules.staleness_scaled import StalenessScaled, weighted_mean
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
+from flockstep.strategies.server_updates.delay_compensated import DelayCompensated, compensate
+from flockstep.strategies.server_updates.staleness_scaled import StalenessScaled, weighted_mean
 from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
 from support.servers import STEPS, FakeServer, oracle, served
@@ -51,14 +51,14 @@ def stepping(server):
 @pytest.mark.parametrize("rule", few(RULES, "staleness_scaled", "delay_compensated", "with_optimizer(adam(0.01))"))
 def test_every_promise_of_a_strategy(rule):
     alone = rule.startswith(("staleness", "delay")) or rule == "momentum_corrected"
-    check_strategy(Strategy.parse(f"ps(asynchronous, rule={rule})"), alone_is_plain=alone)
-    check_strategy(Strategy.parse(f"ps(bsp, shards=2, rule={rule})"), (2,))
+    check_strategy(Strategy.parse(f"ps(asynchronous, server_update={rule})"), alone_is_plain=alone)
+    check_strategy(Strategy.parse(f"ps(bsp, shards=2, server_update={rule})"), (2,))
 
 
 # ---- staleness
 
 
-@pytest.mark.oracle("rule:staleness_scaled")
+@pytest.mark.oracle("server_update:staleness_scaled")
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_each_gradient_counts_with_one_over_its_staleness(n):
     def apply(w, g, tau, backup):
@@ -67,7 +67,7 @@ def test_each_gradient_counts_with_one_over_its_staleness(n):
     assert equal_bits(served("staleness_scaled", n), oracle(n, apply))
 
 
-@pytest.mark.oracle("rule:staleness_scaled")
+@pytest.mark.oracle("server_update:staleness_scaled")
 def test_every_gradient_counts_with_one_over_the_mean_staleness():
     ages = []
 
@@ -78,7 +78,7 @@ def test_every_gradient_counts_with_one_over_the_mean_staleness():
     assert equal_bits(served("staleness_scaled('mean')"), oracle(4, apply))
 
 
-@pytest.mark.negative_control("rule:staleness_scaled")
+@pytest.mark.negative_control("server_update:staleness_scaled")
 def test_the_oracle_notices_one_over_staleness_plus_one():
     def apply(w, g, tau, backup):
         w -= F(0.1 / (1 + tau)) * g
@@ -91,7 +91,8 @@ def test_the_oracle_notices_one_over_staleness_plus_one():
 def test_without_staleness_it_is_synchronous(by, optimizer):
     job = small_job(optimizer)
     one, other = (
-        run_strategy(f"ps(bsp{rule})", 4, STEPS, job=job).result for rule in (f", rule=staleness_scaled('{by}')", "")
+        run_strategy(f"ps(bsp{rule})", 4, STEPS, job=job).result
+        for rule in (f", server_update=staleness_scaled('{by}')", "")
     )
     assert equal_bits(one, other)
 
@@ -151,14 +152,14 @@ def dc(form, lambda0):
     return apply
 
 
-@pytest.mark.oracle("rule:delay_compensated")
+@pytest.mark.oracle("server_update:delay_compensated")
 @pytest.mark.parametrize(("form", "lambda0"), [("constant", 0.04), ("adaptive", 2.0)])
 @pytest.mark.parametrize("n", [2, 5])
 def test_equals_the_paper(form, lambda0, n):
     assert equal_bits(served(f"delay_compensated('{form}')", n), oracle(n, dc(form, lambda0)))
 
 
-@pytest.mark.negative_control("rule:delay_compensated")
+@pytest.mark.negative_control("server_update:delay_compensated")
 @pytest.mark.parametrize("form", ["constant", "adaptive"])
 def test_the_oracle_notices_a_backup_that_is_not_the_workers(form):
     def apply(w, g, tau, backup):
@@ -201,7 +202,7 @@ def test_with_the_true_curvature_asynchronous_is_sequential():
     w = np.zeros(8)
     for _ in range(4 * STEPS):
         w -= 0.3 * np.geomspace(1, 0.1, 8) * (w - 1)
-    run = run_strategy(ParameterServer(_asynchronous(), rule=TrueCurvature()), 4, STEPS, job=job)
+    run = run_strategy(ParameterServer(_asynchronous(), server_update=TrueCurvature()), 4, STEPS, job=job)
     assert max(update.staleness for update in run.of(Update)) >= 3
     assert np.allclose(run.server, w, rtol=0, atol=1e-13)
     assert np.abs(served("plain", job=job) - w).max() > 1e-6
@@ -237,7 +238,7 @@ def test_workers_that_read_the_same_version_share_a_backup():
 # ---- other optimizers, other functions on the server
 
 
-@pytest.mark.oracle("rule:with_optimizer")
+@pytest.mark.oracle("server_update:with_optimizer")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_adagrad_on_the_server(shards):
     total = {"s": np.zeros(18, F)}
@@ -249,24 +250,24 @@ def test_adagrad_on_the_server(shards):
         grown.append((total["s"] >= before).all())
         w -= g / (np.sqrt(total["s"]) + F(1e-10)) * F(0.05)
 
-    text = f"ps(asynchronous, shards={shards}, rule=with_optimizer(adagrad(0.05)))"
+    text = f"ps(asynchronous, shards={shards}, server_update=with_optimizer(adagrad(0.05)))"
     run = run_strategy(text, 4, STEPS, network="ideal")
     expected = oracle(4, apply)
     assert np.allclose(run.server, expected, rtol=1e-6, atol=1e-7)
     assert all(grown)
     job = small_job("adagrad(0.05)")
     assert equal_bits(run.server, run_strategy("asgd", 4, STEPS, network="ideal", job=job).server)
-    sums = [run.nodes[-1 - i].state.rule.slots["square_sum"] for i in range(shards)]
+    sums = [run.nodes[-1 - i].state.update_state.slots["square_sum"] for i in range(shards)]
     assert np.allclose(np.concatenate(sums), total["s"], rtol=1e-5)
 
 
-@pytest.mark.negative_control("rule:with_optimizer")
+@pytest.mark.negative_control("server_update:with_optimizer")
 def test_the_servers_optimizer_is_not_the_jobs():
     own, jobs = served("with_optimizer(adagrad(0.05))"), served("plain")
     assert np.abs(own - jobs).max() > 0.01
 
 
-@pytest.mark.oracle("rule:proximal")
+@pytest.mark.oracle("server_update:proximal")
 def test_the_proximal_step_shrinks_toward_zero():
     def apply(w, g, tau, backup):
         w -= F(0.1) * g
@@ -278,11 +279,11 @@ def test_the_proximal_step_shrinks_toward_zero():
     assert equal_bits(served("proximal(0)"), served("plain"))
 
 
-@pytest.mark.negative_control("rule:proximal")
+@pytest.mark.negative_control("server_update:proximal")
 def test_an_optimum_under_the_penalty_is_known_and_wrong_elsewhere():
     """On the bowl around 1 with curvature h and l1 = 0.3 the optimum is max(0, 1 - 0.3 / h)."""
     job, h = bowl_job("sgd(lr=0.3)", noise=0.0), np.geomspace(1, 0.1, 8)
-    w = run_strategy("ps(bsp, rule=proximal(0.3))", 2, 300, job=job).result
+    w = run_strategy("ps(bsp, server_update=proximal(0.3))", 2, 300, job=job).result
     assert np.allclose(w, np.maximum(0, 1 - 0.3 / h), atol=1e-6)
     assert not np.allclose(w, np.maximum(0, 1 - 0.2 / h), atol=1e-2)
 
@@ -290,8 +291,8 @@ def test_an_optimum_under_the_penalty_is_known_and_wrong_elsewhere():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shards", [2, 5])
 def test_sharding_changes_no_bit_where_messages_are_atomic(rule, shards):
-    whole = run_strategy(f"ps(asynchronous, rule={rule})", 4, STEPS, network="ideal")
-    cut = run_strategy(f"ps(asynchronous, shards={shards}, rule={rule})", 4, STEPS, network="ideal")
+    whole = run_strategy(f"ps(asynchronous, server_update={rule})", 4, STEPS, network="ideal")
+    cut = run_strategy(f"ps(asynchronous, shards={shards}, server_update={rule})", 4, STEPS, network="ideal")
     assert equal_bits(whole.server, cut.server)
     assert equal_bits(whole.replicas, cut.replicas)
 
@@ -311,19 +312,21 @@ def test_sharding_changes_no_bit_where_messages_are_atomic(rule, shards):
 )
 def test_what_makes_no_sense_is_refused(text, rule):
     with pytest.raises(ConfigurationError, match=rule):
-        Rule.parse(text)
+        ServerUpdate.parse(text)
 
 
 @pytest.mark.parametrize("consistency", ["k_sync(2)", "backup(1)", "k_batch_sync(2)"])
 def test_where_late_gradients_are_dropped_there_is_nothing_to_compensate(consistency):
     plain = run_strategy(f"ps({consistency})", 4, STEPS)
-    assert equal_bits(plain.server, run_strategy(f"ps({consistency}, rule=delay_compensated)", 4, STEPS).server)
+    assert equal_bits(
+        plain.server, run_strategy(f"ps({consistency}, server_update=delay_compensated)", 4, STEPS).server
+    )
 
 
 @pytest.mark.parametrize("consistency", ["essp(2)", "cached_ssp(2)"])
 def test_what_copies_hold_cannot_be_compensated(consistency):
     with pytest.raises(CompositionError, match="depends on what workers have read"):
-        Strategy.parse(f"ps({consistency}, rule=delay_compensated)")
+        Strategy.parse(f"ps({consistency}, server_update=delay_compensated)")
 
 
 def _asynchronous():
@@ -349,7 +352,7 @@ def test_every_rule_takes_a_share_of_a_step(rule, optimizer):
         start = np.linspace(1, 2, 5)
         server = FakeServer(start.copy(), 0, Optimizer.parse(optimizer))
         stepping(server)
-        chosen = Rule.parse(rule)
+        chosen = ServerUpdate.parse(rule)
         group = [Push(rank, 0, 0, 0.1, np.full(5, float(rank + 1))) for rank in range(2)]
         weights.append(chosen.apply(server, chosen.start(server), group, *shares))
         moved.append(server.params - start)
@@ -369,7 +372,7 @@ def test_a_group_counts_as_its_share_over_all_later_steps(rule):
     for shares in ((0.75, 0.25), (0.25, 0.75)):
         server = FakeServer(np.zeros(2), 0, Optimizer.parse("sgd(lr=0.1, momentum=0.9)"))
         stepping(server)
-        chosen = Rule.parse(rule)
+        chosen = ServerUpdate.parse(rule)
         state = chosen.start(server)
         for gradient, share in zip(np.eye(2), shares, strict=True):
             chosen.apply(server, state, [Push(0, 0, server.version, 0.1, gradient)], share)
@@ -380,12 +383,14 @@ def test_a_group_counts_as_its_share_over_all_later_steps(rule):
     np.testing.assert_allclose(totals[1], totals[0][::-1], rtol=1e-9)
 
 
-@pytest.mark.oracle("rule:staleness_scaled")
+@pytest.mark.oracle("server_update:staleness_scaled")
 @pytest.mark.parametrize("known", [0.5, 1, 4])
 def test_a_known_mean_staleness_divides_every_step(known):
     """alpha_0 / n from the first step on (Gupta, Zhang & Wang 2016, section 3.2), as a smaller alpha_0 would."""
     job = small_job("sgd(lr=0.08)")
-    scaled = run_strategy(f"ps(asynchronous, rule=staleness_scaled(mean, known={known}))", 4, STEPS, job=job).result
+    scaled = run_strategy(
+        f"ps(asynchronous, server_update=staleness_scaled(mean, known={known}))", 4, STEPS, job=job
+    ).result
     smaller = run_strategy("ps(asynchronous)", 4, STEPS, job=small_job(f"sgd(lr={0.08 / max(1, known)})")).result
     assert np.allclose(scaled, smaller, rtol=1e-6)
     if known > 1:

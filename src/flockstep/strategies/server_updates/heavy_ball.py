@@ -11,10 +11,10 @@ from flockstep.nodes import Server
 from flockstep.optimizers.base import Optimizer
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.consistency import Push
-from flockstep.strategies.rules.base import Rule, equal_weights, mean_of
+from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights, mean_of
 
 
-class HeavyBall(Rule):
+class HeavyBall(ServerUpdate):
     """v ← mu v + g', w ← w - lr v (v ← g' at the first step), with mu from a subclass; the job must train with sgd.
 
     The job's own momentum is not applied; its weight decay is: g' = share (g + weight_decay w).

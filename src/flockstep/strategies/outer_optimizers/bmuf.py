@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flockstep.arrays.namespace import copied, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
-from flockstep.strategies.outer.base import Outer
+from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Bmuf(Outer):
+class Bmuf(OuterOptimizer):
     """Incremental block training with blockwise model-update filtering (Chen & Huo 2016, section 2).
 
     With G = mean_i w_i - W_g: Delta ← eta Delta + zeta G, W ← W + Delta. Replicas continue from W_g = W (classical

@@ -1,1 +1,0 @@
-"""Outer optimizers: how the mean of the replicas becomes the next model."""

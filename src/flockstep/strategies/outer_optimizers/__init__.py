@@ -1,0 +1,1 @@
+"""OuterOptimizer optimizers: how the mean of the replicas becomes the next model."""
