@@ -82,6 +82,18 @@ def test_a_deadlock_names_everyone() -> None:
     assert Told(2).until(10, 0, 1)[0].startswith("every worker has waited for 10 s: worker 0 at step 8 waits for")
 
 
+def test_a_worker_that_waits_for_slow_ones_is_no_deadlock_while_they_take_steps() -> None:
+    """Worker 0 answers requests after its last step; the others wait for it, and step every eight seconds."""
+    told = Told(limit=9.0)
+    for now in range(8, 80, 8):
+        assert told.until(now, 0, 1, 2) == []
+        told.until(now, 0, moving=(1, 2))
+        for rank in (1, 2):
+            told.waits.hear(rank, {"step": now})
+    with pytest.raises(RunError, match=r"every worker has waited for 9 s: worker 0 at step 8 waits .*; worker 1"):
+        told.until(100, 0, 1, 2)
+
+
 def test_a_limit_ends_the_run() -> None:
     told = Told(limit=4.0)
     assert told.until(3, 0, 2) == []

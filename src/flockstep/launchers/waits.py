@@ -76,11 +76,13 @@ class Waits:
         there = [rank for rank in self._since if rank not in ended]
         waiting = [r for r in there if r in self._waiting and now - self._waiting[r][0] < FRESH]
         patience = self._period if self._limit is None else min(self._period, self._limit)
-        behind = [r for r in there if r not in waiting] or waiting
-        late = [r for r in behind if now - self._since[r] >= patience]
+        late = [r for r in there if r not in waiting and now - self._since[r] >= patience]
+        longest = max((now - self._since[r] for r in late), default=0.0)
+        if waiting == there:  # the run stands still since the last step of any of them
+            longest = min((now - self._since[r] for r in there), default=0.0)
+            late = there if longest >= patience else []
         if not late:
             return
-        longest = max(now - self._since[r] for r in late)
         told = self._told(late, [r for r in waiting if r not in late], joined, longest)
         limited = self._stepping or any(rank not in joined for rank in late)
         if limited and self._limit is not None and longest >= self._limit:
