@@ -45,7 +45,7 @@ from flockstep.frameworks.base import Job
 from flockstep.planning import advice, trials
 from flockstep.planning.plan import Outlook, combines, plan
 from flockstep.planning.prospect import ALONE, Prospect
-from flockstep.planning.task import Task, task_of
+from flockstep.planning.task import JobProfile, task_of
 
 CASES = Path(__file__).with_name("advice_cases.toml")
 COARSE = (1.0, 4.0, 0.25)
@@ -107,7 +107,7 @@ class Case:
         return plan(self.task, read_cluster(self.cluster, name=self.name), further=False)
 
     @property
-    def task(self) -> Task:
+    def task(self) -> JobProfile:
         """The job, by its sizes."""
         return task_of(self.job, imported=JOBS[self.job]() if self.job in JOBS else None)
 
@@ -173,9 +173,9 @@ class Truth:
     """Strategy, rate, seed → of each run how long it was given and how long it took, infinite if it did not arrive."""
 
     def __post_init__(self) -> None:
-        self.bench = trials.Bench(self.outlook.site)
-        job = self.bench.job(0)
-        self.base = self.bench.engine(job, 0).optimizer.lr
+        self.context = trials.TrialContext(self.outlook.site)
+        job = self.context.job(0)
+        self.base = self.context.engine(job, 0).optimizer.lr
         if self.file.exists():
             for line in self.file.read_text().splitlines():
                 name, rate, seed, given, took = json.loads(line)
@@ -205,7 +205,7 @@ class Truth:
                 split=split if found.strategy is not None else "iid",
                 every=1 if found.strategy is not None else 2,
                 live=True,
-                bench=self.bench,
+                context=self.context,
             )
             given, took = math.inf if trial.end == "diverged" else within, trial.seconds_to_target or math.inf
         except FlockstepError as error:  # a strategy that breaks is told and loses

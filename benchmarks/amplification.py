@@ -16,7 +16,7 @@ from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.job import make_engine
 from flockstep.nodes import Cluster
-from flockstep.simulation.compute import Constant
+from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.network import Ideal
 from flockstep.strategies.base import Strategy, choose_result
 from flockstep.workloads.split import Split
@@ -64,7 +64,7 @@ def ended(text: str, steps: int, nudge: float) -> np.ndarray:
     cluster = Cluster(WORKERS, strategy.servers_for(WORKERS))
     policy = choose_result(strategy, None)
     plan = Plan(strategy, cluster, engine.optimizer, parts, job.batch, steps, 0, policy, steps)
-    run = Simulation(engine, plan, Constant(0.01), Ideal(), lambda event: None)
+    run = Simulation(engine, plan, ConstantTime(0.01), Ideal(), lambda event: None)
     run.run()
     return np.asarray(run.tracker.result)
 

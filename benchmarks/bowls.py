@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Quadratic
-from flockstep.records.events import Event, Figure, Step, Update
+from flockstep.frameworks.numpy import QuadraticModel
+from flockstep.records.events import Event, ScalarEvent, StepEvent, UpdateEvent
 from flockstep.testing.strategies import Watched, run_strategy
 
 RULES = (
@@ -62,8 +62,8 @@ class _Traced(Watched):
     def note(self, event: Event) -> None:
         """Keep an event, and the parameter."""
         super().note(event)
-        if isinstance(event, Update):
-            super().note(Figure(event.t, event.node, "parameter", float(self.runners[event.node].node.params[0])))
+        if isinstance(event, UpdateEvent):
+            super().note(ScalarEvent(event.t, event.node, "parameter", float(self.runners[event.node].node.params[0])))
 
 
 def bowl(
@@ -77,7 +77,7 @@ def bowl(
     x = np.repeat(OPTIMA, SAMPLES)[:, None]
     data = Data(x, np.zeros(len(x)), x, np.zeros(len(x)))
     job = Job(
-        lambda: Quadratic(np.ones(1), np.full(1, np.mean(OPTIMA)), "float64"),
+        lambda: QuadraticModel(np.ones(1), np.full(1, np.mean(OPTIMA)), "float64"),
         lambda: data,
         optimizer,
         metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
@@ -86,8 +86,8 @@ def bowl(
     )
     compute = f"speeds({law}, {STRAGGLERS[straggler]})"
     run = run_strategy(strategy, len(OPTIMA), steps, job=job, compute=compute, network="ideal", simulation=_Traced)
-    stop = min(event.t for event in run.of(Step) if event.step == steps)
-    updates = run.of(Update)
+    stop = min(event.t for event in run.of(StepEvent) if event.step == steps)
+    updates = run.of(UpdateEvent)
     counts = Counter(update.source for update in updates if stop / 3 < update.t <= stop)
     weights: dict[int, set[float]] = {rank: set() for rank in range(len(OPTIMA))}
     for update in updates:
@@ -95,10 +95,10 @@ def bowl(
         assert update.weight is not None
         weights[update.source].add(update.weight)
     shares = tuple(counts[rank] / counts.total() for rank in range(len(OPTIMA)))
-    return Bowl(_mean_over_time(run.of(Figure), stop / 3, stop), shares, weights)
+    return Bowl(_mean_over_time(run.of(ScalarEvent), stop / 3, stop), shares, weights)
 
 
-def _mean_over_time(figures: Sequence[Figure], start: float, stop: float) -> float:
+def _mean_over_time(figures: Sequence[ScalarEvent], start: float, stop: float) -> float:
     """The time average, from `start` to `stop`, of a figure that is noted whenever it has changed."""
     times = np.clip([figure.t for figure in figures] + [stop], start, stop)
     return float(np.diff(times) @ np.array([figure.value for figure in figures])) / (stop - start)

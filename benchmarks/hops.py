@@ -27,7 +27,7 @@ from flockstep.optimizers.sgd import SGD
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import Bench
+from flockstep.testing.strategies import GradientSource
 
 OURS = str(Path(flockstep.__file__).parent)
 
@@ -63,13 +63,13 @@ def own_loop(strategy: str) -> Counter[str]:
 
 def virtual(strategy: str, workers: int, steps: int) -> Counter[str]:
     """Calls of a run in virtual time with so many steps, less those of one with half of them."""
-    bench, rule = Bench(workers), Strategy.parse(strategy)
+    source, rule = GradientSource(workers), Strategy.parse(strategy)
     compute, network = ComputeModel.parse("exponential(0.05)"), Network.parse("1gbit")
 
     def run(count: int) -> None:
         cluster = Cluster(workers, rule.servers_for(workers))
-        plan = Plan(rule, cluster, bench.engine.optimizer, bench.parts, 8, count, 0, "mean", steps)
-        Simulation(bench.engine, plan, compute, network, list[object]().append).run()
+        plan = Plan(rule, cluster, source.engine.optimizer, source.parts, 8, count, 0, "mean", steps)
+        Simulation(source.engine, plan, compute, network, list[object]().append).run()
 
     long, short = calls(partial(run, steps)), calls(partial(run, steps // 2))
     return Counter({name: count - short[name] for name, count in long.items()})

@@ -25,7 +25,7 @@ import zmq
 
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 
 WORKERS = 4
@@ -110,7 +110,7 @@ def ours(folder: Path, elements: int, steps: int) -> float:
         kind="train", job=str(job), strategy="ps(asynchronous)", workers=WORKERS, steps=steps, evaluate_every=steps
     )
     train(config, folder / "run")
-    return steps * WORKERS / max(e.t for e in RunFolder(folder / "run").merge_events() if isinstance(e, Step))
+    return steps * WORKERS / max(e.t for e in RunFolder(folder / "run").merge_events() if isinstance(e, StepEvent))
 
 
 def raw(folder: Path, elements: int, steps: int) -> float:

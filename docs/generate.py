@@ -166,7 +166,7 @@ def failures() -> str:
     return table(heading, [tuple(_failure_cells(row)) for row in failure_matrix.rows()])
 
 
-def _failure_cells(row: failure_matrix.Row) -> Iterator[str]:
+def _failure_cells(row: failure_matrix.FailureRow) -> Iterator[str]:
     lost = row.lost if isinstance(row.lost, str) else "; ".join(f"{_code(k)}: {v}" for k, v in row.lost.items())
     yield from (_code(row.strategy), str(row.completeness), row.equal, row.dead, lost, row.slow, row.why)
 

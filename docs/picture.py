@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 import flockstep
-from flockstep.records.events import Span, Step
+from flockstep.records.events import SpanEvent, StepEvent
 
 PICTURE = Path(__file__).parent / "images" / "timelines.svg"
 STRATEGIES = {
@@ -62,18 +62,18 @@ def _panel(strategy: str, place: int) -> Iterator[str]:
         )
         events = run.events()
     top = place * (GAP + len(NAMES) * ROW)
-    used = sum(isinstance(event, Step) and event.t <= SECONDS for event in events)
+    used = sum(isinstance(event, StepEvent) and event.t <= SECONDS for event in events)
     yield f'<text x="{LEFT}" y="{top + 18}"><tspan font-weight="bold">{escape(strategy)}</tspan>'
     yield f"<tspan>: {STRATEGIES[strategy]}</tspan></text>"
     yield f'<text x="{LEFT + WIDE}" y="{top + 18}" text-anchor="end">{used} gradients used</text>'
     for rank in range(len(NAMES)):
         y = top + GAP - 4 + rank * ROW
         yield f'<text x="{LEFT - 8}" y="{y + BAR - 1}" font-size="10" text-anchor="end">{NAMES[rank]}</text>'
-        spans = [event for event in events if isinstance(event, Span) and event.node == rank]
+        spans = [event for event in events if isinstance(event, SpanEvent) and event.node == rank]
         yield from (_bars(spans, kind, y) for kind in COLORS)
 
 
-def _bars(spans: list[Span], kind: str, y: int) -> str:
+def _bars(spans: list[SpanEvent], kind: str, y: int) -> str:
     """One path with a bar for each span of one kind; gradients are a pixel apart, so that they can be counted."""
     bars = []
     for span in spans:

@@ -17,9 +17,9 @@ with atheris.instrument_imports(include=["flockstep"]):
     from flockstep.transports import wire
 
 
-def identity(address: int) -> wire.Identity:
+def identity(address: int) -> wire.SenderIdentity:
     """A node of a run whose model has 10 float32."""
-    return wire.Identity("run", address, "0123456789abcdef", 40)
+    return wire.SenderIdentity("run", address, "0123456789abcdef", 40)
 
 
 GOOD = wire.encode(Message(1, "push", np.arange(10, dtype=np.float32), {"lr": 0.1}, number=1), identity(1))

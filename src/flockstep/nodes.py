@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.namespace import beside, on_host
 from flockstep.arrays.schema import Schema
 from flockstep.errors import PeerLost
@@ -451,7 +451,7 @@ class Worker(Peer):
         """Number of training samples in this worker's part; set by the driver of a declared job."""
         self.tensors = tuple(tensors) or (slice(0, len(params)),)
         """Slices of the model's tensors in the flat array, in order."""
-        self.find_layers: Callable[[], tuple[Layer, ...]] = tuple
+        self.find_layers: Callable[[], tuple[FactoredWeight, ...]] = tuple
         """Function that returns the layers whose gradients can be factored; set by the driver of a declared job."""
         self.stepper = stepper
         self._peers: tuple[View, list[int]] | None = None
@@ -537,11 +537,11 @@ class Worker(Peer):
         return self._gradient(NeedGradient(teachers=tuple(teachers), weight=weight))
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[FactoredWeight, ...]:
         """The fully connected layers whose gradients can be computed as factors; empty in a script's own loop."""
         return self.find_layers()
 
-    async def gradient_in_factors(self, layers: Sequence[Layer]) -> Array:
+    async def gradient_in_factors(self, layers: Sequence[FactoredWeight]) -> Array:
         """Compute the gradient of the next mini-batch with `layers` as factors, laid out as `Packing(K, layers)`."""
         packed: Array = await self._gradient(NeedGradient(layers=tuple(layers)))
         return packed[: Packing(len(self.params), layers).size]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.errors import FlockstepError
 from flockstep.messages import Address, Array, Mailbox, Message, Wanted
 
@@ -33,7 +33,7 @@ class NeedGradient:
     """Models whose mean prediction the gradient should also approach."""
     weight: float = 0.0
     """Weight of that distance relative to the loss."""
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[FactoredWeight, ...] = ()
     """Layers whose gradients are requested as factors."""
     closes: bool = True
     """Whether the step ends with this gradient. A step may take several gradients; the last one ends it, or a canceled
@@ -187,7 +187,7 @@ class Port(Protocol):
         """Record a scalar of the strategy."""
 
 
-class Watch(Protocol):
+class ParameterGuard(Protocol):
     """Checks whether other code writes to the parameters, and whether they are finite."""
 
     def check(self) -> None:

@@ -190,7 +190,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "dgc": "flockstep.codecs.dgc:Dgc",
         "adacomp": "flockstep.codecs.ada_comp:AdaComp",
         "by_size": "flockstep.codecs.by_size:BySize",
-        "powersgd": "flockstep.codecs.power:PowerSgd",
+        "powersgd": "flockstep.codecs.power:PowerSgdCodec",
         "dct": "flockstep.codecs.dct:Dct",
     },
     "feedback": {
@@ -227,7 +227,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "torch": "flockstep.frameworks.torch_groups:TorchOptimizer",
     },
     "compute": {
-        "constant": "flockstep.simulation.compute:Constant",
+        "constant": "flockstep.simulation.compute:ConstantTime",
         "normal": "flockstep.simulation.compute:Normal",
         "exponential": "flockstep.simulation.compute:Exponential",
         "lognormal": "flockstep.simulation.compute:Lognormal",

@@ -8,13 +8,13 @@ import pytest
 from flockstep import registry
 from flockstep.claims.a03_geometric_staleness import chi_squared_above
 from flockstep.claims.a04_asynchrony_begets_momentum import fitted
-from flockstep.claims.a14_pipeline_schedules import Pipeline, Work, gpipe
+from flockstep.claims.a14_pipeline_schedules import Pipeline, PipelinePass, gpipe
 from flockstep.claims.a17_consensus_rate import PUBLISHED, as_steep
 from flockstep.claims.base import Claim
 from flockstep.claims.c13_hogwild import rate
 from flockstep.claims.clockwork import timed, trace_of
 from flockstep.claims.sparse_logistic import COEFFICIENTS, SparseLogistic
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from support.matrix import each, few
 
 NAMES = registry.names("claim")
@@ -61,7 +61,7 @@ def test_momentum_is_found_in_a_course_that_has_it() -> None:
 
 
 def test_a_trace_ends_where_the_first_worker_does() -> None:
-    updates = [Update(float(t), -1, rank, 1, t) for t, rank in enumerate((0, 1, 1, 0, 1, 0))]
+    updates = [UpdateEvent(float(t), -1, rank, 1, t) for t, rank in enumerate((0, 1, 1, 0, 1, 0))]
     cut = trace_of(updates).until_first_end(steps=3)
     assert cut.rank.tolist() == [0, 1, 1, 0, 1]
     assert cut.staleness.tolist() == [0, 1, 2, 3, 4]
@@ -82,7 +82,7 @@ def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:
     """Negative control: what makes the bubble is that stages wait for each other."""
 
     class Loose(Pipeline):
-        def _ready(self, work: Work) -> bool:
+        def _ready(self, work: PipelinePass) -> bool:
             return True
 
     assert Loose(4, 8, gpipe).run() == pytest.approx(0)
@@ -91,7 +91,9 @@ def test_a_pipeline_without_its_dependencies_has_no_bubble() -> None:
 
 def test_steps_are_counted_while_all_workers_run() -> None:
     """Two steps a second each; one starts a second late, and the other ends one early."""
-    steps = [Step(late + at / 2, rank, at, None, *[0] * 7) for rank, late in enumerate((0.0, 1.0)) for at in range(9)]
+    steps = [
+        StepEvent(late + at / 2, rank, at, None, *[0] * 7) for rank, late in enumerate((0.0, 1.0)) for at in range(9)
+    ]
     assert rate(steps, 2) == pytest.approx(4)
     assert rate(steps[:9], 1) == pytest.approx(2)
     assert rate(steps[:9] + steps[:9], 1) == pytest.approx(4), "twice as many steps in the same time"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flockstep.claims import c19_resilience, slowed, struck
-from flockstep.claims.failure_table import FAMILIES, Cell, Short
+from flockstep.claims.failure_table import FAMILIES, Expectation, Short
 from flockstep.strategies.base import Strategy
 from flockstep.testing import failures
 from flockstep.testing.failure_matrix import WORDS
@@ -46,13 +46,13 @@ def test_a_cell_that_does_not_hold_says_why() -> None:
 
 @pytest.mark.negative_control("strategy:gossip")
 def test_a_wrong_cell_is_noticed() -> None:
-    wrong = dataclasses.replace(BY_NAME["GoSGD"], slow=Cell("everyone s×", (failures.EVERYONE,)))
+    wrong = dataclasses.replace(BY_NAME["GoSGD"], slow=Expectation("everyone s×", (failures.EVERYONE,)))
     short = [(row.what, why) for row, why in c19_resilience.cells(wrong) if not row.holds]
     assert short == [("gossip(p=0.5), slow worker", f"unexpected: {failures.FREE}")]
 
 
 def test_a_word_may_go_on_where_its_cell_says_so() -> None:
-    cell = Cell("free", ("free for …", "nothing"))
+    cell = Expectation("free", ("free for …", "nothing"))
     assert cell.holds("free for 3 steps, then everyone s×")
     assert cell.holds("nothing")
     assert not cell.holds("nothing else")
@@ -98,7 +98,7 @@ def test_links_that_were_not_tried_are_rows_that_do_not_hold(monkeypatch: pytest
 
 
 def test_a_reason_is_of_what_it_explains_only() -> None:
-    cell = Cell("yes", ("yes",), Short("it has none", ("no",)))
+    cell = Expectation("yes", ("yes",), Short("it has none", ("no",)))
     assert [cell.why(word) for word in ("yes", "no", "perhaps")] == ["", "it has none", "unexpected: perhaps"]
     for family in FAMILIES:
         for one in (family.equal, family.dead, *family.lost, family.slow):

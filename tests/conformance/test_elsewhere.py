@@ -15,7 +15,7 @@ from flockstep.nodes import Worker
 from flockstep.optimizers.base import Optimizer
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import OPTIMIZER, Run, accepts, run_strategy, small_job
+from flockstep.testing.strategies import OPTIMIZER, SimulatedRun, accepts, run_strategy, small_job
 from support.elsewhere import Elsewhere, EngineElsewhere, elsewhere
 
 STEPS = 12
@@ -40,7 +40,9 @@ OTHERS = [
 ]
 
 
-def both(text: str | Strategy, optimizer: str = OPTIMIZER, restarts: tuple[float, ...] = ()) -> tuple[Run, Run]:
+def both(
+    text: str | Strategy, optimizer: str = OPTIMIZER, restarts: tuple[float, ...] = ()
+) -> tuple[SimulatedRun, SimulatedRun]:
     """A strategy's run on numpy arrays, and the one on tensors."""
     strategy = Strategy.parse(text)
     n = next(n for n in (4, 3, 2) if accepts(strategy, n))
@@ -49,7 +51,7 @@ def both(text: str | Strategy, optimizer: str = OPTIMIZER, restarts: tuple[float
     return plain, run_strategy(strategy, n, STEPS, job=small_job(optimizer), engine=EngineElsewhere, restarts=times)
 
 
-def check_equal(plain: Run, away: Run) -> None:
+def check_equal(plain: SimulatedRun, away: SimulatedRun) -> None:
     """The same models, but for the last bits of roots and quotients, which the two libraries may round in two ways."""
     for address, params in plain.params.items():
         np.testing.assert_allclose(on_host(away.params[address]), params, rtol=1e-4, atol=1e-5)

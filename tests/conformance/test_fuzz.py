@@ -102,8 +102,8 @@ def test_a_decoder_that_trusts_its_bytes_is_caught() -> None:
         check_any_bytes(Reaches(), b"\xff" * 20, 10, "float32")
 
 
-def identity(address: int) -> wire.Identity:
-    return wire.Identity("run", address, "0123456789abcdef", 40)
+def identity(address: int) -> wire.SenderIdentity:
+    return wire.SenderIdentity("run", address, "0123456789abcdef", 40)
 
 
 GOOD = wire.encode(Message(1, "push", np.arange(10, dtype=np.float32), {"lr": 0.1}, number=1), identity(1))

@@ -12,7 +12,7 @@ import pytest
 from flockstep import registry
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.messages import MASTER
-from flockstep.strategies.access import Copies, GivesUp
+from flockstep.strategies.access import CopyAccess, GivesUp
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.broadcast import Broadcast, Steps
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
@@ -55,7 +55,7 @@ def test_parameter_server_conforms_with_each_consistency(name, shards):
         return
     # Own steps that are added to a copy round once more.
     check_strategy(
-        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, Copies)
+        ParameterServer(consistency, shards=shards), alone_is_plain=not isinstance(consistency.access, CopyAccess)
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flockstep.bench import collectives, transport
-from flockstep.bench.turns import Figure, take_turns
-from flockstep.bench.ways import Party, Place, Summing, Way
+from flockstep.bench.turns import Measurement, take_turns
+from flockstep.bench.ways import BenchProcess, Party, Summing, Way
 from flockstep.cli.app import run
 from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
@@ -91,7 +91,7 @@ def test_a_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_noisy_row_is_marked() -> None:
-    quiet, noisy = (Figure("ring", 2, 4096, 1e-3, 0.9e-3, high, 5) for high in (1.1e-3, 2e-3))
+    quiet, noisy = (Measurement("ring", 2, 4096, 1e-3, 0.9e-3, high, 5) for high in (1.1e-3, 2e-3))
     first, second = rows_of([quiet, noisy], "openmpi")
     assert "~" not in first[4]
     assert second[4].endswith(" ~")
@@ -152,7 +152,7 @@ def test_bad_input_is_refused(arguments: list[str], sentence: str, capsys: pytes
 
 
 class _Miscounts(Summing):
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         self.workers = place.workers
 
     def all_reduce(self, array: Any) -> None:
@@ -162,14 +162,14 @@ class _Miscounts(Summing):
 class Miscounts(Way):
     name = "miscounts"
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Miscounts(place)
 
 
 class Lacks(Way):
     name, packages, modules = "lacks", ("nowhere",), ("nowhere_to_be_found",)
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         raise AssertionError("it cannot run")
 
 
@@ -178,7 +178,7 @@ WAYS = (Miscounts(), Lacks())
 
 def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    found: list[Figure] = take_turns(Path(__file__).stem, WAYS, 2, (64,), 1)
+    found: list[Measurement] = take_turns(Path(__file__).stem, WAYS, 2, (64,), 1)
     assert {one.way: one.seconds for one in found} == {"miscounts": None, "lacks": None}
     said = {one.way: one.missing for one in found}
     assert said["lacks"] == "pip install nowhere"

@@ -20,7 +20,7 @@ from flockstep.costs.reference import MODELS
 from flockstep.expression import fields_of
 from flockstep.launchers import supervisor
 from flockstep.launchers.waits import Waits
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 
 FAST = ["--steps", "20", "--seed", "1"]
@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
     summary = json.loads(Path("r/summary.json").read_text())
     assert summary["status"] == "diverged"
     assert "the loss of worker" in summary["error"]
-    assert any(isinstance(event, Step) for event in RunFolder("r").read_events())
+    assert any(isinstance(event, StepEvent) for event in RunFolder("r").read_events())
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

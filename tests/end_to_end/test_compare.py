@@ -16,7 +16,7 @@ from flockstep.cli.app import run
 from flockstep.drivers.account import fingerprint
 from flockstep.experiments.comparison import runs_in
 from flockstep.records.folder import RunFolder
-from flockstep.report.medians import Group, caveats
+from flockstep.report.medians import RepeatedRuns, caveats
 
 BASE = ["compare", "quadratic", "--simulate", "-n", "4", "--steps", "60", "--out", "c"]
 
@@ -107,10 +107,10 @@ def test_what_a_grid_does_not_settle_is_said(capsys: pytest.CaptureFixture[str])
 def test_medians_over_different_seeds_are_said_not_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     compared(capsys, "-s", "asgd", "-s", "bsp", "--seeds", "2")
     runs = [RunFolder(one).read_summary() for one in runs_in(Path("c"))]
-    made = [Group(tuple(r for r in runs if r.strategy == s)) for s in dict.fromkeys(r.strategy for r in runs)]
+    made = [RepeatedRuns(tuple(r for r in runs if r.strategy == s)) for s in dict.fromkeys(r.strategy for r in runs)]
     differ = "medians are over different seeds, from "
     assert not any(said.startswith(differ) for said in caveats(made, made))
-    said = caveats([made[0], Group(made[1].runs[:1])], made)[-1]
+    said = caveats([made[0], RepeatedRuns(made[1].runs[:1])], made)[-1]
     assert said.startswith(f"{differ}1 to 2 runs each")
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from flockstep import registry
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import TaxonomyEntry, Strategy, Traits
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Relay(Strategy):
         return Traits(completeness=4, survives=False, results=("mean", "rank0"))
 
     @property
-    def cell(self) -> Cell:
-        return Cell("decentral", "sync", "reduce", "closed ring")
+    def cell(self) -> TaxonomyEntry:
+        return TaxonomyEntry("decentral", "sync", "reduce", "closed ring")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

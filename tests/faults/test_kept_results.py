@@ -12,7 +12,7 @@ import pytest
 from flockstep.arrays.schema import FlatArray
 from flockstep.cli.app import run as run_command
 from flockstep.drivers.setup import prepare
-from flockstep.records.events import Result
+from flockstep.records.events import ResultEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
 from support.processes import IPC, Ended, RealRun
@@ -29,8 +29,8 @@ def after(steps: int, strategy: str, folder: Path) -> FlatArray:
     return RunFolder(folder / f"oracle-{steps}").read_result()[0]
 
 
-def result(folder: Path) -> tuple[FlatArray, Result]:
-    told = [event for event in RunFolder(folder).read_events() if isinstance(event, Result)]
+def result(folder: Path) -> tuple[FlatArray, ResultEvent]:
+    told = [event for event in RunFolder(folder).read_events() if isinstance(event, ResultEvent)]
     assert len(told) == 1
     return RunFolder(folder).read_result()[0], told[0]
 

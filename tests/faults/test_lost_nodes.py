@@ -20,7 +20,7 @@ from flockstep.launchers.standing import Standing
 from flockstep.launchers.supervisor import Supervisor
 from flockstep.records.config import RunConfig
 from flockstep.transports.kinds import Ipc
-from flockstep.transports.links import Wire
+from flockstep.transports.links import SupervisorLink
 from support.jobs import go_on, paced
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
@@ -151,13 +151,13 @@ def test_a_node_that_nobody_here_has_started_is_lost_by_its_link(
             struck.append(kind)
             os.kill(workers[1].pid, kind)
 
-    send, models = Wire.send, list[object]()
+    send, models = SupervisorLink.send, list[object]()
 
-    def counted(wire: Wire, tag: str, note: Any = None, array: Any = None) -> None:
+    def counted(wire: SupervisorLink, tag: str, note: Any = None, array: Any = None) -> None:
         models.extend([] if array is None else [tag])
         send(wire, tag, note, array)
 
-    monkeypatch.setattr(Wire, "send", counted)
+    monkeypatch.setattr(SupervisorLink, "send", counted)
     folder = tmp_path / "run"
     supervisor = Supervisor(2, Ipc(), 1.0, folder, start, lambda *given: None, strike)
     try:

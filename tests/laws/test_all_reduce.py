@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from flockstep.arrays.schema import slices
-from flockstep.records.events import Snapshot, Update
+from flockstep.records.events import EvaluationEvent, UpdateEvent
 from flockstep.strategies.all_reduce import AllReduce
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 STEPS = 15
 
 
 def oracle(n, optimizer="sgd(lr=0.1)", steps=STEPS):
     """One model, the gradients of all workers in the ring's order of addition, one step with their mean."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(steps):
-        g = [bench.gradient(rank, w) for rank in range(n)]
+        g = [source.gradient(rank, w) for rank in range(n)]
         mean = np.empty_like(w)
         for chunk, part in enumerate(slices(len(w), n)):
             mean[part] = g[chunk][part]
@@ -33,10 +33,10 @@ def oracle(n, optimizer="sgd(lr=0.1)", steps=STEPS):
 
 @pytest.mark.parametrize("collective", ["ring", "recursive_doubling"])
 def test_alone_is_plain_sgd(collective):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(STEPS):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"all_reduce({collective})", 1, STEPS).result, w)
 
 
@@ -50,16 +50,16 @@ def test_equals_one_model_stepped_by_the_mean_gradient(n, optimizer):
 
 def test_equals_one_worker_with_the_batch_of_all():
     run = run_strategy("all_reduce", 4, STEPS, job=bowl_job())
-    bench = Bench(4, bowl_job())
-    w = bench.start()
+    source = GradientSource(4, bowl_job())
+    w = source.start()
     for _ in range(STEPS):
-        w -= 0.1 * np.mean([bench.gradient(rank, w) for rank in range(4)], axis=0)
+        w -= 0.1 * np.mean([source.gradient(rank, w) for rank in range(4)], axis=0)
     assert np.allclose(run.result, w, rtol=1e-12, atol=1e-14)
 
 
 def test_replicas_are_equal_after_every_step():
     run = run_strategy("all_reduce", 4, STEPS, evaluate_every=1)
-    assert [snapshot.divergence for snapshot in run.of(Snapshot)] == [0.0] * (STEPS + 1)
+    assert [snapshot.divergence for snapshot in run.of(EvaluationEvent)] == [0.0] * (STEPS + 1)
 
 
 @pytest.mark.parametrize("compute", ["constant(1)", "pareto(0.1, 1.1)", "speeds(exponential(0.1), (1, 9))"])
@@ -76,7 +76,7 @@ def test_bytes_and_messages_are_those_of_the_collective(n):
 
 
 def test_no_update_is_late():
-    assert {event.staleness for event in run_strategy("all_reduce", 4, STEPS).of(Update)} == {0}
+    assert {event.staleness for event in run_strategy("all_reduce", 4, STEPS).of(UpdateEvent)} == {0}
 
 
 @dataclass(frozen=True)

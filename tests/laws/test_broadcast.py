@@ -14,7 +14,16 @@ from flockstep.drivers.making import node_random
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.broadcast import Broadcast, Steps
-from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import (
+    COMPUTE,
+    GradientSource,
+    Sent,
+    Watched,
+    bowl_job,
+    equal_bits,
+    run_strategy,
+    small_job,
+)
 
 COMPUTES = ["constant(0.1)", "exponential(0.05)", "pareto(0.05, 1.1)", "speeds(lognormal(0.05, 1), (1, 7, 2))"]
 NETWORKS = ["ideal", "1gbit", "link(300, 0.4)", "switch(1e4, 0.01, 400)", "two_tier(2, 1e4, 0, 150, 2)"]
@@ -50,7 +59,7 @@ def test_statement_1(n, seed, compute, network, optimizer, dtype):
     job = small_job(optimizer, dtype)
     run = run_strategy("broadcast", n, 6, job=job, seed=seed, compute=compute, network=network)
     assert len(all_updates(run)) == 6 * n
-    assert equal_bits(*run.replicas, start_plus_all(run, Bench(job=job, seed=seed).start()))
+    assert equal_bits(*run.replicas, start_plus_all(run, GradientSource(job=job, seed=seed).start()))
 
 
 def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
@@ -58,12 +67,12 @@ def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
 
     `chosen(rank)` says who hears of an update at once; others later, with the next, if `defer`, or never.
     """
-    bench = Bench(n, small_job(optimizer))
-    start = bench.start()
+    source = GradientSource(n, small_job(optimizer))
+    start = source.start()
     units = [np.rint(np.float64(start) / GRID).astype(np.int64) for _ in range(n)]
     owed = np.zeros((n, n, len(start)), np.int64)
     inbox, params = [[] for _ in range(n)], [start.copy() for _ in range(n)]
-    steppers = [bench.stepper(start) for _ in range(n)]
+    steppers = [source.stepper(start) for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, taken = [(next(durations[rank]), rank) for rank in range(n)], [0] * n
 
@@ -82,7 +91,7 @@ def oracle(n, chosen, steps, scale=1.0, defer=False, optimizer="sgd(lr=0.1)"):
         now, rank = min(due)
         due.remove((now, rank))
         stepped = params[rank].copy()
-        steppers[rank].step(stepped, bench.gradient(rank, params[rank]))
+        steppers[rank].step(stepped, source.gradient(rank, params[rank]))
         update = np.rint(np.float64(np.float32(scale) * (stepped - params[rank])) / GRID).astype(np.int64)
         units[rank] += update
         peers = [peer for peer in range(n) if peer != rank]
@@ -128,27 +137,27 @@ def test_partial_communication_equals_the_oracle(rest, share):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_alone_is_the_optimizer(optimizer):
-    bench = Bench(job=small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(job=small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(15):
-        stepper.step(w, bench.gradient(0, w))
+        stepper.step(w, source.gradient(0, w))
     assert equal_bits(run_strategy("broadcast", 1, 15, job=small_job(optimizer)).result, w)
 
 
 def test_alone_is_plain_sgd():
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy("broadcast", 1, 15).result, w)
 
 
 def test_an_update_is_the_senders_step():
     """With one step each: w_0 - eta Σ g_i(w_0), up to the grid."""
-    run, bench = run_strategy("broadcast", 4, 1), Bench(4)
-    w = bench.start()
-    expected = w - 0.1 * sum(bench.gradient(rank, w).astype(np.float64) for rank in range(4))
+    run, source = run_strategy("broadcast", 4, 1), GradientSource(4)
+    w = source.start()
+    expected = w - 0.1 * sum(source.gradient(rank, w).astype(np.float64) for rank in range(4))
     assert np.abs(run.result - expected).max() < 1e-7
 
 
@@ -168,7 +177,7 @@ def test_homogeneous_workers_follow_large_batch_sgd(lr):
     steps, job = round(2 / lr), bowl_job(f"sgd(lr={lr})")
     options = {"steps": steps, "job": job, "compute": "constant(1)", "network": "ideal"}
     large, near, sums = (run_strategy(s, 4, **options).result for s in ("all_reduce", "broadcast(0.25)", "broadcast"))
-    traveled = np.linalg.norm(large - Bench(job=job).start())
+    traveled = np.linalg.norm(large - GradientSource(job=job).start())
     assert np.linalg.norm(near - large) < 2 * lr * traveled
     assert np.linalg.norm(sums - large) > 0.3 * traveled  # the sum of updates is another thing
 

@@ -12,9 +12,9 @@ from flockstep.drivers.virtual import due_at as due
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.strategies.bucketed import Bucketed, buckets
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 SMALL = "cap=28e-6, first=12e-6"  # 7 and 3 elements of 4 bytes
 STEPS = 12
@@ -25,16 +25,16 @@ CUTS = (slice(15, 18), slice(8, 15), slice(1, 8), slice(0, 1))
 
 def oracle(n, optimizer="sgd(lr=0.1)", accumulate=1, steps=STEPS):
     """One model, stepped by the mean of the workers' means over `accumulate` batches, summed in the ring's order."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for done in range(0, steps, accumulate):
         count = min(accumulate, steps - done)
         means = []
         for rank in range(n):
-            total = bench.gradient(rank, w)
+            total = source.gradient(rank, w)
             for _ in range(count - 1):
-                total = total + bench.gradient(rank, w)
+                total = total + source.gradient(rank, w)
             means.append(total / np.float32(count) if accumulate > 1 else total)
         whole = np.empty_like(w)
         for cut in CUTS if count == accumulate else [slice(0, 18)]:
@@ -72,16 +72,16 @@ def test_accumulated_batches_are_one_large_batch(accumulate):
 
 def test_equals_one_worker_with_the_batch_of_all():
     run = run_strategy("bucketed(accumulate=2)", 4, STEPS, job=bowl_job())
-    bench = Bench(4, bowl_job())
-    w = bench.start()
+    source = GradientSource(4, bowl_job())
+    w = source.start()
     for _ in range(STEPS // 2):
-        w -= 0.1 * np.mean([bench.gradient(rank, w) for _ in range(2) for rank in range(4)], axis=0)
+        w -= 0.1 * np.mean([source.gradient(rank, w) for _ in range(2) for rank in range(4)], axis=0)
     assert np.allclose(run.result, w, rtol=1e-12, atol=1e-14)
 
 
 def test_replicas_are_equal_after_every_step():
     run = run_strategy(f"bucketed({SMALL})", 4, STEPS, evaluate_every=1, compute="exponential(1)")
-    assert [snapshot.divergence for snapshot in run.of(Snapshot)] == [0.0] * (STEPS + 1)
+    assert [snapshot.divergence for snapshot in run.of(EvaluationEvent)] == [0.0] * (STEPS + 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 18, 1000])

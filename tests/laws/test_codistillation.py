@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 
 def softmax(logits):
@@ -35,13 +35,13 @@ def run(text, n=3, steps=15):
 def test_equals_the_oracle(n, period, weight, burn_in):
     """A copy sent before a step's gradient arrives during it, so that it draws from the next step on."""
     found = run(f"codistillation({period}, {weight}, {burn_in})", n).replicas
-    bench, data = Bench(n), small_job(dtype="float64").data()
-    w = [bench.start().astype(np.float64) for _ in range(n)]
+    source, data = GradientSource(n), small_job(dtype="float64").data()
+    w = [source.start().astype(np.float64) for _ in range(n)]
     held: list[dict[int, np.ndarray]] = [{} for _ in range(n)]
     for step in range(15):
         sent = {rank: w[rank].copy() for rank in range(n)} if step and step % period == 0 else {}
         for rank in range(n):
-            batch = bench._samplers[rank].next()
+            batch = source._samplers[rank].next()
             teachers = list(held[rank].values()) if step >= burn_in else []
             w[rank] = w[rank] - 0.1 * slope(w[rank], data.train_x[batch], data.train_y[batch], teachers, weight)
         for rank in range(n):
@@ -69,7 +69,7 @@ def test_copies_travel_once_a_period():
 
 
 def test_a_model_without_classes_is_refused():
-    with pytest.raises(CompositionError, match="Quadratic has no classes to learn from"):
+    with pytest.raises(CompositionError, match="QuadraticModel has no classes to learn from"):
         run_strategy("codistillation(1)", 2, 8, job=bowl_job())
 
 

@@ -9,14 +9,14 @@ import pytest
 from flockstep.collectives import costs, layouts
 from flockstep.collectives.auto import CANDIDATES, Auto
 from flockstep.collectives.base import Collective
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.double_tree import DoubleTree
 from flockstep.collectives.table import Measured, nearest, read_table, write_table
 from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from support.collectives import CASES, arrays, summed
 
-TEN_GBIT = Link(50e-6, 8e-10)
+TEN_GBIT = LinkModel(50e-6, 8e-10)
 EXACT = ["ring", "recursive_doubling", "rabenseifner", "binomial_tree", "pipelined", "hierarchical", "auto", "sparse"]
 
 
@@ -27,9 +27,9 @@ def test_virtual_time_is_the_cost(name, n, latency):
     """Headers are charged by the network and, as part of the message, by the formula."""
     collective, size = CASES[name][0], 960
     run, _ = summed(collective, arrays(n, size), compute="constant(0)", network=f"link(1e6, {latency})")
-    expected = collective.cost(n, size * 4, Link(latency, 1e-6, HEADER_BYTES))
+    expected = collective.cost(n, size * 4, LinkModel(latency, 1e-6, HEADER_BYTES))
     assert run.seconds == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    assert expected >= costs.lower_bound(n, size * 4, Link(latency, 1e-6)) * (1 - 1e-12)
+    assert expected >= costs.lower_bound(n, size * 4, LinkModel(latency, 1e-6)) * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "hierarchical", "binomial_tree"])
@@ -37,14 +37,14 @@ def test_virtual_time_is_the_cost(name, n, latency):
 def test_for_other_numbers_of_workers_it_is_close(name, n):
     collective, size = CASES[name][0], 2520
     run, _ = summed(collective, arrays(n, size), compute="constant(0)", network="link(1e6, 1e-4)")
-    assert run.seconds == pytest.approx(collective.cost(n, size * 4, Link(1e-4, 1e-6, HEADER_BYTES)), rel=0.08)
+    assert run.seconds == pytest.approx(collective.cost(n, size * 4, LinkModel(1e-4, 1e-6, HEADER_BYTES)), rel=0.08)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize("chunks", [1, 4, 16, 64])
 def test_the_double_tree_is_within_a_quarter_of_its_model(n, chunks):
     run, _ = summed(DoubleTree(chunks), arrays(n, 6400), compute="constant(0)", network="link(1e6, 1e-4)")
-    expected = DoubleTree(chunks).cost(n, 25600, Link(1e-4, 1e-6, HEADER_BYTES))
+    expected = DoubleTree(chunks).cost(n, 25600, LinkModel(1e-4, 1e-6, HEADER_BYTES))
     assert 0.74 <= run.seconds / expected <= 1.27
 
 
@@ -128,7 +128,7 @@ def test_identities_of_figure_14():
 
 def test_auto_takes_the_least_cost():
     auto = Auto(50e-6, 1.25e9)
-    link = Link(50e-6, 8e-10, HEADER_BYTES)
+    link = LinkModel(50e-6, 8e-10, HEADER_BYTES)
     for n in range(1, 20):
         for m in (0, 1000, 200_000, 10**8):
             assert auto.cost(n, m, link) == min(candidate.cost(n, m, link) for candidate in CANDIDATES)
@@ -197,4 +197,4 @@ def test_bad_settings_are_refused(text, rule):
 @pytest.mark.parametrize("values", [(-1, 1, 0), (0, 0, 0), (0, 1, -1)])
 def test_an_impossible_link_is_refused(values):
     with pytest.raises(ConfigurationError, match="got {}, {} and {};".format(*values)):
-        Link(*values)
+        LinkModel(*values)

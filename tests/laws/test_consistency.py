@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import server
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.strategies.consistency import Asynchronous, BulkSynchronous, Consistency, Push, StaleSynchronous
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import Sent, equal_bits, run_strategy
@@ -29,7 +29,7 @@ def reads(run, shard=0):
     clocks, applied, found = Counter(), Counter(), []
     workers = range(run.simulation.plan.cluster.workers)
     for entry in run.simulation.log:
-        if isinstance(entry, Update) and entry.node == server(shard):
+        if isinstance(entry, UpdateEvent) and entry.node == server(shard):
             applied[entry.source] += entry.count
         elif isinstance(entry, Sent) and entry.message.tag == "push" and entry.to == server(shard):
             clocks[entry.message.source] += 1
@@ -66,7 +66,7 @@ def applied_too_early(run, s, shard=0):
     clocks, applied, found = Counter(), Counter(), []
     workers = range(run.simulation.plan.cluster.workers)
     for entry in run.simulation.log:
-        if isinstance(entry, Update) and entry.node == server(shard):
+        if isinstance(entry, UpdateEvent) and entry.node == server(shard):
             if applied[entry.source] > min(clocks[rank] for rank in workers) + s - 1:
                 found.append((entry.source, applied[entry.source]))
             applied[entry.source] += entry.count
@@ -106,9 +106,9 @@ def test_staleness_is_bounded(s):
     """Between a read at clock c and its application each other worker moves from >= c - s to <= c + s updates."""
     for network in NETWORKS:
         run = run_strategy(f"ps(ssp({s}))", 4, 60, compute=STRAGGLER, network=network)
-        assert max(event.staleness for event in run.of(Update)) <= 3 * 2 * s
+        assert max(event.staleness for event in run.of(UpdateEvent)) <= 3 * 2 * s
     late = run_strategy("asgd", 4, 60, compute=STRAGGLER)
-    assert max(event.staleness for event in late.of(Update)) > 3 * 2
+    assert max(event.staleness for event in late.of(UpdateEvent)) > 3 * 2
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.access import Copies
+from flockstep.strategies.access import CopyAccess
 from flockstep.strategies.server_updates.plain import Plain
-from flockstep.testing.strategies import COMPUTE, Bench, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy, small_job
 
-APPLY, EXCHANGE = Plain.apply, Copies.exchange
+APPLY, EXCHANGE = Plain.apply, CopyAccess.exchange
 
 STEPS = 15
 RATE = 0.1
@@ -128,8 +128,8 @@ RULES = {
 
 def oracle(rule, n=4, steps=STEPS, compute=COMPUTE):
     """The server's parameters at the end, and when the last gradient was applied."""
-    bench = Bench(n, small_job())
-    state = State(n, bench.start(), clocks=[0] * n)
+    source = GradientSource(n, small_job())
+    state = State(n, source.start(), clocks=[0] * n)
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     steps_taken, due, now, last = [0] * n, [], 0.0, 0.0
 
@@ -168,7 +168,7 @@ def oracle(rule, n=4, steps=STEPS, compute=COMPUTE):
                     due.remove(entry)
                 heapq.heapify(due)
                 for _, rank in sorted(late, key=lambda entry: entry[1]):
-                    bench.gradient(rank, state.w)  # the batch was drawn
+                    source.gradient(rank, state.w)  # the batch was drawn
                     steps_taken[rank] += 1
                     state.computing.discard(rank)
                     begin(rank)
@@ -178,7 +178,7 @@ def oracle(rule, n=4, steps=STEPS, compute=COMPUTE):
     while due:
         now, rank = heapq.heappop(due)
         version, params = state.read[rank]
-        state.pending.append((rank, state.clocks[rank], version, bench.gradient(rank, params)))
+        state.pending.append((rank, state.clocks[rank], version, source.gradient(rank, params)))
         state.computing.discard(rank)
         steps_taken[rank] += 1
         state.clocks[rank] += 1
@@ -201,7 +201,7 @@ def test_equals_the_oracle(name, compute):
     w, seconds = oracle(rule, compute=compute)
     run = run_strategy(text, 4, STEPS, compute=compute, network="ideal")
     assert equal_bits(run.server, w)
-    assert max(update.t for update in run.of(Update)) == pytest.approx(seconds, rel=1e-12)
+    assert max(update.t for update in run.of(UpdateEvent)) == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.negative_control(
@@ -224,8 +224,8 @@ def table(reads, n=4, s=2, steps=STEPS, compute=COMPUTE, weight="mean", own_writ
     what the server holds, which is t <= slowest + s - 1. `reads`: "ssp" asks with every push, "cached_ssp" when its
     copy is too old, "essp" is sent a copy whenever the slowest clock advances.
     """
-    bench = Bench(n, small_job(dtype="float64"))
-    start, rate = bench.start(), RATE / n if weight == "mean" else RATE
+    source = GradientSource(n, small_job(dtype="float64"))
+    start, rate = source.start(), RATE / n if weight == "mean" else RATE
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     updates, clocks = {}, [0] * n
     copies, known, inbox = [set() for _ in range(n)], [0] * n, [[] for _ in range(n)]
@@ -251,7 +251,7 @@ def table(reads, n=4, s=2, steps=STEPS, compute=COMPUTE, weight="mean", own_writ
 
     while due:
         now, rank, seen = heapq.heappop(due)
-        updates[rank, clocks[rank]] = -rate * bench.gradient(rank, theta(seen))
+        updates[rank, clocks[rank]] = -rate * source.gradient(rank, theta(seen))
         slowest = min(clocks)
         clocks[rank] += 1
         go_on(rank, now)
@@ -323,12 +323,12 @@ def test_a_worker_adds_to_its_copy_what_the_server_will_add(reads, weight, monke
         if me.step == 1:
             seen.append((before, gradient.copy(), state.own[0][1].copy()))
 
-    monkeypatch.setattr(Copies, "exchange", watched)
+    monkeypatch.setattr(CopyAccess, "exchange", watched)
     run, _ = tables(reads, 3, STRAGGLER, weight)
     assert len(seen) == 4
     rate = RATE / 4 if weight == "mean" else RATE
     assert all(np.allclose(own, -rate * gradient, rtol=0, atol=1e-15) for _, gradient, own in seen)
-    assert {update.weight for update in run.of(Update)} == {rate / RATE}
+    assert {update.weight for update in run.of(UpdateEvent)} == {rate / RATE}
 
 
 @pytest.mark.negative_control("consistency:essp", "consistency:cached_ssp")
@@ -346,6 +346,6 @@ def test_missing_own_writes_are_noticed(reads, monkeypatch):
 def test_softsync_takes_the_floor_of_workers_over_n(n, workers):
     """c = floor(lambda / n) gradients make a step (Gupta et al. 2016), where n does not divide lambda too."""
     run = run_strategy(f"ps(softsync({n}))", workers, 6, network="ideal")
-    sizes = Counter(update.t for update in run.of(Update)).values()
+    sizes = Counter(update.t for update in run.of(UpdateEvent)).values()
     assert max(sizes) == workers // n
-    assert {update.weight for update in run.of(Update)} == {1 / (workers // n)}
+    assert {update.weight for update in run.of(UpdateEvent)} == {1 / (workers // n)}

@@ -7,7 +7,7 @@ import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError, PeerLost
 from flockstep.messages import MASTER
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Asynchronous, Consistency
@@ -33,7 +33,7 @@ def test_what_is_sent_eagerly_is_fresher_than_what_is_asked_for(seed):
     stale = {}
     for rule in ("cached_ssp", "essp", "ssp"):
         run = run_strategy(f"ps({rule}(8))", 8, 60, compute="normal(0.05, cv=0.1)", network="1gbit", seed=seed)
-        stale[rule] = np.mean([update.staleness for update in run.of(Update)])
+        stale[rule] = np.mean([update.staleness for update in run.of(UpdateEvent)])
     assert stale["ssp"] < stale["essp"] < stale["cached_ssp"]
 
 
@@ -57,7 +57,7 @@ def order_statistics(n, k, steps, compute=COMPUTE):
 
 def step_times(text, n, steps=STEPS):
     run = run_strategy(text, n, steps, network="ideal")
-    times = [update.t for update in run.of(Update)]
+    times = [update.t for update in run.of(UpdateEvent)]
     return sorted(set(times)), run
 
 
@@ -65,9 +65,9 @@ def step_times(text, n, steps=STEPS):
 def test_a_step_with_backup_workers_takes_as_long_as_the_nth_fastest(b):
     times, run = step_times(f"ps(backup({b}))", 4 + b)
     assert times == order_statistics(4 + b, 4, STEPS)
-    counts = [sum(update.count for update in run.of(Update) if update.t == t) for t in times]
+    counts = [sum(update.count for update in run.of(UpdateEvent) if update.t == t) for t in times]
     assert counts == [4] * STEPS
-    assert {update.staleness for update in run.of(Update)} == {0}
+    assert {update.staleness for update in run.of(UpdateEvent)} == {0}
 
 
 @pytest.mark.parametrize("b", [1, 2])
@@ -94,7 +94,7 @@ def test_one_of_k_async_is_asynchronous_and_so_is_one_gradient_a_step():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_of_k_async_takes_k_learners_and_none_of_them_twice(seed):
-    sources = [update.source for update in run_strategy("ps(k_async(3))", 4, STEPS, seed=seed).of(Update)]
+    sources = [update.source for update in run_strategy("ps(k_async(3))", 4, STEPS, seed=seed).of(UpdateEvent)]
     steps = [sources[i : i + 3] for i in range(0, len(sources), 3)]
     whole = [step for i, step in enumerate(steps) if all(sources[: 3 * i].count(rank) < STEPS - 1 for rank in range(4))]
     assert len(whole) > STEPS // 2
@@ -105,11 +105,11 @@ def test_a_dropped_workers_next_gradient_is_of_the_newest_version():
     run = run_strategy("ps(backup(1))", 4, STEPS, compute=STRAGGLER, network="1gbit")
     versions = [entry.message.note.version for entry in run.sent("push", source=3)]
     assert versions == sorted(versions)
-    taken = max(event.step for event in run.of(Step) if event.rank == 3)
+    taken = max(event.step for event in run.of(StepEvent) if event.rank == 3)
     assert taken == STEPS
     assert len(versions) < STEPS, "the slow one gives up"
-    applied = {update.source: 0 for update in run.of(Update)}
-    assert 3 not in applied or len([u for u in run.of(Update) if u.source == 3]) <= len(versions)
+    applied = {update.source: 0 for update in run.of(UpdateEvent)}
+    assert 3 not in applied or len([u for u in run.of(UpdateEvent) if u.source == 3]) <= len(versions)
 
 
 @pytest.mark.parametrize(("n", "workers"), [(1, 6), (2, 6), (3, 6), (6, 6)])
@@ -117,15 +117,15 @@ def test_mean_staleness_of_softsync_is_the_others_over_c(n, workers):
     """(workers - 1) / c, whatever the law of the service times (Zhang et al. 2016 give n, its upper neighbor)."""
     for compute in ("exponential(0.05)", "normal(0.05, cv=0.1)"):
         run = run_strategy(f"ps(softsync({n}))", workers, 400, compute=compute, network="ideal")
-        end = min(event.t for event in run.of(Step) if event.step == 400)
-        late = [update.staleness for update in run.of(Update) if update.t < end][5 * workers :]
+        end = min(event.t for event in run.of(StepEvent) if event.step == 400)
+        late = [update.staleness for update in run.of(UpdateEvent) if update.t < end][5 * workers :]
         assert np.mean(late) == pytest.approx((workers - 1) / (workers // n), rel=0.01)
 
 
 def test_softsync_leaves_nothing_behind():
     run = run_strategy("ps(softsync(1))", 3, 7)
     assert run.deliveries() == {(MASTER, rank): 7 for rank in range(3)}
-    assert len({update.t for update in run.of(Update)}) == 7
+    assert len({update.t for update in run.of(UpdateEvent)}) == 7
     odd = run_strategy("ps(k_batch_async(4))", 3, 7)  # 21 = 5 × 4 + 1
     assert odd.deliveries() == {(MASTER, rank): 7 for rank in range(3)}
 
@@ -161,7 +161,7 @@ def test_nobody_reads_what_has_moved_by_delta(delta):
 
 def test_a_bound_below_every_update_still_goes_on_and_falls():
     tight = run_strategy("ps(value_bound(1e-9))", 4, STEPS)
-    assert {event.step for event in tight.of(Step)} == set(range(1, STEPS + 1))
+    assert {event.step for event in tight.of(StepEvent)} == set(range(1, STEPS + 1))
     falling, fixed = (run_strategy(f"ps(value_bound(0.1{more}))", 4, 60) for more in (", decreasing=True", ""))
     assert falling.seconds > fixed.seconds
 
@@ -184,14 +184,14 @@ def test_tasks_are_never_more_than_tau_apart_and_none_is_bulk_synchronous():
 @pytest.mark.parametrize("rule", ["ssp(2)", "bounded_delay(2)", "essp(2)", "value_bound(0.01)", "k_async(3)"])
 def test_the_dead_are_taken_out(rule):
     run = run_strategy(f"ps({rule})", 4, 30, faults=["dies(1, 0.3)"])
-    steps = {rank: max(event.step for event in run.of(Step) if event.rank == rank) for rank in range(4)}
+    steps = {rank: max(event.step for event in run.of(StepEvent) if event.rank == rank) for rank in range(4)}
     assert steps[1] < 30
     assert {steps[rank] for rank in (0, 2, 3)} == {30}
 
 
 def test_as_many_may_die_as_there_are_backups():
     run = run_strategy("ps(backup(2))", 5, 30, faults=["dies(1, 0.3)", "dies(2, 0.4)"])
-    assert max(event.step for event in run.of(Step) if event.rank == 0) == 30
+    assert max(event.step for event in run.of(StepEvent) if event.rank == 0) == 30
     with pytest.raises(PeerLost, match="2 of 5 workers are lost, and a step takes the gradients of 4; ask for fewer"):
         run_strategy("ps(backup(1))", 5, 30, faults=["dies(1, 0.3)", "dies(2, 0.4)"])
 

@@ -11,7 +11,7 @@ from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.decoupled_momentum import DecoupledMomentum
-from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy
+from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy
 from support.matrix import few
 
 FEATURES, CLASSES = 14, 9
@@ -52,13 +52,13 @@ def largest(delta, k):
 
 def oracle(n, *, beta=0.9, k=3, take_off=True, mean_of_signs=False, rates=(0.02,) * STEPS):
     """Algorithm 1, in float64."""
-    bench = Bench(n, wide_job())
-    w = bench.start()
+    source = GradientSource(n, wide_job())
+    w = source.start()
     deltas = np.zeros((n, w.size))
     for lr in rates:
         sent = []
         for rank in range(n):
-            deltas[rank] = beta * deltas[rank] + lr * bench.gradient(rank, w)
+            deltas[rank] = beta * deltas[rank] + lr * source.gradient(rank, w)
             sent.append(largest(deltas[rank], k))
             deltas[rank] -= sent[-1] * take_off
         w = w - lr * (np.mean(np.sign(sent), 0) if mean_of_signs else np.sign(np.mean(sent, 0)))
@@ -92,11 +92,11 @@ def test_what_is_sent_is_taken_off():
     """delta after a step + what was sent = beta delta before + lr g."""
     n, job = 3, wide_job()
     before, after = (run_strategy(TEXT, n, steps, job=job) for steps in (STEPS - 1, STEPS))
-    codec, bench = Dct(3, 7).on([(FEATURES, CLASSES), (CLASSES,)]), Bench(n, job)
+    codec, source = Dct(3, 7).on([(FEATURES, CLASSES), (CLASSES,)]), GradientSource(n, job)
     for rank in range(n):
         for _ in range(STEPS - 1):
-            bench.gradient(rank, before.result)
-        old = 0.9 * before.nodes[rank].state.delta + 0.02 * bench.gradient(rank, before.result)
+            source.gradient(rank, before.result)
+        old = 0.9 * before.nodes[rank].state.delta + 0.02 * source.gradient(rank, before.result)
         sent = codec.decode(codec.encode(old, np.random.default_rng()), old.size, "float64")
         assert close(after.nodes[rank].state.delta + sent, old)
         assert np.abs(after.nodes[rank].state.delta).max() > 1e-4
@@ -107,12 +107,12 @@ def test_all_coefficients_leave_nothing():
     n, lr = 3, 0.02
     run = run_strategy("decoupled_momentum(k=4096)", n, STEPS, job=wide_job())
     assert not any(run.nodes[rank].state.delta.any() for rank in range(n))
-    bench = Bench(n, wide_job())
-    w = bench.start()
+    source = GradientSource(n, wide_job())
+    w = source.start()
     for _ in range(STEPS):
         total = np.zeros_like(w)
         for rank in range(n):
-            total += lr * bench.gradient(rank, w)
+            total += lr * source.gradient(rank, w)
         w -= lr * np.sign(total)
     assert equal_bits(run.result, w)
 

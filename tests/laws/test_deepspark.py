@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.records.events import Figure
+from flockstep.records.events import ScalarEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.deepspark import AdaptiveElasticAveraging
 from flockstep.strategies.elastic_averaging import largest_stable
-from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 
 def adapted(alpha, before, now, factor, improvement, low, high):
@@ -26,8 +26,8 @@ def adapted(alpha, before, now, factor, improvement, low, high):
 
 def oracle(n, period, alpha, factor, improvement, low, high, steps):
     """Replicas, center and every alpha used, where messages take no time: exchanges happen one after the other."""
-    bench = Bench(n, small_job())
-    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    source = GradientSource(n, small_job())
+    w, center, g = [source.start() for _ in range(n)], source.start(), [source.start() for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     rates, before, losses = [alpha] * n, [None] * n, [[] for _ in range(n)]
     due, used = [(0.0, rank, 0) for rank in range(n)], []
@@ -45,8 +45,8 @@ def oracle(n, period, alpha, factor, improvement, low, high, steps):
                 delta = np.float32(rates[rank]) * (w[rank] - center)
                 w[rank] -= delta
                 center += delta
-            batch = bench._samplers[rank].next()
-            losses[rank].append(float(bench.engine.gradient(w[rank], batch, g[rank], rank)))
+            batch = source._samplers[rank].next()
+            losses[rank].append(float(source.engine.gradient(w[rank], batch, g[rank], rank)))
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w, center, used
 
@@ -60,7 +60,7 @@ def agrees(strategy, expected, n=3, steps=40):
 
 def alphas(run):
     """(rank, alpha) of every exchange, in order."""
-    return np.array([(figure.node, figure.value) for figure in run.of(Figure) if figure.name == "alpha"])
+    return np.array([(figure.node, figure.value) for figure in run.of(ScalarEvent) if figure.name == "alpha"])
 
 
 SETTING = (4, 0.2, 1.3, 0.04, 0.1, 0.4)
@@ -185,4 +185,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell_is_that_of_easgd():
-    assert AdaptiveElasticAveraging().cell == Cell("decentral", "async", "ad hoc", "dedicated master")
+    assert AdaptiveElasticAveraging().cell == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")

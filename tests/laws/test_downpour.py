@@ -14,7 +14,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.messages import MASTER, server
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.downpour import Downpour
@@ -22,7 +22,7 @@ from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, unpack
 from flockstep.testing.strategies import (
     COMPUTE,
-    Bench,
+    GradientSource,
     bowl_job,
     check_strategy,
     equal_bits,
@@ -42,23 +42,23 @@ def oracle(n, n_push, n_fetch, optimizer="sgd(lr=0.1)", steps=STEPS, overlap=Tru
     Dean et al. 2012, algorithm 7.1: a fetch is begun and the gradient computed before what it brings is there, which
     then takes the replica's place; the gradient's step is taken from there. Without overlap it is there at once.
     """
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    master, count = bench.stepper(w), [0] * n
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    master, count = source.stepper(w), [0] * n
 
     def push(rank):
         """The sum of m gradients is m steps' worth along their mean."""
-        bench.engine.optimizer.step(w, sums[rank] / F(count[rank]), master.state, master.lr, count[rank])
+        source.engine.optimizer.step(w, sums[rank] / F(count[rank]), master.state, master.lr, count[rank])
         sums[rank][:], count[rank] = 0, 0
 
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     replicas, sums, step = [w.copy() for _ in range(n)], [0 * w for _ in range(n)], [0] * n
-    steppers, fetched = [bench.stepper(replica) for replica in replicas], [None] * n
+    steppers, fetched = [source.stepper(replica) for replica in replicas], [None] * n
     due = [(next(durations[rank]), rank) for rank in range(n)]
     heapq.heapify(due)
     while due:
         now, rank = heapq.heappop(due)
-        gradient = bench.gradient(rank, replicas[rank])
+        gradient = source.gradient(rank, replicas[rank])
         sums[rank] += gradient
         count[rank] += 1
         if fetched[rank] is not None:
@@ -124,22 +124,22 @@ def test_a_fetch_travels_while_a_gradient_is_computed(overlap, step, n_push):
     run = run_strategy(
         f"downpour({n_push}, 1, overlap={overlap})", 3, 20, compute="constant(1)", network="link(1e12, 0.3)"
     )
-    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    ends = sorted(event.t for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends).mean() == pytest.approx(step)
 
 
 def test_a_slow_fetch_is_waited_for_before_the_next():
     """1.8 s of way for every second of computing."""
     run = run_strategy("downpour", 2, 20, compute="constant(1)", network="link(1e12, 0.9)")
-    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    ends = sorted(event.t for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends)[2:].mean() == pytest.approx(1.8)
 
 
 def test_a_fetch_replaces_the_replica_when_it_is_there():
     """Two gradients are computed while it travels; the steps taken meanwhile are at the server, not in what it sent."""
     run = run_strategy("downpour(1, 3)", 1, 5, job=slope_job(), compute="constant(1)", network="link(1e12, 0.6)")
-    bench = Bench(1, slope_job())
-    gradients = [bench.gradient(0, bench.start()) for _ in range(5)]
+    source = GradientSource(1, slope_job())
+    gradients = [source.gradient(0, source.start()) for _ in range(5)]
     assert equal_bits(run.server, np.arange(6.0) - 0.25 * np.sum(gradients, axis=0))
     # fetched after the third step, there before the fifth: without the fourth
     expected = np.arange(6.0) - 0.25 * (np.sum(gradients[:3], axis=0) + gradients[4])
@@ -149,11 +149,11 @@ def test_a_fetch_replaces_the_replica_when_it_is_there():
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_alone_it_is_sequential(optimizer, shards):
-    bench = Bench(job=small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(job=small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(STEPS):
-        stepper.step(w, bench.gradient(0, w))
+        stepper.step(w, source.gradient(0, w))
     for n_fetch in (1, 4):
         run = run_strategy(f"downpour(1, {n_fetch}, shards={shards})", 1, STEPS, job=small_job(optimizer))
         assert equal_bits(w, run.result, run.replicas[0])
@@ -233,8 +233,8 @@ def pushed(run, strategy, size=6):
 
 
 def slopes(n, steps):
-    bench = Bench(n, slope_job())
-    return sum(bench.gradient(rank, bench.start()) for rank in range(n) for _ in range(steps))
+    source = GradientSource(n, slope_job())
+    return sum(source.gradient(rank, source.start()) for rank in range(n) for _ in range(steps))
 
 
 @pytest.mark.parametrize("periods", [*ALL, (7, 3)])
@@ -255,8 +255,8 @@ def test_a_push_of_five_gradients_decays_weights_five_times(n_push):
     run = run_strategy(Downpour(n_push, 5), 1, 5, job=job)
     if n_push == 5:
         np.testing.assert_allclose(run.server, w - 0.25 * (slopes(1, 5) + 5 * 0.01 * w), rtol=1e-12)
-    assert {update.weight for update in run.of(Update)} == {1.0}
-    assert sum(update.count for update in run.of(Update)) == 5
+    assert {update.weight for update in run.of(UpdateEvent)} == {1.0}
+    assert sum(update.count for update in run.of(UpdateEvent)) == 5
 
 
 @pytest.mark.parametrize("periods", [(1, 1), (5, 5), (10, 10)])
@@ -293,12 +293,12 @@ def test_the_sum_notices_a_push_that_is_lost():
 def test_a_dead_worker_takes_along_only_what_it_has_not_pushed(periods):
     run = run_strategy(Downpour(*periods), 3, STEPS, job=slope_job(), faults=["dies(1, 0.3)"])
     counts = Counter()
-    for update in run.of(Update):
+    for update in run.of(UpdateEvent):
         counts[update.source] += update.count
     assert (counts[0], counts[2]) == (STEPS, STEPS)
     assert 0 < counts[1] < STEPS
-    bench = Bench(3, slope_job())
-    total = sum(bench.gradient(rank, bench.start()) for rank in range(3) for _ in range(counts[rank]))
+    source = GradientSource(3, slope_job())
+    total = sum(source.gradient(rank, source.start()) for rank in range(3) for _ in range(counts[rank]))
     assert equal_bits(run.server, np.arange(6.0) - 0.25 * total)
 
 
@@ -323,7 +323,7 @@ def test_messages_and_bytes(periods, shards):
 @pytest.mark.parametrize("periods", ALL)
 def test_alone_nothing_is_late(periods):
     run = run_strategy(Downpour(*periods), 1, STEPS)
-    assert {update.staleness for update in run.of(Update)} == {0}
+    assert {update.staleness for update in run.of(UpdateEvent)} == {0}
 
 
 def test_staleness_counts_what_others_pushed_meanwhile():
@@ -333,9 +333,9 @@ def test_staleness_counts_what_others_pushed_meanwhile():
     """
     settings = {"compute": "constant(1)", "network": "link(1e12, 0.1)"}
     run = run_strategy("downpour(2, 2, overlap=False)", 2, 8, **settings)
-    assert [update.staleness for update in run.of(Update)] == [0, *[1] * 7]
+    assert [update.staleness for update in run.of(UpdateEvent)] == [0, *[1] * 7]
     run = run_strategy("downpour(2, 2)", 2, 8, **settings)
-    assert [update.staleness for update in run.of(Update)] == [0, 1, 1, *[2] * 5]
+    assert [update.staleness for update in run.of(UpdateEvent)] == [0, 1, 1, *[2] * 5]
 
 
 def test_rarer_exchange_costs_accuracy_not_convergence():
@@ -356,7 +356,7 @@ class Nothing(Filter):
 def test_the_end_flushes_what_filters_withheld():
     run = run_strategy(Downpour(filters=(Nothing(),)), 3, STEPS, job=slope_job())
     assert equal_bits(run.server, np.arange(6.0) - 0.25 * slopes(3, STEPS))
-    assert {update.count for update in run.of(Update)} == {1}
+    assert {update.count for update in run.of(UpdateEvent)} == {1}
     assert set(run.deliveries().values()) == {STEPS}
 
 

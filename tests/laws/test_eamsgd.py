@@ -10,17 +10,17 @@ import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.eamsgd import ElasticMomentum
-from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 F = np.float32
 
 
 def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
     """Replicas, velocities and center where messages take no time: exchanges happen one after the other."""
-    bench = Bench(n, small_job())
-    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
+    source = GradientSource(n, small_job())
+    w, center, g = [source.start() for _ in range(n)], source.start(), [source.start() for _ in range(n)]
     v = [np.zeros_like(center) for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, late = [(0.0, rank, 0) for rank in range(n)], {}
@@ -42,7 +42,7 @@ def oracle(n, period, alpha, momentum, steps, order="survey", decay=0.0):
                     late[rank] = delta
             v[rank] *= F(momentum)
             w[rank] += v[rank]
-            g[rank] = bench.gradient(rank, w[rank])
+            g[rank] = source.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w, v, center
 
@@ -85,12 +85,12 @@ def test_without_momentum_it_is_easgd(order):
 def test_ahead_of_each_replica_alone_is_nesterov():
     """Without elasticity the point ahead, w + delta v, takes the path of sgd in Nesterov's form."""
     job = bowl_job("sgd(lr=0.1, momentum=0.9, nesterov=True)")
-    run, bench = run_strategy("eamsgd(alpha=0)", 3, 25, job=job), Bench(3, job)
+    run, source = run_strategy("eamsgd(alpha=0)", 3, 25, job=job), GradientSource(3, job)
     for rank in range(3):
-        w = bench.start()
-        stepper = bench.stepper(w)
+        w = source.start()
+        stepper = source.stepper(w)
         for _ in range(25):
-            stepper.step(w, bench.gradient(rank, w))
+            stepper.step(w, source.gradient(rank, w))
         assert np.allclose(run.replicas[rank] + 0.9 * run.nodes[rank].state.v, w, rtol=1e-12, atol=1e-13)
 
 
@@ -159,4 +159,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell_is_that_of_easgd():
-    assert ElasticMomentum().cell == Cell("decentral", "async", "ad hoc", "dedicated master")
+    assert ElasticMomentum().cell == TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")

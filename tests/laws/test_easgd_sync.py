@@ -9,21 +9,21 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER
-from flockstep.records.events import Step
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.records.events import StepEvent
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.easgd_sync import SynchronousElasticAveraging
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 
 def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)"):
     """Replicas and center, from equations 5 and 6 as they stand."""
-    bench = Bench(n, small_job(optimizer))
-    w, center = [bench.start() for _ in range(n)], bench.start()
-    steppers = [bench.stepper(replica) for replica in w]
+    source = GradientSource(n, small_job(optimizer))
+    w, center = [source.start() for _ in range(n)], source.start()
+    steppers = [source.stepper(replica) for replica in w]
     for step in range(steps):
         before, old = [replica.copy() for replica in w], center.copy()
         for rank in range(n):
-            steppers[rank].step(w[rank], bench.gradient(rank, before[rank]))
+            steppers[rank].step(w[rank], source.gradient(rank, before[rank]))
             if step % period == 0:
                 delta = np.float32(alpha) * (before[rank] - old)
                 w[rank] -= delta
@@ -98,7 +98,7 @@ def test_each_exchange_moves_two_models(steps, period):
 def test_the_exchange_is_over_before_the_gradient_is():
     """Latencies of 0.02 s there and 0.02 s back hide behind gradients of 0.05 s."""
     run = run_strategy("easgd_sync", 3, 10, compute="constant(0.05)", network="link(1e9, 0.02)")
-    times = [event.t for event in run.of(Step) if event.rank == 0]
+    times = [event.t for event in run.of(StepEvent) if event.rank == 0]
     assert np.allclose(times, 0.05 * np.arange(1, 11), rtol=0, atol=1e-9)
 
 
@@ -149,4 +149,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert SynchronousElasticAveraging().cell == Cell("decentral", "sync", "reduce", "dedicated master")
+    assert SynchronousElasticAveraging().cell == TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")

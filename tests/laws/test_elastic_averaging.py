@@ -14,16 +14,16 @@ from flockstep.messages import MASTER
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_stable
-from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 STILL = bowl_job("sgd(lr=0)")
 
 
 def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
     """Replicas and center where messages take no time: exchanges happen one after the other."""
-    bench = Bench(n, small_job(optimizer))
-    w, center, g = [bench.start() for _ in range(n)], bench.start(), [bench.start() for _ in range(n)]
-    steppers = [bench.stepper(replica) for replica in w]
+    source = GradientSource(n, small_job(optimizer))
+    w, center, g = [source.start() for _ in range(n)], source.start(), [source.start() for _ in range(n)]
+    steppers = [source.stepper(replica) for replica in w]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, late = [(0.0, rank, 0) for rank in range(n)], {}
     while due:
@@ -39,7 +39,7 @@ def oracle(n, period, alpha, steps, optimizer="sgd(lr=0.1)", order="survey"):
                     w[rank] -= delta
                 else:
                     late[rank] = delta
-            g[rank] = bench.gradient(rank, w[rank])
+            g[rank] = source.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w, center
 
@@ -70,13 +70,13 @@ def test_what_makes_no_sense_is_refused(text):
 @pytest.mark.parametrize("period", [1, 4, 30])
 def test_without_elasticity_everyone_trains_alone(period):
     run = run_strategy(f"easgd({period}, 0)", 3, 15)
-    bench = Bench(3)
+    source = GradientSource(3)
     for rank, replica in enumerate(run.replicas):
-        w = bench.start()
+        w = source.start()
         for _ in range(15):
-            w -= np.float32(0.1) * bench.gradient(rank, w)
+            w -= np.float32(0.1) * source.gradient(rank, w)
         assert equal_bits(replica, w)
-    assert equal_bits(run.server, bench.start())
+    assert equal_bits(run.server, source.start())
 
 
 @pytest.mark.parametrize(("steps", "period"), [(20, 1), (20, 5), (21, 5), (3, 10)])

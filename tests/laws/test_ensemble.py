@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from flockstep.frameworks.numpy import NumpyEngine
-from flockstep.records.events import Snapshot
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.records.events import EvaluationEvent
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 
 def trained(n, steps):
     """n models, each trained alone on its own part."""
-    bench = Bench(n)
+    source = GradientSource(n)
     members = []
     for rank in range(n):
-        w = bench.start()
-        stepper = bench.stepper(w)
+        w = source.start()
+        stepper = source.stepper(w)
         for _ in range(steps):
-            stepper.step(w, bench.gradient(rank, w))
+            stepper.step(w, source.gradient(rank, w))
         members.append(w)
     return np.stack(members)
 
@@ -40,7 +40,7 @@ def test_the_result_is_the_mean_of_the_predicted_probabilities():
         logits = data.test_x.astype(np.float32) @ w[:15].reshape(5, 3) + w[15:]
         probabilities.append(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))
     mean = np.mean(probabilities, axis=0)
-    last = run.of(Snapshot)[-1]
+    last = run.of(EvaluationEvent)[-1]
     assert last.metric == np.mean(mean.argmax(1) == data.test_y)
     assert last.loss == pytest.approx(-np.log(mean[np.arange(60), data.test_y]).mean(), rel=1e-5)
 
@@ -54,8 +54,8 @@ def test_without_classes_it_is_the_mean_of_the_outputs():
 @pytest.mark.negative_control("strategy:ensemble")
 def test_it_is_not_the_mean_of_the_parameters():
     run = run_strategy("ensemble", 4, 12)
-    mean = Bench(4).engine.evaluate(run.replicas.mean(0))
-    assert run.of(Snapshot)[-1].loss != pytest.approx(mean.loss, rel=1e-4)
+    mean = GradientSource(4).engine.evaluate(run.replicas.mean(0))
+    assert run.of(EvaluationEvent)[-1].loss != pytest.approx(mean.loss, rel=1e-4)
 
 
 def test_a_dead_member_is_left_out():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.epoch_server import EpochServer
-from flockstep.testing.strategies import COMPUTE, Bench, equal_bits, run_strategy
+from flockstep.testing.strategies import COMPUTE, GradientSource, equal_bits, run_strategy
 
 STRAGGLER = "speeds(exponential(0.05), (1, 1, 1, 5))"
 LENGTH = 8
@@ -21,9 +21,9 @@ LENGTH = 8
 
 def oracle(share, n=4, epochs=3, compute=COMPUTE):
     """The server's parameters where messages take no time, how many gradients each epoch counted, and when it ended."""
-    bench = Bench(n)
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n)
+    w = source.start()
+    stepper = source.stepper(w)
     batches = [[[] for _ in range(epochs)] for _ in range(n)]
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     read, used, mine = [w.copy() for _ in range(n)], [0] * n, [0] * n
@@ -33,9 +33,9 @@ def oracle(share, n=4, epochs=3, compute=COMPUTE):
     while due:
         now, rank = heapq.heappop(due)
         while drawn[rank] < mine[rank] * LENGTH + used[rank]:
-            bench.gradient(rank, w)  # a batch of an epoch that is over
+            source.gradient(rank, w)  # a batch of an epoch that is over
             drawn[rank] += 1
-        gradient = bench.gradient(rank, read[rank])
+        gradient = source.gradient(rank, read[rank])
         drawn[rank] += 1
         batches[rank][mine[rank]].append(used[rank])
         used[rank] += 1
@@ -70,7 +70,7 @@ def test_equals_the_oracle(share, compute):
     w, count, ends, batches = oracle(share, compute=compute)
     assert equal_bits(run.server, w)
     assert count == [math.ceil(share * 4 * LENGTH)] * 3
-    taken = Counter(event.rank for event in run.of(Step))
+    taken = Counter(event.rank for event in run.of(StepEvent))
     assert [taken[rank] for rank in range(4)] == [sum(map(len, batches[rank])) for rank in range(4)]
     assert run.seconds >= ends[-1]
 
@@ -103,14 +103,14 @@ def test_who_waits_for_everyone_waits_for_the_slowest():
 
 def test_an_epoch_ends_without_the_dead():
     run = run_strategy(f"epoch_server(1, {LENGTH})", 4, 3 * LENGTH, faults=["dies(3, 0.2)"])
-    taken = Counter(event.rank for event in run.of(Step))
+    taken = Counter(event.rank for event in run.of(StepEvent))
     assert [taken[rank] for rank in range(3)] == [3 * LENGTH] * 3
     assert taken[3] < 3 * LENGTH
 
 
 def test_the_last_epoch_may_be_shorter():
     run = run_strategy(f"epoch_server(1, {LENGTH})", 3, 2 * LENGTH + 3)
-    assert {event.step for event in run.of(Step)} == set(range(1, 2 * LENGTH + 4))
+    assert {event.step for event in run.of(StepEvent)} == set(range(1, 2 * LENGTH + 4))
     assert np.isfinite(run.server).all()
 
 

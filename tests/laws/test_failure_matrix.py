@@ -19,7 +19,7 @@ from flockstep.messages import Mailbox, Message, Wanted
 from flockstep.nodes import Worker
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.testing import failures
-from flockstep.testing.failure_matrix import CELLS, WORDS, Row, as_toml, differences, observed, rows
+from flockstep.testing.failure_matrix import CELLS, WORDS, FailureRow, as_toml, differences, observed, rows
 from support.matrix import each, few
 
 ROWS = {row.strategy: row for row in rows()}
@@ -162,4 +162,4 @@ def test_a_row_can_be_pasted():
     row = observed("easgd(period=10)")
     assert differences(row) == []
     assert msgspec.toml.decode(as_toml(row)) == {"row": [msgspec.to_builtins(row)]}
-    assert set(CELLS) < set(Row.__struct_fields__)
+    assert set(CELLS) < set(FailureRow.__struct_fields__)

@@ -13,7 +13,7 @@ from flockstep.strategies.base import Strategy
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import HASHED, LISTED, Inbox, Outbox, pack, unpack
 from flockstep.testing.expressions import check_component
-from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
 
 SIZE = 50
 ALL = ["significantly_modified(3)", "random_skip(0.7)", "support", "kkt(2, 0.5)", "key_caching"]
@@ -295,9 +295,9 @@ def test_a_parameter_server_with_filters_that_let_everything_through_is_as_witho
 def test_what_a_parameter_servers_filters_withhold_goes_with_the_last_push():
     """A threshold above everything: nobody moves before the end, and then all gradients were those at the start."""
     run = run_strategy("ps(bsp, filters=(significantly_modified(1000),))", 3, 12, job=small_job(dtype="float64"))
-    bench = Bench(3, small_job(dtype="float64"))
-    start = bench.start()
-    total = sum(bench.gradient(rank, start) for _ in range(12) for rank in range(3)) / 3
+    source = GradientSource(3, small_job(dtype="float64"))
+    start = source.start()
+    total = sum(source.gradient(rank, start) for _ in range(12) for rank in range(3)) / 3
     assert np.allclose(run.server, start - 0.1 * total, rtol=1e-12)
     assert run.totals[MASTER].received < 0.3 * run.totals[MASTER].sent
 
@@ -306,7 +306,7 @@ def test_a_parameter_server_with_filters_still_learns_with_less_traffic():
     full, less = (
         run_strategy(f"ps(asynchronous{f})", 4, 100) for f in ("", ", filters=(significantly_modified(0.2),)")
     )
-    engine = Bench().engine
+    engine = GradientSource().engine
     assert less.totals[MASTER].received < 0.5 * full.totals[MASTER].received
     assert engine.evaluate(less.result).loss < 1.05 * engine.evaluate(full.result).loss
 

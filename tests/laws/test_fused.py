@@ -13,9 +13,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.nodes import Worker
-from flockstep.records.events import Snapshot
-from flockstep.strategies.fused import Fused, News
-from flockstep.testing.strategies import Bench, equal_bits, run_strategy
+from flockstep.records.events import EvaluationEvent
+from flockstep.strategies.fused import Fused, TensorReady
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 
 SIZES = (3, 5, 2, 7, 4)
 STEPS = 8
@@ -58,10 +58,10 @@ def several_tensors() -> Job:
 
 
 def oracle(n):
-    bench = Bench(n, several_tensors())
-    w = bench.start()
+    source = GradientSource(n, several_tensors())
+    w = source.start()
     for _ in range(STEPS):
-        w -= np.float32(0.1) * np.mean([bench.gradient(rank, w) for rank in range(n)], axis=0)
+        w -= np.float32(0.1) * np.mean([source.gradient(rank, w) for rank in range(n)], axis=0)
     return w
 
 
@@ -97,7 +97,7 @@ class AnyOrder(Fused):
     async def announce(self, me: Worker, mean: FlatArray) -> None:
         mean[:] = await me.gradient()
         for tensor in me.random.permutation(len(me.tensors)):
-            me.send(0, "news/lead", None, News(int(tensor)))
+            me.send(0, "news/lead", None, TensorReady(int(tensor)))
 
 
 def test_the_order_is_agreed_on_whatever_is_ready_first():
@@ -132,7 +132,7 @@ def test_without_agreement_tensors_are_mixed_up():
 
 def test_replicas_are_equal_after_every_step():
     run = run_strategy("fused(24e-6)", 4, STEPS, job=several_tensors(), evaluate_every=1, compute="exponential(1)")
-    assert [snapshot.divergence for snapshot in run.of(Snapshot)] == [0.0] * (STEPS + 1)
+    assert [snapshot.divergence for snapshot in run.of(EvaluationEvent)] == [0.0] * (STEPS + 1)
 
 
 @pytest.mark.parametrize("workers", [3, 4])

@@ -12,10 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flockstep.records.events import Node, Update
+from flockstep.records.events import NodeEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.gossip import TOTAL_MASS, Gossip, Model
-from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.strategies.gossip import TOTAL_MASS, Gossip, GossipedModel
+from flockstep.testing.strategies import (
+    COMPUTE,
+    GradientSource,
+    Sent,
+    Watched,
+    bowl_job,
+    equal_bits,
+    run_strategy,
+    small_job,
+)
 
 STILL = bowl_job("sgd(lr=0)")
 
@@ -28,15 +37,15 @@ def mixed(w, mass, other, weight):
 
 def oracle(n, p, steps, seed=0):
     """GoSGD's loop (receive, step, perhaps send) where messages take no time."""
-    bench = Bench(n, small_job(), seed)
+    source = GradientSource(n, small_job(), seed)
     random = [np.random.default_rng(np.random.SeedSequence((seed, 0x5747, rank + (1 << 31)))) for rank in range(n)]
-    w, mass = [bench.start() for _ in range(n)], [2**60 // n + (rank < 2**60 % n) for rank in range(n)]
+    w, mass = [source.start() for _ in range(n)], [2**60 // n + (rank < 2**60 % n) for rank in range(n)]
     inbox, durations = defaultdict(list), [ComputeModel.parse(COMPUTE).stream(seed, rank) for rank in range(n)]
     due = [(next(durations[rank]), rank, 1) for rank in range(n)]
     heapq.heapify(due)
     while due:
         t, rank, step = heapq.heappop(due)
-        w[rank] -= np.float32(0.1) * bench.gradient(rank, w[rank])
+        w[rank] -= np.float32(0.1) * source.gradient(rank, w[rank])
         if n > 1 and random[rank].random() < p:
             half = mass[rank] // 2
             mass[rank] -= half
@@ -71,17 +80,17 @@ class Weighed(Watched):
 
     def note(self, event):
         super().note(event)
-        if isinstance(event, Update):
+        if isinstance(event, UpdateEvent):
             self.flying[event.source, event.node].popleft()
             self.weigh()
 
 
 @pytest.mark.parametrize("p", [0, 0.3, 1])
 def test_alone_is_plain_sgd(p):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"gossip({p})", 1, 15).result, w)
 
 
@@ -139,11 +148,11 @@ def test_the_mean_by_mass_moves_by_the_gradients_by_mass(p):
     n, steps = 5, 9
     run = run_strategy(f"gossip({p})", n, steps, job=bowl_job())
     mass = np.array([run.nodes[rank].state.mass for rank in range(n)], np.float64) / TOTAL_MASS
-    bench = Bench(n, bowl_job())
+    source = GradientSource(n, bowl_job())
     for rank in range(n):
         for _ in range(steps):
-            bench.gradient(rank, run.replicas[rank])
-    gradients = np.stack([bench.gradient(rank, run.replicas[rank]) for rank in range(n)])
+            source.gradient(rank, run.replicas[rank])
+    gradients = np.stack([source.gradient(rank, run.replicas[rank]) for rank in range(n)])
     after = run_strategy(f"gossip({p})", n, steps + 1, job=bowl_job(), resume=run.simulation.save())
     assert np.ptp(mass) > 0.01
     assert np.abs(weighted_mean(after) - (weighted_mean(run) - 0.1 * mass @ gradients)).max() < 1e-14
@@ -190,7 +199,7 @@ class FloatMass(Gossip):
             await me.gradient()
             part = state.mass / 3
             state.mass -= part
-            me.send(int(me.random.choice(me.peers)), "model", me.params, Model(part, 0))
+            me.send(int(me.random.choice(me.peers)), "model", me.params, GossipedModel(part, 0))
 
     async def finish(self, me):
         me.leave(peers=True)
@@ -232,7 +241,7 @@ class EqualWeights(Gossip):
             for message in me.arrived("model"):
                 me.params += (message.array - me.params) / 2
             me.optimizer_step(await me.gradient())
-            me.send(int(me.random.choice(me.peers)), "model", me.params, Model(0, 0))
+            me.send(int(me.random.choice(me.peers)), "model", me.params, GossipedModel(0, 0))
 
 
 def test_the_mass_notices_a_cheat():
@@ -332,7 +341,7 @@ def test_acknowledging_changes_nothing_where_nothing_is_lost():
 def test_all_end_where_the_collector_dies_after_it_has_said_that_it_sends_no_more(seed: int) -> None:
     setting = {"compute": "constant(1)", "network": "1gbit", "seed": seed}
     run = run_strategy("gossip(p=0.2)", 8, 12, faults=["slows(7, 3)", "dies(0, at=25)"], **setting)
-    assert {event.node for event in run.of(Node)} == set(range(1, 8))
+    assert {event.node for event in run.of(NodeEvent)} == set(range(1, 8))
 
 
 class DiesTelling(Watched):
@@ -360,7 +369,7 @@ def test_all_end_where_the_collector_dies_while_it_tells_the_others(told: int, a
     dies = type("Dies", (DiesTelling,), {"told": told})
     strategy, setting = f"gossip(1, acknowledged={acknowledged})", {"network": "link(1e4, 0.3)"}
     run = run_strategy(strategy, 6, 10, simulation=dies, **setting)
-    assert {event.node for event in run.of(Node)} == set(range(1, 6))
+    assert {event.node for event in run.of(NodeEvent)} == set(range(1, 6))
     assert sum(run.nodes[rank].state.mass for rank in range(1, 6)) <= TOTAL_MASS
     if not acknowledged:  # nothing is taken back from the dead
         assert equal_bits(run.replicas[1:], run_strategy(strategy, 6, 10, **setting).replicas[1:])

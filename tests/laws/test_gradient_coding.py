@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.gradient_coding import GradientCoding, code, decoder
-from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
 
 CODES = [("cyclic", 5, 1), ("cyclic", 6, 2), ("cyclic", 10, 3), ("fractional", 6, 1), ("fractional", 6, 2)]
 
@@ -42,13 +42,13 @@ def test_with_one_more_missing_no_weights_would_do():
 
 def oracle(n, steps):
     """Synchronous SGD with momentum over n blocks, one batch of each a step."""
-    bench = Bench(n, small_job("sgd(lr=0.1, momentum=0.9)"))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job("sgd(lr=0.1, momentum=0.9)"))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(steps):
         total = np.full_like(w, -0.0)
         for block in range(n):
-            total += bench.gradient(block, w)
+            total += source.gradient(block, w)
         stepper.step(w, total / np.float32(n))
     return w
 
@@ -83,7 +83,7 @@ def test_who_is_late_changes_no_bit_of_the_fractional_code():
 def test_a_step_takes_as_long_as_the_fastest_n_minus_s():
     factors = (1, 2, 3, 5, 8)
     run = run_strategy("gradient_coding(2, cyclic)", 5, 4, compute=f"speeds(constant(1), {factors})", network="ideal")
-    ends = [event.t for event in run.of(Step) if event.rank == 0]
+    ends = [event.t for event in run.of(StepEvent) if event.rank == 0]
     assert ends == pytest.approx([3 * 3 * step - 6 for step in (1, 2, 3, 4)])  # three blocks each, the third is awaited
     assert run.seconds == pytest.approx(4 * 3 * 3)
 

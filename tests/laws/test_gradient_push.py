@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.strategies import gradient_push
 from flockstep.strategies.gradient_push import UNIT, GradientPush, Mass
-from flockstep.testing.strategies import Bench, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, Sent, Watched, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import facts
 
@@ -30,13 +30,13 @@ def oracle(topology, n, steps, tau=0, job=None, start=None):
     In the authors' code what is in flight is taken in right before the next exchange begins, and between the two tau
     gradients are computed and nothing is sent. The graph moves on by one with every exchange.
     """
-    bench, schedule = Bench(n, job or bowl_job()), Topology.parse(topology).schedule(n)
-    rate = bench.engine.optimizer.lr
-    x = np.stack([bench.start() for _ in range(n)]).astype(np.float64) if start is None else start.copy()
+    source, schedule = GradientSource(n, job or bowl_job()), Topology.parse(topology).schedule(n)
+    rate = source.engine.optimizer.lr
+    x = np.stack([source.start() for _ in range(n)]).astype(np.float64) if start is None else start.copy()
     omega, flying, exchanges = np.ones(n), (np.zeros_like(x), np.zeros(n)), 0
     for step in range(1, steps + 1):
         z = x / omega[:, None]
-        x -= rate * np.stack([bench.gradient(rank, z[rank]) for rank in range(n)])
+        x -= rate * np.stack([source.gradient(rank, z[rank]) for rank in range(n)])
         if tau and step % tau:
             continue
         x, omega = x + flying[0], omega + flying[1]
@@ -91,7 +91,7 @@ class Massed(Watched):
 
     def note(self, event):
         super().note(event)
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self.omegas[event.rank, event.step] = self.runners[event.rank].node.state.mass / UNIT
 
 
@@ -162,10 +162,10 @@ def test_sending_at_every_step_moves_the_mean_otherwise(tau, lr):
 
 @pytest.mark.parametrize("tau", [0, 2])
 def test_alone_is_plain_sgd(tau):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"sgp(tau={tau})", 1, 15).result, w)
 
 
@@ -202,7 +202,7 @@ class Weighed(Watched):
 
     def note(self, event):
         super().note(event)
-        if isinstance(event, Update):
+        if isinstance(event, UpdateEvent):
             self.flying[event.source, event.node].popleft()
             self.weigh()
 
@@ -234,8 +234,8 @@ def test_the_sum_stays_but_for_gradients(topology, tau):
     start = np.random.default_rng(0).normal(size=(4, 8))
     still = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 12, job=STILL, replicas=start)
     assert np.abs(numerators(still).sum(0) - start.sum(0)).max() < 1e-13
-    bench = Bench(4, bowl_job())
-    gradients = [bench.gradient(rank, start[rank]) for rank in range(4)]
+    source = GradientSource(4, bowl_job())
+    gradients = [source.gradient(rank, start[rank]) for rank in range(4)]
     once = run_strategy(GradientPush(Topology.parse(topology), tau), 4, 1, job=bowl_job(), replicas=start)
     assert np.abs(numerators(once).sum(0) - start.sum(0) + 0.1 * np.sum(gradients, axis=0)).max() < 1e-13
 
@@ -343,7 +343,7 @@ def test_a_negative_delay_is_refused(tau):
 @pytest.mark.parametrize(("tau", "step"), [(0, 1.6), (1, 1.0), (2, 1.0)])
 def test_with_tau_messages_travel_while_gradients_are_computed(tau, step):
     run = run_strategy(f"sgp(tau={tau})", 4, 20, compute="constant(1)", network="link(1e12, 0.6)")
-    ends = sorted(event.t for event in run.of(Step) if event.rank == 0)
+    ends = sorted(event.t for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends).mean() == pytest.approx(step)
 
 

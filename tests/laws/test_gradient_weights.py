@@ -10,16 +10,16 @@ import pytest
 
 from flockstep.frameworks.torch_groups import TorchOptimizer
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.records.summary import GradientWeight, summarize
 from flockstep.registry import names
 from flockstep.strategies.consistency import StaleSynchronous
-from flockstep.strategies.consistency.base import Push, View
+from flockstep.strategies.consistency.base import ConsistencyView, Push
 from flockstep.strategies.consistency.first_of import BackupWorkers
 from flockstep.strategies.consistency.k_async import KAsync
 from flockstep.strategies.consistency.value_bound import ValueBound
 from flockstep.strategies.server_updates.plain import Plain
-from flockstep.testing.strategies import Bench, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, run_strategy, small_job
 from support.benchmarks import benchmark
 from support.matrix import few
 
@@ -148,10 +148,10 @@ def test_one_gradient_of_each_worker_moves_the_parameters_by_their_weighted_sum(
     """w_0 - eta / m sum_i g_i(w_0) after one step, with what is left at the end: 5 workers, groups of 2 or 3."""
     job = small_job(dtype="float64")
     run = run_strategy(f"ps({rule})", workers, 1, job=job, network="ideal")
-    bench = Bench(workers, job)
-    start = bench.start()
+    source = GradientSource(workers, job)
+    start = source.start()
     full = workers if rule in OF_ALL else 1 / WEIGHTS[rule]
-    total = sum(bench.gradient(rank, start) for rank in range(workers))
+    total = sum(source.gradient(rank, start) for rank in range(workers))
     np.testing.assert_allclose(run.server, start - 0.1 / full * total, rtol=0, atol=1e-14)
 
 
@@ -161,18 +161,18 @@ def test_leaves_of_different_size_do_not_change_what_a_gradient_counts(workers, 
     """Two leaves, of 3 and 2 or of 4 and 3 workers, whose sums the root applies one by one."""
     job = small_job(dtype="float64")
     run = run_strategy(f"hierarchical(4, leaf={leaf}, root=asynchronous)", workers, 1, job=job, network="ideal")
-    bench = Bench(workers, job)
-    start = bench.start()
+    source = GradientSource(workers, job)
+    start = source.start()
     largest = -(-workers // 2)
-    total = sum(bench.gradient(rank, start) for rank in range(workers))
+    total = sum(source.gradient(rank, start) for rank in range(workers))
     np.testing.assert_allclose(run.result, start - 0.1 / largest * total, rtol=0, atol=1e-14)
-    assert {round(update.weight, 12) for update in run.of(Update) if update.weight} == {round(1 / largest, 12)}
+    assert {round(update.weight, 12) for update in run.of(UpdateEvent) if update.weight} == {round(1 / largest, 12)}
 
 
 def view(**changes):
     values = {"slowest": 0, "workers": 4, "live": 4, "lost": 0, "version": 0, "reading": {}}
     memory = {"params": np.zeros(1), "kept": {}, "moved": True}
-    return View(**{**values, **memory, **changes}, waiting=lambda rank: False)
+    return ConsistencyView(**{**values, **memory, **changes}, waiting=lambda rank: False)
 
 
 def pushes(count, version=0):
@@ -220,11 +220,11 @@ def test_the_summary_says_what_gradients_counted(rule, weight, rate):
 def test_a_rule_that_counts_stale_gradients_less_says_so():
     """1 / tau for each gradient (Zhang et al. 2016), on the record too."""
     run = run_strategy("ps(asynchronous, server_update=staleness_scaled)", 4, 15)
-    assert all(update.weight == 1 / max(1, update.staleness) for update in run.of(Update))
-    assert len({update.weight for update in run.of(Update)}) > 2
+    assert all(update.weight == 1 / max(1, update.staleness) for update in run.of(UpdateEvent))
+    assert len({update.weight for update in run.of(UpdateEvent)}) > 2
 
 
 def test_the_dead_do_not_change_what_the_others_count():
     run = run_strategy("ps(ssp(2))", 4, 30, faults=["dies(1, 0.3)"])
-    assert {update.weight for update in run.of(Update)} == {1 / 4}
+    assert {update.weight for update in run.of(UpdateEvent)} == {1 / 4}
     assert StaleSynchronous(2).full_step(4) == 4

@@ -8,11 +8,11 @@ import pytest
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Quadratic
+from flockstep.frameworks.numpy import QuadraticModel
 from flockstep.messages import MASTER, Message, server
-from flockstep.records.events import Snapshot, Update
+from flockstep.records.events import EvaluationEvent, UpdateEvent
 from flockstep.strategies.hierarchical import Hierarchical
-from flockstep.testing.strategies import Bench, Watched, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, Watched, check_strategy, equal_bits, run_strategy, small_job
 
 STEPS = 12
 MODES = ["", ", root=asynchronous", ", leaf=asynchronous, root=asynchronous"]
@@ -24,11 +24,11 @@ def groups(n, group):
 
 def oracle(n, group, optimizer, steps=STEPS):
     """One model; every step takes the groups' sums, each added in order of rank, over n."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(steps):
-        gradients = [bench.gradient(rank, w) for rank in range(n)]
+        gradients = [source.gradient(rank, w) for rank in range(n)]
         sums = [sum((gradients[r] for r in ranks[1:]), gradients[ranks[0]]) for ranks in groups(n, group)]
         stepper.step(w, sum(sums[1:], sums[0]) / w.dtype.type(n))
     return w
@@ -72,7 +72,11 @@ def test_synchronous_levels_equal_a_flat_server_in_every_bit_where_sums_are_exac
 
     curvatures = np.array([1, 0.5, 0.25, 0.125])
     job = Job(
-        lambda: Quadratic(curvatures, np.zeros(4), "float64"), data, "sgd(lr=0.25)", metric=lambda o, t: 0.0, batch=4
+        lambda: QuadraticModel(curvatures, np.zeros(4), "float64"),
+        data,
+        "sgd(lr=0.25)",
+        metric=lambda o, t: 0.0,
+        batch=4,
     )
     exact = [run_strategy(text, 8, 4, job=job).result for text in ("hierarchical(2)", "hierarchical(4)", "ps(bsp)")]
     assert equal_bits(*exact)
@@ -104,7 +108,7 @@ def test_the_models_on_the_way_are_evaluated_on_the_way():
     """The root hears of the workers' steps from its leaves alone."""
     for mode in MODES:
         run = run_strategy(f"hierarchical(2{mode})", 4, STEPS, evaluate_every=3)
-        snapshots = run.of(Snapshot)
+        snapshots = run.of(EvaluationEvent)
         assert [s.step for s in snapshots][:4] == [0, 3, 6, 9]
         assert len({s.loss for s in snapshots}) >= 4
         events = run.events
@@ -112,7 +116,7 @@ def test_the_models_on_the_way_are_evaluated_on_the_way():
 
 
 def mean_staleness(run):
-    late = [event.staleness for event in run.of(Update) if event.staleness is not None]
+    late = [event.staleness for event in run.of(UpdateEvent) if event.staleness is not None]
     return sum(late) / len(late)
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from flockstep.errors import CompositionError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Quadratic
+from flockstep.frameworks.numpy import QuadraticModel
 from flockstep.nodes import Worker
-from flockstep.records.events import Figure
+from flockstep.records.events import ScalarEvent
 from flockstep.strategies.hogwild import Hogwild, Segment
-from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 from flockstep.transports.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory without a name needs Linux")
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory w
 @pytest.mark.oracle("strategy:hogwild")
 @pytest.mark.parametrize("optimizer", ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"])
 def test_alone_is_plain_sgd_in_every_bit(optimizer):
-    bench = Bench(1, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(1, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(15):
-        stepper.step(w, bench.gradient(0, w))
+        stepper.step(w, source.gradient(0, w))
     assert equal_bits(run_strategy("hogwild", 1, 15, job=small_job(optimizer)).result, w)
 
 
@@ -39,11 +39,11 @@ def test_workers_in_turn_are_sequential_sgd_with_the_gradients_of_what_they_had_
     """In order of the times at which gradients end, each of the parameters that its worker had read before it."""
     pace = (1, 1.1, 1.3)
     run = run_strategy("hogwild", 3, 5, compute=f"speeds(constant(1), {pace})", network="ideal")
-    bench = Bench(3)
-    w = bench.start()
+    source = GradientSource(3)
+    w = source.start()
     read = [w.copy() for _ in range(3)]
     for _, rank in sorted((pace[rank] * step, rank) for rank in range(3) for step in range(1, 6)):
-        w -= np.float32(0.1) * bench.gradient(rank, read[rank])
+        w -= np.float32(0.1) * source.gradient(rank, read[rank])
         read[rank] = w.copy()
     assert equal_bits(w, *run.replicas)
 
@@ -54,7 +54,7 @@ def disjoint_job() -> Job:
     def data() -> Data:
         return Data(np.eye(6), np.zeros(6), np.ones((1, 6)), np.zeros(1))
 
-    class Sparse(Quadratic):
+    class Sparse(QuadraticModel):
         def gradients(self, params, x, y, out):  # type: ignore[no-untyped-def]
             losses = super().gradients(params, x, y, out)
             out["w"] *= x.any(axis=1)
@@ -73,7 +73,7 @@ def disjoint_job() -> Job:
 def test_only_the_support_of_the_gradient_is_read_and_written():
     """Niu et al. 2011: sparse updates seldom collide. What others write elsewhere meanwhile stays as it is."""
     run = run_strategy("hogwild", 3, 8, job=disjoint_job())
-    assert {event.name: event.value for event in run.of(Figure)} == {"updates": 24, "lost_updates": 0}
+    assert {event.name: event.value for event in run.of(ScalarEvent)} == {"updates": 24, "lost_updates": 0}
     worker, written = run.nodes[0], Written(np.full(6, 4.0))
     segment = Segment(None, written, np.zeros(6, np.int64))
     Hogwild().update(worker, segment, np.array([0, 0, 1.0, 0, 2.0, 0]))
@@ -102,17 +102,17 @@ class Written(np.ndarray):
 @pytest.mark.parametrize("compute", ["constant(1)", "exponential(1)", "speeds(exponential(1), (1, 5, 2))"])
 def test_with_disjoint_supports_every_interleaving_is_the_serial_run(compute):
     run = run_strategy("hogwild", 3, 8, job=disjoint_job(), compute=compute)
-    bench = Bench(3, disjoint_job())
-    w = bench.start()
+    source = GradientSource(3, disjoint_job())
+    w = source.start()
     for rank in range(3):
         for _ in range(8):
-            w -= 0.25 * bench.gradient(rank, w)
+            w -= 0.25 * source.gradient(rank, w)
     assert equal_bits(run.result, w)
 
 
 def test_nothing_is_lost_where_updates_take_no_time():
     run = run_strategy("hogwild", 4, 10, compute="exponential(1)")
-    assert {figure.name: figure.value for figure in run.of(Figure)} == {"updates": 4 * 10 * 18, "lost_updates": 0}
+    assert {figure.name: figure.value for figure in run.of(ScalarEvent)} == {"updates": 4 * 10 * 18, "lost_updates": 0}
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,10 @@ class Overtaken(Hogwild):
 @pytest.mark.negative_control("strategy:hogwild")
 def test_lost_updates_are_counted():
     run = run_strategy(Overtaken(), 4, 10, compute="constant(1)", network="ideal")
-    assert {figure.name: figure.value for figure in run.of(Figure)} == {"updates": 720, "lost_updates": 720 - 10 * 18}
+    assert {figure.name: figure.value for figure in run.of(ScalarEvent)} == {
+        "updates": 720,
+        "lost_updates": 720 - 10 * 18,
+    }
 
 
 INCREMENTS, ELEMENTS = 20, 1000
@@ -195,7 +198,7 @@ def test_it_leaves_no_file():
 def test_workers_may_die():
     run = run_strategy("hogwild", 3, 10, compute="constant(1)", network="ideal", faults=["dies(2, 4.5)"])
     assert equal_bits(run.replicas[0], run.replicas[1])
-    assert run.of(Figure) == []  # nobody knows how many updates the dead one had made
+    assert run.of(ScalarEvent) == []  # nobody knows how many updates the dead one had made
 
 
 def test_one_may_die_before_it_has_the_memory():

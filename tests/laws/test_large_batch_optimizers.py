@@ -15,7 +15,7 @@ from flockstep.optimizers.lars import LARS
 from flockstep.optimizers.sgd import SGD
 from flockstep.strategies.base import Strategy
 from flockstep.testing.expressions import check_component
-from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
 LAYERS = (slice(0, 12), slice(12, 15), slice(15, 40))
 SETTINGS = [
@@ -213,13 +213,13 @@ def test_workers_that_step_themselves_can_use_them(text):
     job = small_job(text, "float64")
     run = run_strategy("all_reduce", 4, 20, job=job)
     assert equal_bits(*run.replicas)
-    bench = Bench(4, job)
-    params = bench.start()
-    stepper = bench.stepper(params)
+    source = GradientSource(4, job)
+    params = source.start()
+    stepper = source.stepper(params)
     for _ in range(20):
-        stepper.step(params, np.mean([bench.gradient(rank, params) for rank in range(4)], 0))
+        stepper.step(params, np.mean([source.gradient(rank, params) for rank in range(4)], 0))
     np.testing.assert_allclose(run.result, params, rtol=1e-10, atol=1e-12)
-    assert NumpyEngine(job, 0).evaluate(run.result).loss < NumpyEngine(job, 0).evaluate(bench.start()).loss
+    assert NumpyEngine(job, 0).evaluate(run.result).loss < NumpyEngine(job, 0).evaluate(source.start()).loss
     for strategy in ("local_sgd(5)", "easgd", "gossip", "dpsgd"):
         assert np.isfinite(run_strategy(strategy, 4, 20, job=job).result).all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flockstep.messages import BYE, Address, Message
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.testing.strategies import Watched, run_strategy
 
 
@@ -15,7 +15,7 @@ def test_late_workers_finish_when_too_few_are_left(rule: str, seed: int) -> None
     """Messages queue up at the server for as long as gradients take, while versions come and go."""
     network = "link(bandwidth=1e5, latency=0.0001)"
     run = run_strategy(f"ps({rule})", 8, 40, compute="lognormal(0.01, sigma=1)", network=network, seed=seed)
-    assert len(run.of(Step)) == 8 * 40
+    assert len(run.of(StepEvent)) == 8 * 40
     assert all(node.step == 40 for address, node in run.nodes.items() if address >= 0)
 
 

@@ -10,22 +10,22 @@ import pytest
 from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Quadratic
-from flockstep.records.events import Snapshot
+from flockstep.frameworks.numpy import QuadraticModel
+from flockstep.records.events import EvaluationEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
-from flockstep.testing.strategies import Bench, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, Watched, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.workloads.sampler import Sampler
 
 
 def oracle(n, period, steps, optimizer="sgd(lr=0.1)"):
     """n models that step on their own; every `period` steps each becomes the mean, summed in the ring's order."""
-    bench = Bench(n, small_job(optimizer))
-    w = [bench.start() for _ in range(n)]
-    steppers = [bench.stepper(replica) for replica in w]
+    source = GradientSource(n, small_job(optimizer))
+    w = [source.start() for _ in range(n)]
+    steppers = [source.stepper(replica) for replica in w]
     for step in range(1, steps + 1):
         for rank in range(n):
-            steppers[rank].step(w[rank], bench.gradient(rank, w[rank]))
+            steppers[rank].step(w[rank], source.gradient(rank, w[rank]))
         if step % period == 0:
             mean = np.empty_like(w[0])
             for chunk, part in enumerate(slices(len(mean), n)):
@@ -39,10 +39,10 @@ def oracle(n, period, steps, optimizer="sgd(lr=0.1)"):
 
 @pytest.mark.parametrize("period", [1, 4, 100])
 def test_alone_is_plain_sgd(period):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"local_sgd({period})", 1, 15).result, w)
 
 
@@ -68,7 +68,7 @@ def test_rounds_are_the_whole_periods(steps, period, n):
 @pytest.mark.parametrize("collective", ["ring", "recursive_doubling"])
 def test_replicas_are_equal_after_an_average_and_apart_before(collective):
     run = run_strategy(f"local_sgd(4, {collective})", 4, 12, evaluate_every=1)
-    divergence = [snapshot.divergence for snapshot in run.of(Snapshot)]
+    divergence = [snapshot.divergence for snapshot in run.of(EvaluationEvent)]
     assert [step for step, apart in enumerate(divergence) if apart == 0] == [0, 4, 8, 12]
     assert not equal_bits(*run_strategy("local_sgd(4)", 4, 13).replicas)
 
@@ -141,7 +141,7 @@ def one_apart():
         return float(np.mean(np.square(outputs)))
 
     data = Data(x, np.zeros(240), x, np.zeros(240))
-    return Job(lambda: Quadratic(np.ones(2), np.zeros(2)), lambda: data, "sgd(lr=0.1)", metric=metric, batch=4)
+    return Job(lambda: QuadraticModel(np.ones(2), np.zeros(2)), lambda: data, "sgd(lr=0.1)", metric=metric, batch=4)
 
 
 @pytest.mark.parametrize(("weighting", "optimum"), [("samples", 0.1), ("equal", 0.25)])
@@ -155,7 +155,7 @@ def test_parts_of_unequal_size_weigh_as_they_should(weighting, optimum, outer):
 
 def test_weights_by_samples_equal_the_oracle():
     job = small_job(dtype="float64")
-    engine = Bench(4, job)
+    engine = GradientSource(4, job)
     w, samplers = [engine.start() for _ in range(4)], [Sampler(part, 8, 0, rank) for rank, part in enumerate(PARTS)]
     for step in range(1, 21):
         for rank in range(4):

@@ -10,8 +10,8 @@ import pytest
 from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.strategies.base import Strategy
-from flockstep.strategies.majority_vote import MajorityVote, Momentum, unpacked
-from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.strategies.majority_vote import MajorityVote, MajorityVoteState, unpacked
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
 
 STEPS = 15
@@ -21,14 +21,14 @@ SIZE = 18
 def oracle(n, *, momentum=0.0, steps=STEPS, job=None, draw=1, sign_of_sum=False):
     """sign(Σ sign(m_i)), what is >= 0 counting as +1."""
     job = job or small_job("sgd(lr=0.01)")
-    bench = Bench(n, job)
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, job)
+    w = source.start()
+    stepper = source.stepper(w)
     kind = w.dtype.type
     means = [np.zeros_like(w) for _ in range(n)]
     for _ in range(steps):
         for rank in range(n):
-            means[rank] = kind(momentum) * means[rank] + kind(1 - momentum) * bench.gradient(rank, w)
+            means[rank] = kind(momentum) * means[rank] + kind(1 - momentum) * source.gradient(rank, w)
         votes = sum(means) if sign_of_sum else sum(np.where(m >= 0, 1, -1) for m in means)
         stepper.step(w, np.where(votes > 0, 1, np.where(votes == 0, draw, -1)).astype(w.dtype))
     return w
@@ -58,7 +58,7 @@ def test_a_draw_and_a_gradient_of_zero_count_as_positive():
 
 def test_no_element_moves_by_more_than_lr_a_step():
     """Whatever the gradients; were it the gradients' own size, an element with a small one would move less."""
-    moved = np.abs(run_strategy("majority_vote", 3, 1).result - Bench(3).start())
+    moved = np.abs(run_strategy("majority_vote", 3, 1).result - GradientSource(3).start())
     assert np.allclose(moved, 0.1, rtol=1e-6)
 
 
@@ -93,7 +93,7 @@ def test_refuses_what_makes_no_sense():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_does_not_vote_with_what_has_no_sign(value):
-    me = SimpleNamespace(state=Momentum(None))
+    me = SimpleNamespace(state=MajorityVoteState(None))
     gradient = np.array([1, -1, value, 0], np.float32)
     with pytest.raises(Diverged, match=f"cannot vote with {value} at element 2; lower the learning rate"):
         MajorityVote()._mean(me, gradient)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.mpca import PenalizedAveraging, Rounds
 from flockstep.strategies.tree_server import family
-from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 F = np.float32
 
@@ -33,8 +33,8 @@ def tree_mean(snapshots):
 
 def oracle(n, rho, gamma, steps):
     """Replicas where messages take no time: a round is over as soon as everyone has taken part."""
-    bench = Bench(n, small_job())
-    w, g = [bench.start() for _ in range(n)], [bench.start() for _ in range(n)]
+    source = GradientSource(n, small_job())
+    w, g = [source.start() for _ in range(n)], [source.start() for _ in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due, ended = [(0.0, rank, 0) for rank in range(n)], set()
     means, snapshots, begun = [], {}, [[] for _ in range(n)]
@@ -60,7 +60,7 @@ def oracle(n, rho, gamma, steps):
             ended.add(rank)
         take_part(rank, step)
         if step < steps:
-            g[rank] = bench.gradient(rank, w[rank])
+            g[rank] = source.gradient(rank, w[rank])
             if known:
                 g[rank] += F(rho) * (w[rank] - toward(means[:known], begun[rank][:known], gamma, step))
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
@@ -119,7 +119,7 @@ def waits(strategy, network, n=4, steps=12):
     """The longest time between what a worker's gradients take and the end of its last step."""
     run = run_strategy(strategy, n, steps, network=network)
     streams = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
-    ends = {event.rank: event.t for event in run.of(Step)}
+    ends = {event.rank: event.t for event in run.of(StepEvent)}
     return max(ends[rank] - sum(next(streams[rank]) for _ in range(steps)) for rank in range(n))
 
 
@@ -277,4 +277,6 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert PenalizedAveraging().cell == Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+    assert PenalizedAveraging().cell == TaxonomyEntry(
+        "decentral", "soft-bounded async", "binomial tree", "dedicated master"
+    )

@@ -10,10 +10,10 @@ import pytest
 
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.frameworks.base import Data
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.strategies.neighbor_averaging import NeighborAveraging
 from flockstep.strategies.rewiring import Bridges, rewired
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.base import Topology, spectral_gap
 from flockstep.topologies.ring import RingGraph
 
@@ -22,12 +22,12 @@ STILL = bowl_job("sgd(lr=0)")
 
 def oracle(topology, n, steps, optimizer="sgd(lr=0.1)"):
     """w_i ← Σ_j W_ij w_j, in order of rank, then a step with the gradient at the old w_i."""
-    bench = Bench(n, small_job(optimizer))
+    source = GradientSource(n, small_job(optimizer))
     weights = topology.weights(n).astype(np.float32)
-    w = [bench.start() for _ in range(n)]
-    steppers = [bench.stepper(replica) for replica in w]
+    w = [source.start() for _ in range(n)]
+    steppers = [source.stepper(replica) for replica in w]
     for _ in range(steps):
-        g = [bench.gradient(rank, w[rank]) for rank in range(n)]
+        g = [source.gradient(rank, w[rank]) for rank in range(n)]
         old = [replica.copy() for replica in w]
         for i in range(n):
             w[i][:] = -0.0
@@ -56,9 +56,13 @@ class InTurns(RingGraph):
 @pytest.mark.oracle("strategy:dpsgd")
 @pytest.mark.parametrize("n", [4, 6])
 def test_a_graph_that_changes_equals_the_oracle(n):
-    bench, w, (even, odd) = Bench(n, bowl_job()), np.tile(Bench(n, bowl_job()).start(), (n, 1)), InTurns().schedule(n)
+    source, w, (even, odd) = (
+        GradientSource(n, bowl_job()),
+        np.tile(GradientSource(n, bowl_job()).start(), (n, 1)),
+        InTurns().schedule(n),
+    )
     for step in range(13):
-        g = np.stack([bench.gradient(rank, w[rank]) for rank in range(n)])
+        g = np.stack([source.gradient(rank, w[rank]) for rank in range(n)])
         w = (odd if step % 2 else even) @ w - 0.1 * g
     assert np.abs(run_strategy(NeighborAveraging(InTurns()), n, 13, job=bowl_job()).replicas - w).max() < 1e-14
 
@@ -80,10 +84,10 @@ def test_graphs_that_go_one_way_are_refused(topology, what):
 
 @pytest.mark.parametrize("topology", ["ring", "complete", "star", "torus", "exponential"])
 def test_alone_is_plain_sgd(topology):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"dpsgd({topology})", 1, 15).result, w)
 
 
@@ -115,9 +119,9 @@ def test_time_changes_no_bit(compute, network):
 @pytest.mark.parametrize("topology", ["ring", "complete", "torus"])
 def test_the_mean_moves_by_the_mean_gradient(topology):
     """From anywhere: mean(w) ← mean(w) - eta mean(g_i(w_i))."""
-    start, bench = np.random.default_rng(0).normal(size=(4, 8)), Bench(4, bowl_job())
+    start, source = np.random.default_rng(0).normal(size=(4, 8)), GradientSource(4, bowl_job())
     run = run_strategy(f"dpsgd({topology})", 4, 1, job=bowl_job(), replicas=start)
-    gradients = [bench.gradient(rank, start[rank]) for rank in range(4)]
+    gradients = [source.gradient(rank, start[rank]) for rank in range(4)]
     moved = start.mean(0) - 0.1 * np.mean(gradients, axis=0)
     assert np.abs(run.replicas.mean(0) - moved).max() < 1e-15
     assert np.abs(run.replicas - moved).max() > 0.1
@@ -162,7 +166,7 @@ def test_disagreement_never_exceeds_its_bound(topology):
 def test_every_model_counts_once_and_none_is_late():
     """Neighbors average models of the same step, whatever the time that each takes (Lian et al. 2017, algorithm 1)."""
     run = run_strategy("dpsgd", 4, 5, compute="speeds(base=constant(0.1), factors=(1, 2, 3, 1))")
-    found = [(one.source, one.count, one.staleness) for one in run.of(Update) if one.node == 0]
+    found = [(one.source, one.count, one.staleness) for one in run.of(UpdateEvent) if one.node == 0]
     assert sorted(found) == [(peer, 1, 0) for peer in (1, 3) for _ in range(5)]
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.optimizers.adam import Adam
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.strategies.outer_optimizers.adam import OuterAdam
 from flockstep.strategies.outer_optimizers.bmuf import Bmuf
 from flockstep.strategies.outer_optimizers.nesterov import Nesterov
-from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.averaging import local_steps, ring_mean
 
 PERIOD, STEPS = 4, 22
@@ -24,7 +24,7 @@ F = np.float32
 
 def after(n, move, job=None, steps=STEPS, period=PERIOD):
     """The replicas after `steps`; `move(theta, mean, round)` is the model that follows on `theta`."""
-    theta = [Bench(n, job).start()]
+    theta = [GradientSource(n, job).start()]
 
     def meet(step, w):
         if step % period == 0:
@@ -62,7 +62,7 @@ def adam(lr, beta1, beta2, tau):
 
 
 def bmuf(eta, zeta, look_ahead):
-    w, change = Bench().start(), np.zeros(18, F)
+    w, change = GradientSource().start(), np.zeros(18, F)
 
     def move(start, mean, _):
         nonlocal w, change
@@ -126,12 +126,12 @@ def test_bmuf_hands_out_the_global_model():
 def test_bmuf_can_reset_the_momentum_of_the_workers():
     """CNTK's resetSGDMomentum: every block begins with v = 0."""
     job, eta = small_job("sgd(lr=0.1, momentum=0.9)"), F(1 - 1 / 3)
-    bench = Bench(3, job)
-    w = [bench.start() for _ in range(3)]
-    start, model, change, v = bench.start(), bench.start(), np.zeros(18, F), [np.zeros(18, F) for _ in range(3)]
+    source = GradientSource(3, job)
+    w = [source.start() for _ in range(3)]
+    start, model, change, v = source.start(), source.start(), np.zeros(18, F), [np.zeros(18, F) for _ in range(3)]
     for step in range(1, STEPS + 1):
         for rank in range(3):
-            v[rank] = F(0.9) * v[rank] + bench.gradient(rank, w[rank])
+            v[rank] = F(0.9) * v[rank] + source.gradient(rank, w[rank])
             w[rank] = w[rank] - F(0.1) * v[rank]
         if step % PERIOD == 0:
             change = eta * change + (ring_mean(w) - start)
@@ -202,7 +202,7 @@ def test_one_worker_with_diloco_is_not_its_inner_optimizer():
 def test_replicas_are_equal_after_each_outer_step(outer, collective):
     text = f"local_sgd(4, {collective}, {outer})"
     run = run_strategy(text, 3, 12, evaluate_every=1, job=small_job("adamw(lr=0.02)"))
-    assert [t for t, s in enumerate(run.of(Snapshot)) if s.divergence == 0] == [0, 4, 8, 12]
+    assert [t for t, s in enumerate(run.of(EvaluationEvent)) if s.divergence == 0] == [0, 4, 8, 12]
 
 
 @pytest.mark.parametrize("outer", ["average", "nesterov", "adam", "bmuf"])

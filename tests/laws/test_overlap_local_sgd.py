@@ -9,7 +9,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.strategies.overlap_local_sgd import OverlapLocalSGD
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy
 from support.averaging import local_steps, ring_mean
 
 
@@ -28,7 +28,7 @@ def oracle(n, steps, period, alpha, beta=0.0):
             w -= np.float32(alpha) * (w - anchor)
         next_mean = ring_mean(models)
 
-    anchor = Bench(n).start()
+    anchor = GradientSource(n).start()
     return local_steps(n, steps, meet)
 
 

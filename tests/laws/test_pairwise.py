@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies import pairwise
 from flockstep.strategies.pairwise import PairwiseAveraging
-from flockstep.testing.strategies import COMPUTE, Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.base import Topology
 from flockstep.topologies.requirements import sides
 
@@ -25,15 +25,15 @@ BIPARTITE = ["ring", "star", "tree", "torus", "graph('0-1 0-3 2-1 2-3')"]
 
 def oracle(topology, n, steps, seed=0, after=False):
     """A gradient at the model as it is, an average with a random neighbor, a step when the gradient is done."""
-    bench, topology = Bench(n, small_job(), seed), Topology.parse(topology)
+    source, topology = GradientSource(n, small_job(), seed), Topology.parse(topology)
     random = [np.random.default_rng(np.random.SeedSequence((seed, 0x5747, rank + (1 << 31)))) for rank in range(n)]
     durations = [ComputeModel.parse(COMPUTE).stream(seed, rank) for rank in range(n)]
     active, _ = sides(topology, n, "oracle")
-    w, g, due = [bench.start() for _ in range(n)], [None] * n, []
+    w, g, due = [source.start() for _ in range(n)], [None] * n, []
     begun = [0] * n
 
     def begin(t, rank):
-        g[rank] = bench.gradient(rank, w[rank]).copy()
+        g[rank] = source.gradient(rank, w[rank]).copy()
         others = topology.neighbors(n, rank)
         if rank in active and others:
             j = others[int(random[rank].integers(len(others)))]
@@ -52,10 +52,10 @@ def oracle(topology, n, steps, seed=0, after=False):
 
 
 def test_alone_is_plain_sgd():
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy("adpsgd", 1, 15).result, w)
 
 
@@ -110,7 +110,7 @@ def test_without_gradients_a_run_is_a_product_of_symmetric_doubly_stochastic_mat
     job = bowl_job("sgd(lr=0)", dimension=4)
     run = run_strategy(f"adpsgd({topology})", 4, 10, job=job, network=network, replicas=np.eye(4))
     active, _ = sides(Topology.parse(topology), 4, "test")
-    answered = [(event.source, event.node) for event in run.of(Update) if event.node not in active]
+    answered = [(event.source, event.node) for event in run.of(UpdateEvent) if event.node not in active]
     product = np.eye(4)
     for i, j in answered:
         weights = pair_matrix(4, i, j)
@@ -135,7 +135,7 @@ def test_whatever_the_delays_it_ends_and_keeps_the_sum(topology, seed, compute, 
     run = run_strategy(
         f"adpsgd({topology})", 4, 8, job=STILL, seed=seed, compute=compute, network=network, replicas=start
     )
-    assert len(run.of(Step)) == 4 * 8
+    assert len(run.of(StepEvent)) == 4 * 8
     assert np.array_equal(run.replicas.sum(0), start.sum(0))  # sums of few binary fractions are exact
 
 
@@ -213,7 +213,7 @@ def test_one_slow_worker_costs_its_own_steps_only(n, slow):
     options = {"compute": "constant(1)", "network": "ideal", "faults": [f"slows(1, {slow})"]}
     free = run_strategy("adpsgd", n, 40, **options)
     together = run_strategy("all_reduce", n, 4, **options)
-    done = sum(event.t <= 40 for event in free.of(Step))
+    done = sum(event.t <= 40 for event in free.of(StepEvent))
     ratio = (done / 40) / (n * 4 / together.seconds)
     assert ratio == pytest.approx(slow * (n - 1 + 1 / slow) / n, rel=0.001)
 
@@ -232,7 +232,7 @@ def test_an_average_is_one_model_out_and_one_back(topology, asks):
 @pytest.mark.parametrize("dead", [0, 1])
 def test_whichever_side_dies_the_others_go_on(dead):
     run = run_strategy("adpsgd", 6, 40, faults=[f"dies({dead}, 0.4, noticed=0.3)"])
-    taken = [sum(event.rank == rank for event in run.of(Step)) for rank in range(6)]
+    taken = [sum(event.rank == rank for event in run.of(StepEvent)) for rank in range(6)]
     assert taken[dead] < 40
     assert taken[:dead] + taken[dead + 1 :] == [40] * 5
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from flockstep.messages import BYE, server
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Asynchronous, BulkSynchronous
 from flockstep.strategies.parameter_server import ParameterServer
-from flockstep.testing.strategies import COMPUTE, Bench, Sent, Watched, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, Watched, equal_bits, run_strategy, small_job
 
 STEPS = 15
 ALL = ["bsp", "ssp(0)", "ssp(1)", "ssp(3)", "asynchronous"]
@@ -29,9 +29,9 @@ def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
     Each gradient counts as 1/n of a step; without a bound, where each is applied alone, as a whole one. With sgd, which
     is linear, the gradient or the learning rate is scaled; Adam takes the share itself (unit/test_optimizer_shares.py).
     """
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     rate, full = stepper.lr, n if s < math.inf else 1
     durations = [ComputeModel.parse(compute).stream(0, rank) for rank in range(n)]
     read, clock, pending, idle = [w.copy()] * n, [0] * n, [], set(range(n))
@@ -45,14 +45,14 @@ def oracle(n, s, compute=COMPUTE, optimizer="sgd(lr=0.1)", steps=STEPS):
         if not due:
             break
         now, rank = heapq.heappop(due)
-        pending.append((clock[rank], rank, bench.gradient(rank, read[rank])))
+        pending.append((clock[rank], rank, source.gradient(rank, read[rank])))
         clock[rank] += 1
         idle.add(rank)
         for t in sorted({t for t, _, _ in pending if t <= min(clock) + s - 1}):
             group = [g for _, _, g in sorted((p for p in pending if p[0] == t), key=lambda p: p[1])]
             mean, share = sum(group[1:], group[0]) / w.dtype.type(len(group)), len(group) / full
             if "adam" in optimizer:
-                bench.engine.optimizer.step(w, mean, stepper.state, rate, share)
+                source.engine.optimizer.step(w, mean, stepper.state, rate, share)
             elif "momentum" in optimizer:
                 stepper.step(w, mean * w.dtype.type(share))
             else:
@@ -74,10 +74,10 @@ def bound(consistency):
 @pytest.mark.parametrize("consistency", ALL)
 @pytest.mark.parametrize("shards", [1, 2, 5, 18, 20])
 def test_alone_is_plain_sgd(consistency, shards):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(STEPS):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     run = run_strategy(f"ps({consistency}, shards={shards})", 1, STEPS)
     assert equal_bits(w, run.result, run.server)
 
@@ -191,10 +191,10 @@ def test_with_slack_those_who_end_first_lack_the_last_updates(consistency):
 
 @pytest.mark.parametrize("feedback", ["none", "residual"])
 def test_half_precision_pushes_half_the_bytes_of_what_the_rule_says(feedback):
-    bench = Bench()
-    w, error = bench.start(), np.zeros(18, np.float32)
+    source = GradientSource()
+    w, error = source.start(), np.zeros(18, np.float32)
     for _ in range(STEPS):
-        wanted = bench.gradient(0, w) + error
+        wanted = source.gradient(0, w) + error
         sent = wanted.astype(np.float16).astype(np.float32)
         error = wanted - sent if feedback == "residual" else error
         w -= np.float32(0.1) * sent
@@ -209,7 +209,7 @@ class Decaying(Watched):
 
     def note(self, event):
         super().note(event)
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self._steppers[event.rank].lr = decayed(event.rank, event.step)
 
 
@@ -230,14 +230,14 @@ def pushed_rates(run):
 def replay(run, lr):
     """An asynchronous run again, from the order in which updates and replies happened; counts what it compared."""
     n = run.simulation.plan.cluster.workers
-    bench, applied, compared = Bench(n), [0] * n, 0
-    w = bench.start()
+    source, applied, compared = GradientSource(n), [0] * n, 0
+    w = source.start()
     read = [w.copy() for _ in range(n)]
     for entry in run.simulation.log:
-        if isinstance(entry, Update):
+        if isinstance(entry, UpdateEvent):
             rank = entry.source
             applied[rank] += 1
-            w -= np.float32(lr(rank, applied[rank])) * bench.gradient(rank, read[rank])
+            w -= np.float32(lr(rank, applied[rank])) * source.gradient(rank, read[rank])
         elif isinstance(entry, Sent) and entry.message.reply_to:
             read[entry.to] = w.copy()
             assert equal_bits(entry.message.array, w)
@@ -268,10 +268,10 @@ def test_a_push_carries_the_learning_rate_of_its_worker_and_step():
 
 @pytest.mark.parametrize("consistency", ["bsp", "ssp(0)"])
 def test_an_average_takes_the_learning_rate_of_the_lowest_rank(consistency):
-    bench = Bench(3)
-    w = bench.start()
+    source = GradientSource(3)
+    w = source.start()
     for step in range(1, STEPS + 1):
-        g = [bench.gradient(rank, w) for rank in range(3)]
+        g = [source.gradient(rank, w) for rank in range(3)]
         w -= np.float32(decayed(0, step)) * ((g[0] + g[1] + g[2]) / np.float32(3))
     run = run_strategy(f"ps({consistency})", 3, STEPS, simulation=Decaying)
     assert equal_bits(w, run.server, *run.replicas)
@@ -289,7 +289,7 @@ def in_flight(run):
             answered[entry.to] += 1
             if answered[entry.to] < run.simulation.plan.steps:
                 reading.add(entry.to)
-        elif isinstance(entry, Update):
+        elif isinstance(entry, UpdateEvent):
             reading.remove(entry.source)
             counts.append((entry.staleness, len(reading)))
     assert not reading
@@ -310,7 +310,7 @@ def test_staleness_adds_up_to_the_gradients_in_flight(network, compute):
 @pytest.mark.parametrize("n", [2, 5])
 def test_mean_staleness_is_the_number_of_others_whatever_the_service_time(compute, n):
     run = run_strategy("asgd", n, 200, compute=compute, network="ideal")
-    busy = next(i for i, event in enumerate(run.of(Step)) if event.step == 200)  # until then everyone trains
+    busy = next(i for i, event in enumerate(run.of(StepEvent)) if event.step == 200)  # until then everyone trains
     window = in_flight(run)[:busy]
     assert {others for _, others in window} == {n - 1}
     mean = sum(staleness for staleness, _ in window) / len(window)
@@ -329,7 +329,7 @@ def test_the_text_says_the_consistency_rule_and_its_bound_also_where_they_are_th
 
 @pytest.mark.parametrize("text", ["bsp", "ps(ssp(0))", "ps(bsp, shards=3)"])
 def test_nothing_is_stale_in_bulk_synchronous(text):
-    assert {event.staleness for event in run_strategy(text, 4, STEPS).of(Update)} == {0}
+    assert {event.staleness for event in run_strategy(text, 4, STEPS).of(UpdateEvent)} == {0}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
 from flockstep.strategies.broadcast import Steps
 from flockstep.strategies.partial_broadcast import PartialBroadcast
-from flockstep.testing.strategies import Bench, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
 OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.05, momentum=0.9)", "adam(lr=0.02)"]
 
@@ -31,10 +31,10 @@ def own_movement(run, peer):
 @pytest.mark.parametrize("rest", ["drop", "average", "defer"])
 @pytest.mark.parametrize("share", [0.05, 1])
 def test_alone_is_plain_sgd(share, rest):
-    bench = Bench()
-    w = bench.start()
+    source = GradientSource()
+    w = source.start()
     for _ in range(15):
-        w -= np.float32(0.1) * bench.gradient(0, w)
+        w -= np.float32(0.1) * source.gradient(0, w)
     assert equal_bits(run_strategy(f"partial({share}, {rest})", 1, 15).result, w)
 
 

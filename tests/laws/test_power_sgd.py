@@ -16,7 +16,7 @@ from flockstep.frameworks.numpy import SoftmaxRegression
 from flockstep.strategies import power_sgd
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.power_sgd import PowerSgd
-from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy
+from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy
 
 FEATURES, CLASSES = 14, 9
 STEPS = 12
@@ -41,13 +41,13 @@ def wide_job(dtype="float64", optimizer="sgd(lr=0.1)", rank=None):
 
 def oracle(n, rank, job, *, warm=True, feedback=True, aggregated=False, steps=STEPS, errors_too=False):
     """Algorithms 1 and 2 for the one matrix and the one vector, in float64, with the QR decomposition."""
-    bench = Bench(n, job)
-    w, shape, size = bench.start(), (FEATURES, CLASSES), FEATURES * CLASSES
-    stepper = bench.stepper(w)
+    source = GradientSource(n, job)
+    w, shape, size = source.start(), (FEATURES, CLASSES), FEATURES * CLASSES
+    stepper = source.stepper(w)
     q = np.random.default_rng((power_sgd.START, 0)).standard_normal((CLASSES, rank))
     errors = np.zeros((n, *shape))
     for step in range(1, steps + 1):
-        gradients = [bench.gradient(worker, w) for worker in range(n)]
+        gradients = [source.gradient(worker, w) for worker in range(n)]
         matrices = [g[:size].reshape(shape) + e for g, e in zip(gradients, errors, strict=True)]
         if not warm:
             q = np.random.default_rng((power_sgd.START, step)).standard_normal((CLASSES, rank))
@@ -123,11 +123,11 @@ def test_what_is_applied_and_what_is_kept_add_up_to_the_gradients():
     """Sum over steps of the mean gradient = what moved the model ÷ lr + the mean error kept."""
     n, lr, job = 4, 0.1, wide_job()
     whole = run_strategy("powersgd(1)", n, STEPS, job=job)
-    moved, bench = -(whole.result - Bench(n, job).start()) / lr, Bench(n, job)
+    moved, source = -(whole.result - GradientSource(n, job).start()) / lr, GradientSource(n, job)
     total = np.zeros_like(moved)
     for step in range(STEPS):
-        at = run_strategy("powersgd(1)", n, step, job=job).result if step else bench.start()
-        total += np.mean([bench.gradient(rank, at) for rank in range(n)], axis=0)
+        at = run_strategy("powersgd(1)", n, step, job=job).result if step else source.start()
+        total += np.mean([source.gradient(rank, at) for rank in range(n)], axis=0)
     kept = np.mean([whole.nodes[rank].state.error for rank in range(n)], axis=0)
     assert np.allclose(moved + kept, total, rtol=0, atol=1e-12)
     assert np.abs(kept).max() > 0.01

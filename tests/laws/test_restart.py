@@ -12,12 +12,12 @@ import pytest
 from flockstep import registry
 from flockstep.errors import FlockstepError
 from flockstep.nodes import Server
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.broadcast import Broadcast
 from flockstep.strategies.gossip import TOTAL_MASS
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.strategies.overlap_local_sgd import OverlapLocalSGD
-from flockstep.testing.strategies import Bench, Watched, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, Watched, bowl_job, equal_bits, run_strategy, small_job
 
 OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9)", "adam(lr=0.02)"]
 DETERMINED = [
@@ -96,7 +96,7 @@ def test_what_was_saved_is_a_copy():
 def test_statement_1_outlives_restarts(strategy, optimizer):
     run = restarted(strategy, 4, (3, 5, 12), job=small_job(optimizer))
     assert equal_bits(*run.replicas)
-    assert not equal_bits(run.replicas[0], Bench().start())
+    assert not equal_bits(run.replicas[0], GradientSource().start())
     assert set(run.deliveries().values()) == {7}
 
 
@@ -228,7 +228,7 @@ class Inspected(Watched):
 
     def note(self, event):
         super().note(event)
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             for runner in self.runners.values():
                 self.found |= set(strangers(runner.node.state, "state"))
 

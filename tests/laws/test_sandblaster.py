@@ -7,18 +7,18 @@ import pytest
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.coordinator import ARMIJO, Portions
 from flockstep.strategies.sandblaster import ShardState
-from flockstep.testing.strategies import Bench, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, run_strategy, small_job
 
 JOB = small_job(dtype="float64")
 STEPS = 60
 
 
-def evaluated(bench, w):
+def evaluated(source, w):
     gradient = np.empty_like(w)
-    loss = bench.engine.gradient(w, np.arange(bench.engine.train_size), gradient)
+    loss = source.engine.gradient(w, np.arange(source.engine.train_size), gradient)
     return loss, gradient
 
 
@@ -37,16 +37,16 @@ def two_loop(gradient, pairs):
 
 def serial(evaluations, history=10):
     """L-BFGS with Armijo backtracking on the whole training set, so many evaluations in all."""
-    bench = Bench(job=JOB)
-    w = bench.start()
-    (loss, gradient), pairs, left = evaluated(bench, w), [], evaluations - 1
+    source = GradientSource(job=JOB)
+    w = source.start()
+    (loss, gradient), pairs, left = evaluated(source, w), [], evaluations - 1
     while left:
         d, t, before = two_loop(gradient, pairs), 1.0, w
         slope = gradient @ d
         while left:
             left -= 1
             trial = before + t * d
-            new, slopes = evaluated(bench, trial)
+            new, slopes = evaluated(source, trial)
             if new <= loss + ARMIJO * t * slope:
                 s, y = trial - before, slopes - gradient
                 pairs = [*pairs, (s, y)][-history:] if s @ y > 0 else pairs
@@ -61,7 +61,7 @@ def serial(evaluations, history=10):
 @pytest.mark.parametrize(("n", "portions", "history"), [(1, 4, 10), (3, 6, 10), (4, 5, 2)])
 def test_equals_serial_l_bfgs(n, portions, history, shards):
     run = run_strategy(f"sandblaster({portions}, 0, {history}, {shards})", n, STEPS, job=JOB)
-    taken = len(run.of(Step))
+    taken = len(run.of(StepEvent))
     assert taken % portions == 0
     assert n * STEPS - portions < taken <= n * STEPS
     assert np.allclose(run.server, serial(taken // portions, history), rtol=0, atol=1e-10)
@@ -69,7 +69,7 @@ def test_equals_serial_l_bfgs(n, portions, history, shards):
 
 def test_its_gradient_is_far_smaller_than_that_of_sgd_with_as_many_steps():
     lbfgs, sgd = (run_strategy(text, 2, 80, job=JOB).result for text in ("sandblaster(4, 0)", "all_reduce"))
-    small, large = (np.abs(evaluated(Bench(job=JOB), w)[1]).max() for w in (lbfgs, sgd))
+    small, large = (np.abs(evaluated(GradientSource(job=JOB), w)[1]).max() for w in (lbfgs, sgd))
     assert small < large / 10
 
 

@@ -12,11 +12,11 @@ from flockstep.arrays.schema import slices
 from flockstep.codecs.half import Half
 from flockstep.errors import CompositionError
 from flockstep.feedback.residual import Residual
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.scatter_reduce import ScatterReduce
 from flockstep.strategies.slice_servers import SliceServers
-from flockstep.testing.strategies import COMPUTE, Bench, Sent, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, equal_bits, run_strategy, small_job
 
 STEPS = 15
 OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9, weight_decay=0.01)", "adam(lr=0.02)"]
@@ -24,11 +24,11 @@ OPTIMIZERS = ["sgd(lr=0.1)", "sgd(lr=0.1, momentum=0.9, weight_decay=0.01)", "ad
 
 def oracle(n, optimizer, steps=STEPS, codec=None):
     """One model and one optimizer; every step takes the mean gradient, summed in order of rank."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(steps):
-        gradients = [bench.gradient(rank, w) for rank in range(n)]
+        gradients = [source.gradient(rank, w) for rank in range(n)]
         if codec is not None:
             gradients = [codec.decode(codec.encode(g, np.random.default_rng()), g.size, g.dtype) for g in gradients]
         stepper.step(w, sum(gradients[1:], gradients[0]) / w.dtype.type(n))
@@ -111,15 +111,15 @@ def test_the_oracle_notices_a_forgotten_optimizer_state():
 def served(n, optimizer="sgd(lr=0.1)", steps=STEPS):
     """What asynchronous servers make of w, and each update's lateness, where messages take no time: in order of
     completion, a gradient of the parameters as they were after its worker's last one."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     streams = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due = [(next(stream), rank) for rank, stream in enumerate(streams)]
     read, left, versions, late = [w.copy()] * n, [steps] * n, [0] * n, []
     for version in range(n * steps):
         now, rank = min(due)
-        stepper.step(w, bench.gradient(rank, read[rank]))
+        stepper.step(w, source.gradient(rank, read[rank]))
         late.append((rank, version - versions[rank]))
         read[rank], versions[rank] = w.copy(), version + 1
         left[rank] -= 1
@@ -137,9 +137,9 @@ def test_slice_servers_equal_one_asynchronous_server(n, optimizer):
     w, late = served(n, optimizer)
     assert equal_bits(*run.replicas, w)
     for owner in range(n):
-        seen = [(e.source, e.staleness) for e in run.of(Update) if e.node == owner]
+        seen = [(e.source, e.staleness) for e in run.of(UpdateEvent) if e.node == owner]
         assert seen == late
-    assert {e.weight for e in run.of(Update)} == {1.0}
+    assert {e.weight for e in run.of(UpdateEvent)} == {1.0}
 
 
 @pytest.mark.parametrize("n", [2, 4, 7])

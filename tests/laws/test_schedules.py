@@ -13,7 +13,7 @@ from flockstep.drivers.setup import prepare
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.schedules import Extent, Schedule, Timetable
 from flockstep.schedules.batch_increase import BatchIncrease
 from flockstep.schedules.constant import Constant
@@ -188,7 +188,7 @@ def test_batches_in_a_run_are_of_the_sizes_that_the_schedule_says():
         engine.gradient(params, np.concatenate([sampler.next() for _ in range(table.batch_at(step) // 8)]), out)
         params = params - 0.1 * out
     assert equal_bits(run.result, params)
-    assert [snapshot.samples for snapshot in run.of(Snapshot)] == [0, 80, 160, 320]
+    assert [snapshot.samples for snapshot in run.of(EvaluationEvent)] == [0, 80, 160, 320]
 
 
 @pytest.mark.negative_control("schedule:batch_increase")

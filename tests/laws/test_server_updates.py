@@ -10,14 +10,14 @@ import pytest
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.nodes import Cluster
 from flockstep.optimizers import Optimizer
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 from flockstep.strategies.server_updates.delay_compensated import DelayCompensated, compensate
 from flockstep.strategies.server_updates.staleness_scaled import StalenessScaled, weighted_mean
-from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
 from support.servers import STEPS, FakeServer, oracle, served
 
@@ -116,8 +116,8 @@ def test_adaptive_optimizers_take_the_shorter_step_too(optimizer):
 
     def apply(w, g, tau, backup):
         if not steppers:
-            steppers.append(Bench(job=job).stepper(w))
-        Bench(job=job).engine.optimizer.step(w, g, steppers[0].state, steppers[0].lr, 1 / max(1, tau))
+            steppers.append(GradientSource(job=job).stepper(w))
+        GradientSource(job=job).engine.optimizer.step(w, g, steppers[0].state, steppers[0].lr, 1 / max(1, tau))
 
     assert equal_bits(served("staleness_scaled", 8, job), oracle(8, apply, job))
 
@@ -203,7 +203,7 @@ def test_with_the_true_curvature_asynchronous_is_sequential():
     for _ in range(4 * STEPS):
         w -= 0.3 * np.geomspace(1, 0.1, 8) * (w - 1)
     run = run_strategy(ParameterServer(_asynchronous(), server_update=TrueCurvature()), 4, STEPS, job=job)
-    assert max(update.staleness for update in run.of(Update)) >= 3
+    assert max(update.staleness for update in run.of(UpdateEvent)) >= 3
     assert np.allclose(run.server, w, rtol=0, atol=1e-13)
     assert np.abs(served("plain", job=job) - w).max() > 1e-6
 

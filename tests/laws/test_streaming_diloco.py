@@ -12,7 +12,7 @@ from flockstep.arrays.schema import slices
 from flockstep.errors import ConfigurationError
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.streaming_diloco import StreamingDiloco
-from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
 from support.averaging import local_steps, ring_mean
 
 F = np.float32
@@ -20,7 +20,7 @@ F = np.float32
 
 def oracle(n, steps, period, fragments, tau, alpha, job=None):
     """Every fragment with a Nesterov step of its own on what was snapped tau steps before."""
-    theta = Bench(n, job).start()
+    theta = GradientSource(n, job).start()
     parts = slices(len(theta), fragments)
     v, snapped = np.zeros_like(theta), {}
 
@@ -172,7 +172,7 @@ def test_bad_settings_are_refused(arguments, message):
 def test_encoded_outer_gradients_equal_the_oracle(feedback):
     """theta less the mean of the rounded outer gradients, and what each rounding dropped; one fragment, no overlap."""
     n, period, steps = 3, 4, 20
-    theta = Bench(n).start()
+    theta = GradientSource(n).start()
     v, errors = np.zeros_like(theta), np.zeros((n, len(theta)), F)
 
     def meet(step, w):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.frameworks.base import Data, Job
@@ -18,8 +18,8 @@ from flockstep.frameworks.torch import TorchEngine
 from flockstep.messages import MASTER, Message, server
 from flockstep.strategies.sufficient_factors import SufficientFactors
 from flockstep.strategies.sufficient_factors_server import Factored, FactorServer, unpacked
-from flockstep.testing.strategies import Bench, bowl_job, check_strategy, equal_bits, run_strategy, small_job
-from flockstep.transports.wire import Identity, decode, encode
+from flockstep.testing.strategies import GradientSource, bowl_job, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.transports.wire import SenderIdentity, decode, encode
 
 STEPS = 8
 FEATURES, CLASSES, BATCH = 30, 20, 4
@@ -40,10 +40,10 @@ def wide_job(optimizer="sgd(lr=0.1)", dtype="float64", l2=0.0):
 
 def oracle(n, job, steps=STEPS):
     """Synchronous SGD with gradients from numpy: the sum of outer products of every sample, one after the other."""
-    bench = Bench(n, job)
-    w, data = bench.start(), job.data()
-    stepper = bench.stepper(w)
-    samplers = Bench(n, job)._samplers
+    source = GradientSource(n, job)
+    w, data = source.start(), job.data()
+    stepper = source.stepper(w)
+    samplers = GradientSource(n, job)._samplers
     for _ in range(steps):
         total = np.zeros_like(w)
         weight, bias = total[:MATRIX].reshape(FEATURES, CLASSES), total[MATRIX:]
@@ -118,10 +118,10 @@ def test_a_shard_is_sent_the_rows_that_it_holds(shards):
 
 
 def test_rows_of_a_layer_within_a_part():
-    layer = Layer(10, 4, 5, 2)
-    assert layer.within(slice(0, 40)) == (Layer(10, 4, 5, 2), slice(0, 4))
-    assert layer.within(slice(12, 40)) == (Layer(3, 3, 5, 2), slice(1, 4))
-    assert layer.within(slice(15, 26)) == (Layer(0, 2, 5, 2), slice(1, 3))
+    layer = FactoredWeight(10, 4, 5, 2)
+    assert layer.within(slice(0, 40)) == (FactoredWeight(10, 4, 5, 2), slice(0, 4))
+    assert layer.within(slice(12, 40)) == (FactoredWeight(3, 3, 5, 2), slice(1, 4))
+    assert layer.within(slice(15, 26)) == (FactoredWeight(0, 2, 5, 2), slice(1, 3))
     for part in (slice(0, 10), slice(0, 14), slice(16, 24), slice(30, 40)):
         assert layer.within(part) is None
 
@@ -140,7 +140,7 @@ def test_what_has_no_factors_is_refused():
 
 def test_packing_is_undone():
     random = np.random.default_rng(0)
-    layers = [Layer(15, 2, 3, 4), Layer(3, 4, 3, 2)]
+    layers = [FactoredWeight(15, 2, 3, 4), FactoredWeight(3, 4, 3, 2)]
     packing = Packing(23, layers)
     assert (packing.rest, packing.size) == (23 - 6 - 12, 5 + 2 * 7 + 4 * 5)
     dense = random.normal(size=23)
@@ -155,9 +155,9 @@ def test_packing_is_undone():
     expected[15:21] = (factors[1][0].T @ factors[1][1]).ravel()
     assert equal_bits(packing.dense(out[: packing.size]), expected)
     for wrong, rule in (
-        ([Layer(0, 2, 2, 1), Layer(3, 1, 1, 1)], "overlaps another layer or is empty"),
-        ([Layer(20, 2, 2, 1)], "does not lie in 23 elements"),
-        ([Layer(0, 0, 2, 1)], "overlaps another layer or is empty"),
+        ([FactoredWeight(0, 2, 2, 1), FactoredWeight(3, 1, 1, 1)], "overlaps another layer or is empty"),
+        ([FactoredWeight(20, 2, 2, 1)], "does not lie in 23 elements"),
+        ([FactoredWeight(0, 0, 2, 1)], "overlaps another layer or is empty"),
     ):
         with pytest.raises(ConfigurationError, match=rule):
             Packing(23, wrong)
@@ -171,7 +171,7 @@ def test_factors_that_do_not_fit_are_refused(layer):
 
 @pytest.mark.parametrize("layer", [[0, 2, 2], [0, 2, 2, "x"]])
 def test_a_push_whose_layers_are_no_rectangles_is_refused(layer):
-    peer, me = (Identity("run", address, "s", 100, notes=FactorServer.notes) for address in (1, 2))
+    peer, me = (SenderIdentity("run", address, "s", 100, notes=FactorServer.notes) for address in (1, 2))
     header = encode(Message(1, "push", None, {"version": 0, "lr": 0.1, "layers": [layer]}, number=1), peer)
     with pytest.raises(ProtocolError, match=r"worker 1 sent 'push' with a note that is no Factored: .*layers"):
         decode(header, None, 1, me)
@@ -240,8 +240,8 @@ def test_the_oracle_notices_a_missing_product():
 
 
 def test_small_models_send_no_factors():
-    assert SufficientFactors().chosen((Layer(0, 5, 3, 8),), 2) == ()
-    assert SufficientFactors().chosen((Layer(0, 100, 100, 10),), 1) == ()
-    assert SufficientFactors().chosen((Layer(0, 100, 100, 10),), 10) == (Layer(0, 100, 100, 10),)
-    assert SufficientFactors().chosen((Layer(0, 100, 100, 10),), 11) == ()
+    assert SufficientFactors().chosen((FactoredWeight(0, 5, 3, 8),), 2) == ()
+    assert SufficientFactors().chosen((FactoredWeight(0, 100, 100, 10),), 1) == ()
+    assert SufficientFactors().chosen((FactoredWeight(0, 100, 100, 10),), 10) == (FactoredWeight(0, 100, 100, 10),)
+    assert SufficientFactors().chosen((FactoredWeight(0, 100, 100, 10),), 11) == ()
     assert equal_bits(*run_strategy("sufficient_factors", 3, STEPS, job=small_job()).replicas)

@@ -11,7 +11,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError, RunError
 from flockstep.expression import from_data, to_data
-from flockstep.records.events import Update
+from flockstep.records.events import UpdateEvent
 from flockstep.strategies.base import Strategy
 from flockstep.strategies.local_sgd import LocalSGD
 from flockstep.strategies.synchronization_schedules.adaptive import Adaptive
@@ -27,7 +27,7 @@ N, STEPS = 3, 30
 def meetings(period, n=N, steps=STEPS, **settings):
     """The run, and after which steps its replicas met, as the record has it."""
     run = run_strategy(LocalSGD(period), n, steps, **settings)
-    counts = [event.count for event in run.of(Update) if event.node == 0]
+    counts = [event.count for event in run.of(UpdateEvent) if event.node == 0]
     return run, np.cumsum(counts).tolist()
 
 

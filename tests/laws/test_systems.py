@@ -12,12 +12,12 @@ from flockstep import registry
 from flockstep.claims.a22_taxonomy import Taxonomy
 from flockstep.cli.app import run as flockstep
 from flockstep.errors import CompositionError, UnknownName
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.systems import catalog
 from flockstep.systems.catalog import NOT_YET, system, systems
 from flockstep.systems.published import COLUMNS, differences, table_1
-from flockstep.testing.strategies import Bench, run_strategy
+from flockstep.testing.strategies import GradientSource, run_strategy
 from support.matrix import few
 
 ELSEWHERE = {"DeepSpark", "Horovod", "Downpour", "Hogwild!"}
@@ -88,27 +88,27 @@ def test_a_strategy_that_states_another_cell_is_noticed(monkeypatch):
 
 def test_the_cell_of_a_parameter_server_follows_its_parts():
     cells = {
-        "ps(bsp)": Cell("central", "sync", "reduce", "single PS"),
-        "ps(bsp, shards=3)": Cell("central", "sync", "reduce", "distributed PS"),
-        "ps(ssp(0))": Cell("central", "sync", "reduce", "single PS"),
-        "ps(ssp(3))": Cell("central", "bounded async", "ad hoc", "single PS"),
-        "ps(essp(3))": Cell("central", "bounded async", "ad hoc with eager scatter", "single PS"),
-        "ps(asynchronous)": Cell("central", "async", "ad hoc", "single PS"),
-        "ps(backup(1))": Cell("central", "sync", "reduce", "single PS"),
+        "ps(bsp)": TaxonomyEntry("central", "sync", "reduce", "single PS"),
+        "ps(bsp, shards=3)": TaxonomyEntry("central", "sync", "reduce", "distributed PS"),
+        "ps(ssp(0))": TaxonomyEntry("central", "sync", "reduce", "single PS"),
+        "ps(ssp(3))": TaxonomyEntry("central", "bounded async", "ad hoc", "single PS"),
+        "ps(essp(3))": TaxonomyEntry("central", "bounded async", "ad hoc with eager scatter", "single PS"),
+        "ps(asynchronous)": TaxonomyEntry("central", "async", "ad hoc", "single PS"),
+        "ps(backup(1))": TaxonomyEntry("central", "sync", "reduce", "single PS"),
     }
     assert {text: Strategy.parse(text).cell for text in cells} == cells
 
 
 def test_every_strategy_has_a_place():
     cells = {name: registry.load("strategy", name)().cell for name in registry.names("strategy")}
-    assert {name: cell for name, cell in cells.items() if not isinstance(cell, Cell)} == {}
+    assert {name: cell for name, cell in cells.items() if not isinstance(cell, TaxonomyEntry)} == {}
 
 
 @pytest.mark.parametrize(("name", "mode"), few(MODES, *dict(MODES).items()))
 def test_every_mode_of_every_system_runs_and_learns(name, mode):
     """The worked example of each system, on four workers in virtual time."""
     run = run_strategy(f"{name}: {mode}" if mode else name, 4, 200)
-    engine = Bench().engine
+    engine = GradientSource().engine
     before, after = engine.evaluate(engine.initial()), evaluated(engine, run.result)
     assert after.loss < 0.8 * before.loss
 

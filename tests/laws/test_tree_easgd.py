@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import BYE
-from flockstep.records.events import Step, Update
+from flockstep.records.events import StepEvent, UpdateEvent
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 from flockstep.strategies.tree_easgd import TreeElasticAveraging
-from flockstep.testing.strategies import COMPUTE, Bench, Sent, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, Sent, bowl_job, equal_bits, run_strategy, small_job
 from flockstep.topologies.tree import TreeGraph
 
 STILL = bowl_job("sgd(lr=0)")
@@ -34,9 +34,9 @@ def edges(n, branching, up, down, upper):
 
 def oracle(n, branching, up, down, upper, alpha, steps):
     """Replicas where messages take no time: each is waiting when its receiver's next step begins."""
-    bench = Bench(n, small_job())
-    w, inbox = [bench.start() for _ in range(n)], [[] for _ in range(n)]
-    g, tree = [bench.gradient(rank, w[rank]) for rank in range(n)], edges(n, branching, up, down, upper)
+    gradient_source = GradientSource(n, small_job())
+    w, inbox = [gradient_source.start() for _ in range(n)], [[] for _ in range(n)]
+    g, tree = [gradient_source.gradient(rank, w[rank]) for rank in range(n)], edges(n, branching, up, down, upper)
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     due = [(next(durations[rank]), rank, 1) for rank in range(n)]
     heapq.heapify(due)
@@ -51,7 +51,7 @@ def oracle(n, branching, up, down, upper, alpha, steps):
                 w[listener] -= np.float32(alpha) * (w[listener] - x)
             inbox[listener].clear()
         if step < steps:
-            g[rank] = bench.gradient(rank, w[rank])
+            g[rank] = gradient_source.gradient(rank, w[rank])
             heapq.heappush(due, (t + next(durations[rank]), rank, step + 1))
     return w
 
@@ -156,7 +156,7 @@ def between(run, after):
 
 def test_the_children_of_a_dead_worker_turn_to_its_parent():
     run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 40, faults=["dies(1, 0.5)"])
-    taken = Counter(event.rank for event in run.of(Step))
+    taken = Counter(event.rank for event in run.of(StepEvent))
     assert all(taken[rank] == 40 for rank in (0, 2, 3, 4, 5, 6))
     noticed = max(s.t for s in run.sent("model") if s.to == 1)
     assert between(run, noticed) == {(0, 2), (2, 0), (0, 3), (3, 0), (0, 4), (4, 0), (2, 5), (5, 2), (2, 6), (6, 2)}
@@ -176,12 +176,12 @@ def test_nobody_waits_before_the_last_step():
         "tree_easgd(2, 1, 1, 1)", 7, 10, compute="constant(0.05)", network="link(100, 1)", faults=["slows(0, 10)"]
     )
     for rank in range(1, 7):
-        assert np.allclose([e.t for e in run.of(Step) if e.rank == rank], 0.05 * np.arange(1, 11))
+        assert np.allclose([e.t for e in run.of(StepEvent) if e.rank == rank], 0.05 * np.arange(1, 11))
 
 
 def test_everyone_absorbs_what_is_in_flight_at_the_end():
     run = run_strategy("tree_easgd(2, 1, 1, 1)", 7, 10, network="link(1000, 0.5)")
-    assert len(run.of(Update)) == len(run.sent("model")) == 10 * 12
+    assert len(run.of(UpdateEvent)) == len(run.sent("model")) == 10 * 12
     assert isinstance(run.sent(BYE)[0], Sent)
 
 
@@ -234,4 +234,4 @@ def test_what_makes_no_sense_is_refused(text):
 
 
 def test_its_cell():
-    assert TreeElasticAveraging().cell == Cell("decentral", "bounded async", "ad hoc", "tree")
+    assert TreeElasticAveraging().cell == TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.strategies import tree_server
 from flockstep.strategies.tree_server import depth, family
-from flockstep.testing.strategies import Bench, bowl_job, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
 
 def oracle(n, steps, optimizer):
     """One model; gradients are added as the tree adds them."""
-    bench = Bench(n, small_job(optimizer))
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, small_job(optimizer))
+    w = source.start()
+    stepper = source.stepper(w)
     for _ in range(steps):
-        sums = [bench.gradient(rank, w) for rank in range(n)]
+        sums = [source.gradient(rank, w) for rank in range(n)]
         distance = 1
         while distance < n:
             for rank in range(0, n - distance, 2 * distance):
@@ -63,7 +63,7 @@ def test_everyone_but_the_root_sends_one_gradient_a_step(n):
 def test_the_critical_path_is_logarithmic(n, rounds):
     """Latency alone: each of ceil(log2 n) levels costs one message up and one down."""
     run = run_strategy("tree_server", n, 5, compute="constant(1)", network="link(bandwidth=1e15, latency=0.1)")
-    ends = [event.t for event in run.of(Snapshot)]
+    ends = [event.t for event in run.of(EvaluationEvent)]
     assert max(ends) == pytest.approx(5 * (1 + 2 * rounds * 0.1), rel=1e-9)
 
 

@@ -9,7 +9,7 @@ from flockstep.arrays.schema import slices
 from flockstep.codecs.half import Half
 from flockstep.errors import CompositionError
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import Bench, check_strategy, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import GradientSource, check_strategy, equal_bits, run_strategy, small_job
 from support.matrix import few
 
 STEPS = 15
@@ -22,13 +22,13 @@ def rounded(x):
 
 def oracle(n, *, codec=rounded, gradients=True, means=True, back=True, job=None, steps=STEPS):
     """Every slice on its own: e_i of each worker and e of the owner; `back` says that the mean is encoded, too."""
-    bench = Bench(n, job or small_job())
-    w = bench.start()
-    stepper = bench.stepper(w)
+    source = GradientSource(n, job or small_job())
+    w = source.start()
+    stepper = source.stepper(w)
     errors, owners = np.zeros((n, w.size), w.dtype), np.zeros_like(w)
     for _ in range(steps):
         total = np.empty_like(w)
-        given = [bench.gradient(rank, w) for rank in range(n)]
+        given = [source.gradient(rank, w) for rank in range(n)]
         for part in slices(w.size, n):
             sent = []
             for rank in range(n):
@@ -82,11 +82,11 @@ def test_nothing_is_lost_on_both_ways():
     """Sum of the mean gradients = what moved the model ÷ lr + the mean error + the owners' errors."""
     n, lr, job = 3, 0.1, small_job(dtype="float64")
     whole = run_strategy("two_way(half, residual)", n, STEPS, job=job)
-    total, bench = np.zeros(SIZE), Bench(n, job)
-    start = bench.start()
+    total, source = np.zeros(SIZE), GradientSource(n, job)
+    start = source.start()
     for step in range(STEPS):
         at = run_strategy("two_way(half, residual)", n, step, job=job).result if step else start
-        total += np.mean([bench.gradient(rank, at) for rank in range(n)], axis=0)
+        total += np.mean([source.gradient(rank, at) for rank in range(n)], axis=0)
     states = [whole.nodes[rank].state for rank in range(n)]
     kept = np.mean([np.concatenate(s.gradients) for s in states], axis=0) + np.concatenate([s.mean for s in states])
     assert np.allclose((start - whole.result) / lr + kept, total, rtol=0, atol=1e-13)

@@ -8,7 +8,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.frameworks.base import Job
-from flockstep.testing.strategies import Bench, small_job
+from flockstep.testing.strategies import GradientSource, small_job
 
 
 def ring_mean(arrays: Sequence[FlatArray]) -> FlatArray:
@@ -25,11 +25,11 @@ def local_steps(
     n: int, steps: int, meet: Callable[[int, list[FlatArray]], None], job: Job | None = None
 ) -> list[FlatArray]:
     """n models that step on their own; `meet(t, models)` changes them in place after step t."""
-    bench = Bench(n, job or small_job())
-    w = [bench.start() for _ in range(n)]
-    steppers = [bench.stepper(replica) for replica in w]
+    source = GradientSource(n, job or small_job())
+    w = [source.start() for _ in range(n)]
+    steppers = [source.stepper(replica) for replica in w]
     for step in range(1, steps + 1):
         for rank in range(n):
-            steppers[rank].step(w[rank], bench.gradient(rank, w[rank]))
+            steppers[rank].step(w[rank], source.gradient(rank, w[rank]))
         meet(step, w)
     return w

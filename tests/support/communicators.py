@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from flockstep.communicator.communicator import Communicator
 from flockstep.communicator.encoded import NOTES
 from flockstep.communicator.rank import Rank
-from flockstep.drivers.member import SAID, Loss
+from flockstep.drivers.member import SAID, NodeLost
 from flockstep.messages import Beside, Message
 from flockstep.nodes import View
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.kinds import Tcp
-from flockstep.transports.links import Control, Line, Wire
-from flockstep.transports.wire import Identity
+from flockstep.transports.links import Control, Line, SupervisorLink
+from flockstep.transports.wire import SenderIdentity
 
 T = TypeVar("T")
 PATIENCE = 30.0
@@ -28,7 +28,7 @@ class Sockets:
     """What a communicator needs of its membership."""
 
     def __init__(self, rank: int, most: int):
-        me = Identity("run", rank, "schema", most, notes=NOTES)
+        me = SenderIdentity("run", rank, "schema", most, notes=NOTES)
         self.line = Line(replace(me, notes=SAID), Tcp().listen(Path(), ""), 5.0)
         self.bus = Tcp().bus(me, Path(), "")
 
@@ -46,7 +46,7 @@ class Group:
 
     def __init__(self, workers: int, most: int):
         self.control = Control(Tcp().listen(Path(), ""), 5.0)
-        self.links: dict[int, Wire] = {}
+        self.links: dict[int, SupervisorLink] = {}
         self.sockets = [Sockets(rank, most) for rank in range(workers)]
         where = {rank: one.bus.address for rank, one in enumerate(self.sockets)}
         for rank, one in enumerate(self.sockets):
@@ -72,7 +72,7 @@ class Group:
     def say(self, to: int, tag: str, note: Beside) -> None:
         """What a supervisor would say to a communicator."""
         if to not in self.links:
-            me = Identity("run", LAUNCHER, "schema", 1 << 20)
+            me = SenderIdentity("run", LAUNCHER, "schema", 1 << 20)
             self.links[to] = self.control.link(to, self.sockets[to].line.address, me)
         self.links[to].send(tag, note)
 
@@ -81,7 +81,9 @@ class Group:
         for other in range(len(self.ranks)):
             if other != rank:
                 self.say(
-                    other, "lost", Loss(rank, reason, View(1, tuple(r for r in range(len(self.ranks)) if r != rank)))
+                    other,
+                    "lost",
+                    NodeLost(rank, reason, View(1, tuple(r for r in range(len(self.ranks)) if r != rank))),
                 )
 
     def close(self) -> None:

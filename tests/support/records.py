@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.records import RunConfig, summarize
-from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import EvaluationEvent, Event, LostEvent, NodeEvent, SpanEvent, StepEvent, UpdateEvent
 from flockstep.records.folder import Record
 from flockstep.records.summary import Status
 
@@ -74,9 +74,11 @@ def invent(made: Made, seed: int = 0, kind: str = "simulate", workers: int = 4, 
         compute, comm, wait = amounts[rank]
         nbytes = int(steps * made.kb * 1000)
         digest = "a1" if same else f"b{rank}"
-        events.append(Node(rank, end, steps, compute, wait, comm, nbytes, nbytes, steps, steps, 128 * steps, digest))
+        events.append(
+            NodeEvent(rank, end, steps, compute, wait, comm, nbytes, nbytes, steps, steps, 128 * steps, digest)
+        )
     if made.status == "failed":
-        events.append(Lost(end, 2, "no heartbeat for 5 s"))
+        events.append(LostEvent(end, 2, "no heartbeat for 5 s"))
         return Record(
             config, summarize(config, events, made.status, "loss of worker 2 at step 125 is not finite"), events
         )
@@ -101,13 +103,13 @@ def activities(made: Made, random: Any, workers: int, steps: int) -> tuple[list[
             t, a, b = float(clock[rank]), float(start[rank]), float(start[rank] + compute[rank])
             sent = int(made.kb * 1000)
             took = (float(compute[rank]), float(wait[rank]), float(comm[rank]))
-            events.append(Step(t, rank, number + 1, 0.5, *took, sent, sent, 1, 1))
+            events.append(StepEvent(t, rank, number + 1, 0.5, *took, sent, sent, 1, 1))
             if number < 8:
                 c = b + took[2]
                 spans = [("compute", a, b), ("comm", b, c), ("wait", c, t)]
-                events += [Span(rank, what, x, y) for what, x, y in spans if y > x]
+                events += [SpanEvent(rank, what, x, y) for what, x, y in spans if y > x]
                 if made.server and exchange:
-                    events.append(Span(-1, "compute", c - 0.001, c))
+                    events.append(SpanEvent(-1, "compute", c - 0.001, c))
             events += updates(made, random, rank, t, workers)
         done[number] = clock
     return events, done
@@ -115,11 +117,11 @@ def activities(made: Made, random: Any, workers: int, steps: int) -> tuple[list[
 
 def updates(made: Made, random: Any, rank: int, t: float, workers: int) -> list[Event]:
     if made.server:
-        return [Update(t, -1, rank, 1, int(random.binomial(made.late, 0.4)) if made.late else 0)]
+        return [UpdateEvent(t, -1, rank, 1, int(random.binomial(made.late, 0.4)) if made.late else 0)]
     if made.barrier:
-        return [Update(t, rank, None, 1, 0)]
+        return [UpdateEvent(t, rank, None, 1, 0)]
     if random.random() < made.complete:
-        return [Update(t, rank, (rank + 1) % workers, workers - 1, int(random.binomial(made.late, 0.5)))]
+        return [UpdateEvent(t, rank, (rank + 1) % workers, workers - 1, int(random.binomial(made.late, 0.5)))]
     return []
 
 
@@ -132,11 +134,11 @@ def evaluations(made: Made, done: Any, workers: int, steps: int) -> list[Event]:
         sent = number * made.kb * 1000
         apart = made.apart * math.exp(-worth) if number else 0.0
         loss = 2.3 * math.exp(-4 * worth) + 0.06
-        found.append(Snapshot(t, number, number * workers * 32, sent, loss, accuracy, apart))
+        found.append(EvaluationEvent(t, number, number * workers * 32, sent, loss, accuracy, apart))
     return found
 
 
 def totals(events: list[Event], workers: int) -> list[tuple[float, float, float]]:
-    steps = [event for event in events if isinstance(event, Step)]
+    steps = [event for event in events if isinstance(event, StepEvent)]
     mine = [[step for step in steps if step.rank == rank] for rank in range(workers)]
     return [(sum(s.compute for s in m), sum(s.comm for s in m), sum(s.wait for s in m)) for m in mine]

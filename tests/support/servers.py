@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from flockstep.simulation.compute import ComputeModel
-from flockstep.testing.strategies import COMPUTE, Bench, run_strategy, small_job
+from flockstep.testing.strategies import COMPUTE, GradientSource, run_strategy, small_job
 
 STEPS = 15
 
@@ -13,15 +13,15 @@ STEPS = 15
 def oracle(n, apply, job=None, steps=STEPS):
     """The server's parameters: asynchronous, where messages take no time; `apply(w, gradient, tau, backup)`
     changes w in place, where backup is what the worker had read."""
-    bench = Bench(n, job or small_job())
-    w = bench.start()
+    source = GradientSource(n, job or small_job())
+    w = source.start()
     durations = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
     read, seen, left, version = [w.copy()] * n, [0] * n, [steps] * n, 0
     due = [(next(durations[rank]), rank) for rank in range(n)]
     heapq.heapify(due)
     while due:
         now, rank = heapq.heappop(due)
-        apply(w, bench.gradient(rank, read[rank]), version - seen[rank], read[rank])
+        apply(w, source.gradient(rank, read[rank]), version - seen[rank], read[rank])
         version += 1
         read[rank], seen[rank] = w.copy(), version
         left[rank] -= 1

@@ -24,10 +24,10 @@ from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, 
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE, prospect
 from flockstep.planning.sentences import Case, recommendation
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.strategies.base import Strategy
 
-TASK = Task("stand-in", 1_000_000, ((1000, 1000),))
+TASK = JobProfile("stand-in", 1_000_000, ((1000, 1000),))
 SOME = (
     "all_reduce",
     "ps",
@@ -231,7 +231,7 @@ def test_doubts_are_paid_for() -> None:
     assert predicted.need(predicted.alone) == 1
 
 
-def needed(text: str, bandwidth: str, task: Task = TASK, workers: int = 8) -> float:
+def needed(text: str, bandwidth: str, task: JobProfile = TASK, workers: int = 8) -> float:
     site = Site(task, cluster(bandwidth, "constant(0.1)"))
     return need(prospect(Strategy.parse(text), site, workers), site)
 

@@ -13,9 +13,9 @@ from flockstep.planning.criteria import criteria
 from flockstep.planning.failing import RISK, deaths, length, risk, sentence
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
-from flockstep.planning.task import Task, task_of
+from flockstep.planning.task import JobProfile, task_of
 
-TASK = Task("stand-in", 1_000_000, ((1000, 1000),))
+TASK = JobProfile("stand-in", 1_000_000, ((1000, 1000),))
 
 
 def cluster(bandwidth: str, count: int = 8, more: str = "") -> ClusterShape:

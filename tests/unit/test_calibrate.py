@@ -19,8 +19,8 @@ from flockstep.planning.laws import fit_law
 from flockstep.planning.rates import measure_operations, measure_rates
 from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Figure, Step
-from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
+from flockstep.records.events import ScalarEvent, StepEvent
+from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, Lognormal
 from flockstep.simulation.law import mean_of
 from support.matrix import few
 
@@ -103,7 +103,7 @@ def test_a_fit_predicts_another_strategy(records) -> None:
 def test_workers_of_different_speed_are_groups(records) -> None:
     shape = fit_records([records("all_reduce", "speeds(constant(0.02), (1, 1, 1, 4))")], latency=LATENCY).shape
     assert [group.speed for group in shape.groups] == pytest.approx([1, 1, 1, 0.25])
-    assert shape.law == Constant(0.02)
+    assert shape.law == ConstantTime(0.02)
     assert shape.tiers == (tuple(group.name for group in shape.groups),)
 
 
@@ -125,7 +125,7 @@ def test_a_fit_refuses_what_it_cannot_use(records, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("constant(0.01)", Constant),
+        ("constant(0.01)", ConstantTime),
         ("lognormal(0.01, sigma=0.2)", Lognormal),
         ("lognormal(0.01, sigma=1)", Lognormal),
         ("slow_spells(constant(0.01), 0.02, 10, 5)", Empirical),
@@ -164,15 +164,15 @@ def probed(
 ) -> ClusterShape:
     """What is made of a probe in which gradients took so long, and messages 100 µs and 1 ns a byte."""
     random = np.random.default_rng(0)
-    events: list[Step | Figure] = [
-        Step(0.0, rank, step, None, usual * random.lognormal(0, 0.01), 0, 0, 0, 0, 0, 0)
+    events: list[StepEvent | ScalarEvent] = [
+        StepEvent(0.0, rank, step, None, usual * random.lognormal(0, 0.01), 0, 0, 0, 0, 0, 0)
         for rank in range(workers)
         for step in range(1, 2 * steps + 1)
         for usual in [alone if step <= steps else together]
     ]
     for pair in ((0, 1), (0, 2), (1, 2)):
-        events += [Figure(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
-    events += [Figure(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
+        events += [ScalarEvent(0.0, 0, f"one way {pair[0]} {pair[1]} {n}", 1e-4 + 1e-9 * n) for n in (4, 100000)]
+    events += [ScalarEvent(0.0, 0, f"message {one} {one + 1}", 2e-5) for one in range(2)]
     machine = calibrate._Machine(measure_rates(elements=10, rounds=1), 1e9, 4e6, cores)
     found = calibrate._described(events, job, workers, "tcp", steps, machine)
     assert read_cluster(found.to_toml(), name="here") == found.shape

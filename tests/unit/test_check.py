@@ -17,7 +17,7 @@ from flockstep.planning.check import check, for_report, measure
 from flockstep.planning.fit import fit_records
 from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Snapshot, Step
+from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report.html import render
 
@@ -77,7 +77,8 @@ def test_samples_a_second_are_those_of_the_whole_run(strategy: str, tmp_path: Pa
     folder = record(tmp_path / "run", strategy, compute="lognormal(0.01, sigma=0.5)")
     found = check(folder)
     snapshots, steps = (
-        [one for one in RunFolder(folder).read_events() if isinstance(one, kind)] for kind in (Snapshot, Step)
+        [one for one in RunFolder(folder).read_events() if isinstance(one, kind)]
+        for kind in (EvaluationEvent, StepEvent)
     )
     end = max(one.t for one in steps)
     assert found.measured.rate == pytest.approx(max(one.samples for one in snapshots) / end)

@@ -10,13 +10,13 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.costs.clusters import names
-from flockstep.costs.machines import Group, Wire
+from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.messages import server
 from flockstep.nodes import Cluster
 from flockstep.planning.rehearsal import rehearse
-from flockstep.simulation.compute import ComputeModel, Constant, Empirical, SharedCores
+from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, SharedCores
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Fabric, Link, Network, TwoTier
 from flockstep.simulation.tiers import Tiers
@@ -82,9 +82,9 @@ bandwidth = "1gbit"
 def test_everything_a_file_may_say() -> None:
     shape = read_cluster(GOOD)
     fast, slow, far = shape.groups
-    assert fast == Group("fast", 2, 2, 2.0, None, 8e9, float(f"{0.5 / 86400:.12g}"), 90.0)
+    assert fast == MachineGroup("fast", 2, 2, 2.0, None, 8e9, float(f"{0.5 / 86400:.12g}"), 90.0)
     assert (slow.cores, slow.comes_and_goes, far.size) == (4, True, 1)
-    assert shape.wires[1] == Wire("inside", ("fast", "slow"), 1e9 / 8, 1e-4)
+    assert shape.wires[1] == ClusterLink("inside", ("fast", "slow"), 1e9 / 8, 1e-4)
     assert shape.tiers == (("fast", "slow"), ("far",))
     assert (shape.workers, shape.nodes, shape.operations, shape.job) == (7, 5, 2e9, "digits")
     assert shape.rates.encode == {"half": 5e8, "top(0.01)": 4e7}
@@ -273,17 +273,22 @@ def test_a_cluster_is_resized_in_proportion() -> None:
 
 
 def test_compute_is_the_law_times_speeds_on_the_cores_there_are() -> None:
-    plain = ClusterShape("c", (Group("a", 2),), (Wire("inside", ("a",), 1e9),), Constant(0.2), operations=1e9)
-    assert plain.compute() == Constant(0.2)
+    plain = ClusterShape(
+        "c", (MachineGroup("a", 2),), (ClusterLink("inside", ("a",), 1e9),), ConstantTime(0.2), operations=1e9
+    )
+    assert plain.compute() == ConstantTime(0.2)
     assert mean_of(plain.compute(plain.seconds_for(5e8))) == pytest.approx(0.5)
-    assert plain.compute(0.0) == Constant(0.0)
+    assert plain.compute(0.0) == ConstantTime(0.0)
     mixed = read_cluster(GOOD).compute()
     assert [next(mixed.stream(0, rank)) / next(read_cluster(GOOD).law.stream(0, rank)) for rank in (0, 6)] == [0.5, 1]
-    node = Wire("node", ("a",), 1e9)
-    shared = ClusterShape("c", (Group("a", 1, 4, cores=2),), (node,), Constant(0.2))
-    assert shared.compute() == SharedCores(Constant(0.2), 2, turns=True)
+    node = ClusterLink("node", ("a",), 1e9)
+    shared = ClusterShape("c", (MachineGroup("a", 1, 4, cores=2),), (node,), ConstantTime(0.2))
+    assert shared.compute() == SharedCores(ConstantTime(0.2), 2, turns=True)
     some = ClusterShape(
-        "c", (Group("a", 1, 4, cores=2), Group("b")), (node, Wire("inside", ("a", "b"), 1e9)), Constant(0.2)
+        "c",
+        (MachineGroup("a", 1, 4, cores=2), MachineGroup("b")),
+        (node, ClusterLink("inside", ("a", "b"), 1e9)),
+        ConstantTime(0.2),
     )
     assert [next(some.compute().stream(0, rank)) for rank in range(5)] == pytest.approx([0.4] * 4 + [0.2])
     with pytest.raises(ConfigurationError, match="add operations"):
@@ -356,7 +361,7 @@ def test_a_network_of_tiers_refuses_what_does_not_fit() -> None:
 
 def test_the_link_between_two_workers_is_the_slowest_on_their_way() -> None:
     shape = read_cluster(GOOD)
-    assert shape.wire_between(0, 1).cost == costs.Link(2e-6, 1 / 5e9)
+    assert shape.wire_between(0, 1).cost == costs.LinkModel(2e-6, 1 / 5e9)
     assert shape.wire_between(0, 5).bandwidth == 1.25e8
     far = shape.wire_between(0, 6)
     assert (far.bandwidth, far.latency) == (1.25e6, pytest.approx(20e-3 + 50e-6))
@@ -365,7 +370,7 @@ def test_the_link_between_two_workers_is_the_slowest_on_their_way() -> None:
     with pytest.raises(ConfigurationError, match="sends itself nothing"):
         shape.wire_between(2, 2)
     with pytest.raises(ConfigurationError, match="has one worker"):
-        assert ClusterShape("one", (Group("a"),)).slowest
+        assert ClusterShape("one", (MachineGroup("a"),)).slowest
 
 
 def test_measured_quantiles_make_a_law() -> None:

@@ -20,7 +20,7 @@ from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, RunErr
 from flockstep.messages import Message
 from flockstep.registry import names
 from flockstep.transports.bus import Backlog
-from flockstep.transports.wire import Identity, decode, encode
+from flockstep.transports.wire import SenderIdentity, decode, encode
 from support.communicators import PATIENCE, Group, communicators
 
 MOST = 1 << 20
@@ -190,7 +190,7 @@ def test_misuse_is_named(three: Group) -> None:
 
 def arrived(note: Any, data: Any, tag: str = "send:x/") -> Message:
     """What a receiver makes of a message with whatever a sender put into its note."""
-    sender, receiver = (Identity("run", rank, "schema", MOST, notes=NOTES) for rank in (1, 0))
+    sender, receiver = (SenderIdentity("run", rank, "schema", MOST, notes=NOTES) for rank in (1, 0))
     return decode(encode(Message(1, tag, data, note, number=1), sender), data.data, 1, receiver)
 
 
@@ -259,7 +259,7 @@ def test_plain_arrays_are_checked_too() -> None:
     "changes", [{"offset": -1}, {"offset": "0"}, {"scale": "1"}, {"what": "drop"}, {"size": 1 << 50}, {"size": None}]
 )
 def test_what_a_window_is_asked_is_checked(changes: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="worker 1 sent 'window:w/' with a note that is no Access"):
+    with pytest.raises(ProtocolError, match="worker 1 sent 'window:w/' with a note that is no WindowOperation"):
         arrived({"what": "put", "shape": [4], **changes}, np.ones(4), "window:w/")
 
 

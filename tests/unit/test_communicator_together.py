@@ -12,7 +12,7 @@ import pytest
 
 from flockstep.arrays.schema import slices
 from flockstep.communicator.communicator import Communicator
-from flockstep.communicator.encoded import Access, Answer
+from flockstep.communicator.encoded import Reply, WindowOperation
 from flockstep.communicator.window import Window
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError, TimedOut
 from flockstep.messages import Message
@@ -264,14 +264,14 @@ def test_windows_that_differ_are_refused_and_their_name_is_free_again(three: Gro
 @pytest.mark.parametrize(
     "note",
     [
-        Access(shape=(3,), what="put", offset=2, size=3),
-        Access(shape=(2,), what="put", size=3),
-        Access(shape=(0, 10**14, 10**14), what="put", size=3),
-        Access(shape=(3,), codec="quarter", dtype="float32", what="put", size=3),
-        Access(shape=(3,), what="add", size=2),
+        WindowOperation(shape=(3,), what="put", offset=2, size=3),
+        WindowOperation(shape=(2,), what="put", size=3),
+        WindowOperation(shape=(0, 10**14, 10**14), what="put", size=3),
+        WindowOperation(shape=(3,), codec="quarter", dtype="float32", what="put", size=3),
+        WindowOperation(shape=(3,), what="add", size=2),
     ],
 )
-def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, note: Access) -> None:
+def test_what_a_receiver_cannot_use_is_said_at_the_next_fence(three: Group, note: WindowOperation) -> None:
     def program(comm: Communicator) -> None:
         window = comm.window("strict", np.zeros(3))
         if comm.rank == 1:
@@ -291,7 +291,7 @@ def test_an_answer_that_was_not_asked_for_is_refused(
     three: Group, answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = Window(three.ranks[0], "w", np.zeros(3))
-    note = Answer(shape=answer.shape)
+    note = Reply(shape=answer.shape)
     monkeypatch.setattr(three.ranks[0], "asked", lambda *given: Message(1, window.tag, answer, note))
     with pytest.raises(
         ProtocolError, match=r"worker 1 answered with .* where 3 × float64 of window 'w' were asked for"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.simulation.compute import (
     ComputeModel,
-    Constant,
+    ConstantTime,
     Exponential,
     Lognormal,
     Normal,
@@ -21,7 +21,7 @@ from flockstep.simulation.compute import (
 
 RANDOM: list[ComputeModel] = [Normal(0.05, cv=0.2), Exponential(0.05), Lognormal(0.05, 0.5), Pareto(0.05, 6.0)]
 ALL: list[ComputeModel] = [
-    Constant(0.05),
+    ConstantTime(0.05),
     *RANDOM,
     Speeds(Exponential(0.05), (1.0, 3.0)),
     SlowSpells(Exponential(0.05), 0.1, 10.0, 3),
@@ -97,20 +97,20 @@ def test_ranks_and_seeds_draw_differently(model: ComputeModel) -> None:
 
 
 def test_the_start_is_added() -> None:
-    assert Constant(0.5).start(2, 0).finish(1, 3.0) == 3.5
-    assert Constant(0).start(1, 0).finish(0, 3.0) == 3.0
+    assert ConstantTime(0.5).start(2, 0).finish(1, 3.0) == 3.5
+    assert ConstantTime(0).start(1, 0).finish(0, 3.0) == 3.0
 
 
 def test_speeds_cycle_and_keep_the_draws() -> None:
     model = Speeds(Exponential(0.05), (1, 2.5))
     for rank, factor in enumerate((1, 2.5, 1, 2.5)):
         assert (draws(model, 300, rank=rank) == factor * draws(Exponential(0.05), 300, rank=rank)).all()
-    assert draws(Speeds(Constant(1), (2,)), 3).tolist() == [2, 2, 2]
+    assert draws(Speeds(ConstantTime(1), (2,)), 3).tolist() == [2, 2, 2]
 
 
 def test_slow_spells_have_their_length_and_share() -> None:
     probability, length, count = 0.02, 5, 40_000
-    model = SlowSpells(Constant(1.0), probability, 10.0, length)
+    model = SlowSpells(ConstantTime(1.0), probability, 10.0, length)
     values = draws(model, count)
     assert set(values.tolist()) == {1.0, 10.0}
     runs = [(slow, len(list(group))) for slow, group in itertools.groupby(values[:-length] == 10.0)]
@@ -137,14 +137,14 @@ def test_spells_begin_whatever_the_durations_are() -> None:
 
 
 def test_nested_slow_spells_are_independent() -> None:
-    inner = SlowSpells(Constant(1.0), 0.2, 2.0, 1)
+    inner = SlowSpells(ConstantTime(1.0), 0.2, 2.0, 1)
     values = draws(SlowSpells(inner, 0.2, 3.0, 1), 5_000)
     assert set(values.tolist()) == {1.0, 2.0, 3.0, 6.0}
     assert (values == 6.0).mean() == pytest.approx(0.04, abs=0.012)
 
 
 def test_a_core_serves_first_come_first_served() -> None:
-    clock = SharedCores(Constant(1.0), 2).start(4, 0)
+    clock = SharedCores(ConstantTime(1.0), 2).start(4, 0)
     assert [clock.finish(rank, 0.0) for rank in (2, 0, 1)] == [1.0, 2.0, 1.0]
     assert clock.finish(2, 1.0) == 3.0  # behind rank 0, on core 0
     assert clock.finish(1, 1.5) == 2.5  # core 1 was idle for half a second
@@ -152,7 +152,7 @@ def test_a_core_serves_first_come_first_served() -> None:
 
 
 def test_workers_that_take_turns_are_slowed_by_those_that_compute_already() -> None:
-    law = Speeds(SharedCores(Constant(1.0), 2, turns=True), (1.0,))
+    law = Speeds(SharedCores(ConstantTime(1.0), 2, turns=True), (1.0,))
     clock = law.start(5, 0)
     assert [clock.finish(rank, 0.0) for rank in range(5)] == [1.0, 1.0, 1.5, 2.0, 2.5]
     assert clock.finish(0, 2.2) == pytest.approx(3.2)  # only worker 4 computes
@@ -173,9 +173,9 @@ def test_a_core_never_serves_two_at_once(calls: list[tuple[int, float]], cores: 
 
 
 def test_a_longer_gradient_holds_its_core_for_longer() -> None:
-    clock = SharedCores(Constant(1.0), 1).start(2, 0)
+    clock = SharedCores(ConstantTime(1.0), 1).start(2, 0)
     assert [clock.finish(0, 0.0), clock.finish(1, 0.0, 3.0), clock.finish(0, 1.0)] == [1.0, 4.0, 5.0]
-    assert Constant(1.0).start(1, 0).finish(0, 2.0, 3.0) == 5.0
+    assert ConstantTime(1.0).start(1, 0).finish(0, 2.0, 3.0) == 5.0
 
 
 def test_enough_cores_change_nothing_and_one_core_adds_up() -> None:
@@ -240,10 +240,10 @@ def test_impossible_values_are_refused(text: str, message: str) -> None:
 
 def test_cores_are_shared_once() -> None:
     with pytest.raises(CompositionError, match="share cores already"):
-        SharedCores(Speeds(SharedCores(Constant(1.0), 2), (1.0,)), 3)
+        SharedCores(Speeds(SharedCores(ConstantTime(1.0), 2), (1.0,)), 3)
 
 
 @pytest.mark.parametrize(("workers", "seed", "name"), [(0, 0, "workers"), (1, -1, "seed")])
 def test_impossible_runs_are_refused(workers: int, seed: int, name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be >="):
-        Constant(1.0).start(workers, seed)
+        ConstantTime(1.0).start(workers, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flockstep.transports.copies import KEPT, REUSED, Copies
+from flockstep.transports.copies import KEPT, REUSED, BufferPool
 
 SIZE = REUSED // 8
 
@@ -14,7 +14,7 @@ def address(array):
 
 
 def test_a_copy_is_read_only_and_stays_what_it_was():
-    copies, array = Copies(), np.arange(SIZE, dtype=float)
+    copies, array = BufferPool(), np.arange(SIZE, dtype=float)
     copy = copies.frozen(array)
     array += 1
     assert not copy.flags.writeable
@@ -23,7 +23,7 @@ def test_a_copy_is_read_only_and_stays_what_it_was():
 
 def test_memory_is_used_again_once_nobody_sees_it():
     """What keeps it from being used: the copy, a part of it, or its bytes on their way."""
-    copies, array = Copies(), np.zeros(SIZE)
+    copies, array = BufferPool(), np.zeros(SIZE)
     first = copies.frozen(array)
     place = address(first)
     for keep in (lambda copy: copy, lambda copy: copy[3:5], lambda copy: copy.data.cast("B")):
@@ -37,7 +37,7 @@ def test_memory_is_used_again_once_nobody_sees_it():
 
 
 def test_no_more_buffers_are_kept_than_needed():
-    copies, array = Copies(), np.zeros(SIZE)
+    copies, array = BufferPool(), np.zeros(SIZE)
     held = [copies.frozen(array) for _ in range(KEPT + 3)]
     assert len({address(copy) for copy in held}) == KEPT + 3
     assert [len(buffers) for buffers in copies._buffers.values()] == [KEPT]
@@ -45,7 +45,7 @@ def test_no_more_buffers_are_kept_than_needed():
 
 
 def test_small_and_unchangeable_arrays_are_not_kept():
-    copies = Copies()
+    copies = BufferPool()
     fixed = np.zeros(SIZE)
     fixed.flags.writeable = False
     assert copies.frozen(fixed) is fixed

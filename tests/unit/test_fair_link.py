@@ -8,7 +8,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES, Address, server
 from flockstep.nodes import Cluster
 from flockstep.planning.rehearsal import rehearse
-from flockstep.simulation.compute import Constant
+from flockstep.simulation.compute import ConstantTime
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Fabric, Link, Network, Transit
 from flockstep.simulation.queue import EventQueue
@@ -101,7 +101,7 @@ def test_impossible_spreads_are_refused() -> None:
 
 
 def step(strategy: str, network: Network) -> float:
-    return rehearse(Strategy.parse(strategy), 4, 1e6, Constant(1e-6), network, steps=20).seconds_per_step
+    return rehearse(Strategy.parse(strategy), 4, 1e6, ConstantTime(1e-6), network, steps=20).seconds_per_step
 
 
 def test_a_barrier_at_a_server_costs_both_ways_where_a_link_overlaps_them() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from flockstep.arrays.schema import Schema
 from flockstep.records import full_disk
-from flockstep.records.events import Lost
+from flockstep.records.events import LostEvent
 from flockstep.records.folder import EventWriter, RunFolder, read_event_file
 from support.disks import small_disk
 
@@ -28,7 +28,7 @@ def test_a_writer_drops_events_with_one_warning_that_names_the_file(
     file.symlink_to("/dev/full")
     with EventWriter(file) as writer:
         for step in range(3):
-            writer.write(Lost(float(step), 0, "gone"))
+            writer.write(LostEvent(float(step), 0, "gone"))
     said = capfd.readouterr().err
     assert said.count("flockstep: ") == 1
     assert str(file) in said
@@ -46,7 +46,7 @@ def test_a_writer_raises_what_is_no_full_disk(tmp_path: Path) -> None:
     writer = EventWriter(tmp_path / "worker-0.jsonl")
     file, writer._file = writer._file, Broken()  # type: ignore[assignment]
     with pytest.raises(OSError, match="Input/output error"):
-        writer.write(Lost(0.0, 0, "gone"))
+        writer.write(LostEvent(0.0, 0, "gone"))
     writer._file = file
     writer.close()
 
@@ -67,7 +67,7 @@ def test_a_result_is_kept_elsewhere_and_events_end_with_a_whole_line(
     record = RunFolder(small / "run")
     with EventWriter(record.node_events_file(0)) as writer:
         for step in range(5000):
-            writer.write(Lost(float(step), 0, "a reason of some length"))
+            writer.write(LostEvent(float(step), 0, "a reason of some length"))
     events = read_event_file(record.node_events_file(0))
     assert 100 < len(events) < 5000
     assert record.merge_events() == events

@@ -16,7 +16,7 @@ from flockstep.messages import Fields
 from flockstep.records.handed_in import Arriving, HandedIn
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)
@@ -73,7 +73,7 @@ def test_a_node_sends_no_more_than_a_window_ahead(tmp_path: Path) -> None:
     schema = Schema.of({"w": (4 * PART,)}, "float32")
     control = Control(f"ipc://{tmp_path}/control", 5.0)
     member = Member(Ticket("run", 0, control.address, str(tmp_path), "ipc", 5.0, "", 1, 0), schema)
-    wire = control.link(0, member.line.address, Identity("run", LAUNCHER, schema.hash, schema.nbytes))
+    wire = control.link(0, member.line.address, SenderIdentity("run", LAUNCHER, schema.hash, schema.nbytes))
     wire.send("linked")
     assert member.next().tag == "linked"
     tell, sent, taken, ahead = member.tell, list[str](), list[FlatArray](), list[int]()

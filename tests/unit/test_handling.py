@@ -13,10 +13,10 @@ from flockstep.errors import ConfigurationError
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.prospect import on_cluster
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
-from flockstep.simulation.compute import ComputeModel, Constant
-from flockstep.simulation.handling import Handled, Longer, Work
+from flockstep.simulation.compute import ComputeModel, ConstantTime
+from flockstep.simulation.handling import Handled, Longer, Overheads
 from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
@@ -26,39 +26,39 @@ NETWORK = Network.parse("link(1e6, 0.001)")
 BUSY = (NBYTES + HEADER_BYTES) / 1e6
 
 
-def seconds(text: str, work: Work, workers: int = 4) -> float:
-    law = Constant(0.01)
+def seconds(text: str, work: Overheads, workers: int = 4) -> float:
+    law = ConstantTime(0.01)
     return rehearse(Strategy.parse(text), workers, NBYTES, law, NETWORK, work=work, steps=8).seconds_per_step
 
 
 def test_a_server_handles_one_message_after_the_other() -> None:
     """n gradients come in and n models go out, and each costs its worker as much: 2 n + 2, less what the card takes."""
-    free, handled = (seconds("ps", Work(message=cost)) for cost in (0.0, 0.01))
+    free, handled = (seconds("ps", Overheads(message=cost)) for cost in (0.0, 0.01))
     assert BUSY < 0.01
     assert 5 * 0.01 < handled - free < (2 * 4 + 2) * 0.01
 
 
 def test_a_ring_handles_a_message_of_its_own_and_one_of_its_neighbor_in_each_round() -> None:
-    free, handled = (seconds("all_reduce", Work(message=cost)) for cost in (0.0, 0.01))
+    free, handled = (seconds("all_reduce", Overheads(message=cost)) for cost in (0.0, 0.01))
     assert handled - free == pytest.approx(2 * 3 * 2 * 0.01, rel=0.02)
 
 
 def test_bytes_cost_servers_and_workers_that_receive_them() -> None:
-    free = seconds("ps", Work())
-    assert seconds("ps", Work(serve=1e-5)) - free > 3 * NBYTES * 1e-5
-    assert seconds("ps", Work(receive=1e-5)) - free == pytest.approx(NBYTES * 1e-5, rel=0.02)
-    assert seconds("all_reduce", Work(serve=1e-5)) == seconds("all_reduce", Work())
+    free = seconds("ps", Overheads())
+    assert seconds("ps", Overheads(serve=1e-5)) - free > 3 * NBYTES * 1e-5
+    assert seconds("ps", Overheads(receive=1e-5)) - free == pytest.approx(NBYTES * 1e-5, rel=0.02)
+    assert seconds("all_reduce", Overheads(serve=1e-5)) == seconds("all_reduce", Overheads())
 
 
 def test_steps_are_longer_by_the_optimizer() -> None:
-    assert seconds("ps", Work(step=0.02)) - seconds("ps", Work()) == pytest.approx(0.02)
+    assert seconds("ps", Overheads(step=0.02)) - seconds("ps", Overheads()) == pytest.approx(0.02)
     law = Longer(ComputeModel.parse("shared_cores(constant(1), 2)"), 0.5)
     assert (law.sharing, next(law.stream(0, 0))) == (2, 1.5)
 
 
 def test_factors_of_matrices_are_worked_out_and_decoded_twice() -> None:
     rates = Rates({"powersgd": 1e8}, {"powersgd": 5e7}, {})
-    site = Site(Task("x", 1_000_000, ((1000, 1000),)), replace(load_cluster("lab-1gbit"), rates=rates))
+    site = Site(JobProfile("x", 1_000_000, ((1000, 1000),)), replace(load_cluster("lab-1gbit"), rates=rates))
     plain, factored = (site.work(Strategy.parse(text), 4).step for text in ("all_reduce", "powersgd"))
     assert factored - plain == pytest.approx(1e6 / 1e8 + 2 * 1e6 / 5e7)
 
@@ -99,7 +99,7 @@ def test_times_that_cannot_be_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         Handled(NETWORK, **{name: -1.0})
     with pytest.raises(ConfigurationError, match="extra"):
-        Longer(Constant(1.0), -1.0)
+        Longer(ConstantTime(1.0), -1.0)
 
 
 @pytest.mark.parametrize("workers", [2, 8, 64])
@@ -110,7 +110,7 @@ def test_the_slowest_of_exponential_times_is_later_than_the_mean_by_the_harmonic
 
 
 def test_speeds_make_the_slowest_late_and_constants_do_not() -> None:
-    assert late_of(Constant(1), 8) == 0
+    assert late_of(ConstantTime(1), 8) == 0
     assert late_of(ComputeModel.parse("speeds(constant(1), (1, 3))"), 2) == pytest.approx(1)
     assert drawn(ComputeModel.parse("lognormal(2, sigma=0.1)"), 4, 12)[0] == pytest.approx(2, rel=0.1)
     assert math.isfinite(late_of(ComputeModel.parse("pareto(1, 1.5)"), 1024))

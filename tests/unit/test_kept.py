@@ -12,9 +12,9 @@ from flockstep.cli.app import run as run_command
 from flockstep.costs.cluster_reading import load_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
-from flockstep.planning.kept import FILE, Kept, digest, settings_of
+from flockstep.planning.kept import FILE, TrialStore, digest, settings_of
 from flockstep.planning.task import Site, task_of
-from flockstep.planning.trials import Bench, Trial
+from flockstep.planning.trials import Trial, TrialContext
 
 TARGET = 0.9
 
@@ -34,17 +34,17 @@ def test_trials_of_a_job_that_was_changed_are_not_taken_up(old: str, new: str, r
         (tmp_path / "kept_job.py").write_text(text)
         sys.modules.pop("flockstep_job_kept_job", None)
         site = Site(task_of(str(tmp_path / "kept_job.py")), load_cluster("lab-1gbit"))
-        return settings_of(Bench(site), 4, TARGET, 0, "iid")
+        return settings_of(TrialContext(site), 4, TARGET, 0, "iid")
 
     before = settings(JOB_FILE)
     assert settings(JOB_FILE) == before
-    Kept(before, tmp_path / "kept")
+    TrialStore(before, tmp_path / "kept")
     after = settings(JOB_FILE.replace(old, new))
     if old != "# nothing":
         assert after["job's file"] != before["job's file"]
         after["job's file"] = before["job's file"]  # what a job reads may change where its file does not
     with pytest.raises(ConfigurationError, match=f"{rule}.* as of the trials kept in .*; give another folder"):
-        Kept(after, tmp_path / "kept")
+        TrialStore(after, tmp_path / "kept")
 
 
 JOB_FILE = """
@@ -97,20 +97,20 @@ def test_digests_are_of_types_shapes_and_contents() -> None:
 def test_what_holds_no_trials_is_refused_in_a_sentence(text: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(text)
     with pytest.raises(ConfigurationError, match="must hold kept trials, got something else; give another folder"):
-        Kept({}, tmp_path)
+        TrialStore({}, tmp_path)
 
 
 def test_a_trial_that_was_given_no_number_of_seconds_is_refused(tmp_path: Path) -> None:
-    kept = Kept({}, tmp_path)
+    kept = TrialStore({}, tmp_path)
     one = Trial("all_reduce", 4, 0.1, 0, TARGET, "time", None, 5.0, 10, 100, None, None)
     kept.add(one, 0.1, 5.0)
-    assert Kept({}, tmp_path).find("all_reduce", 0.1, 5.0) == one
+    assert TrialStore({}, tmp_path).find("all_reduce", 0.1, 5.0) == one
     text = (tmp_path / FILE).read_text()
     for old, new in (('"within": 5.0', '"within": "soon"'), ('"lr": 0.1}', '"lr": [1]}')):
         assert old in text
         (tmp_path / FILE).write_text(text.replace(old, new))
         with pytest.raises(ConfigurationError, match="must hold kept trials"):
-            Kept({}, tmp_path)
+            TrialStore({}, tmp_path)
 
 
 def test_trials_cannot_be_kept_in_a_file(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_trials_cannot_be_kept_in_a_file(tmp_path: Path) -> None:
     file.write_text("")
     for folder in (file, file / "below"):
         with pytest.raises(ConfigurationError, match=r"cannot keep trials in .*; name another folder with --keep"):
-            Kept({}, folder)
+            TrialStore({}, folder)
 
 
 @pytest.mark.parametrize("where", ["job", "engine"])
@@ -129,7 +129,7 @@ def test_interrupted_before_the_first_trial_there_is_still_a_plan(
         raise KeyboardInterrupt
 
     pytest.importorskip("optuna")
-    monkeypatch.setattr(Bench, where, interrupt)
+    monkeypatch.setattr(TrialContext, where, interrupt)
     words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "--simulate", "--trials", "1"]
     assert run_command([*words, "--keep", str(tmp_path / "kept")]) == 130
     out, err = capsys.readouterr()

@@ -225,6 +225,25 @@ def test_a_method_without_a_docstring_is_found():
     assert sorted(undescribed([base, kind])) == ["Base.unsaid", "Kind.new", "Kind.unsaid"]
 
 
+def repeated_classes(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Name of a class → the modules that define a class of that name, for names that several modules define."""
+    homes: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in parsed(source).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+def test_no_two_modules_define_classes_of_equal_name():
+    assert repeated_classes({module_of(path): path.read_text() for path in FILES}) == {}
+
+
+def test_classes_of_equal_name_are_found():
+    sources = {"a": "class Link: ...\nclass Own: ...", "b": "@final\nclass Link(Base): ...", "c": "from a import Link"}
+    assert repeated_classes(sources) == {"Link": ["a", "b"]}
+
+
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:
     """Which of `names` are loaded after `statement` in a fresh interpreter."""
     code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {statement}; print(*sys.modules)"

@@ -10,9 +10,9 @@ import pytest
 from flockstep.cli.app import run
 from flockstep.collectives.layouts import LAYOUTS
 from flockstep.errors import ConfigurationError
-from flockstep.report.layouts import SPEEDS, WORKERS, Delays, Model, layouts_page, picture, speed
+from flockstep.report.layouts import SPEEDS, WORKERS, Delays, ModelSize, layouts_page, picture, speed
 
-VGG = Model("VGG-A", 132_900_000, 4 * 132_900_000)
+VGG = ModelSize("VGG-A", 132_900_000, 4 * 132_900_000)
 DELAYS = Delays((VGG,), 16, 1.25e9)
 
 
@@ -53,7 +53,7 @@ def test_the_page_says_in_words_and_tables_what_it_draws(tmp_path: Path, capsys:
 
 
 def test_names_are_harmless() -> None:
-    text = layouts_page(Delays((Model("<script>alert(1)</script>", 1, 4),), 2, 1e6)).render()
+    text = layouts_page(Delays((ModelSize("<script>alert(1)</script>", 1, 4),), 2, 1e6)).render()
     assert "<script>alert" not in text
 
 

@@ -10,14 +10,14 @@ import msgspec
 from flockstep.messages import Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control, Line
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 
 
 def said(folder: Path, note: dict[str, int | float | str]) -> Message:
     """What a node hears of a welcome with that note."""
-    line = Line(Identity("run", 0, "schema", 1 << 10), f"ipc://{folder / 'line'}", 60)
+    line = Line(SenderIdentity("run", 0, "schema", 1 << 10), f"ipc://{folder / 'line'}", 60)
     control = Control(f"ipc://{folder / 'control'}", 60)
-    wire = control.link(0, line.address, Identity("run", LAUNCHER, "schema", 1 << 10))
+    wire = control.link(0, line.address, SenderIdentity("run", LAUNCHER, "schema", 1 << 10))
     try:
         wire.send("welcome", note)
         until = time.monotonic() + 20

@@ -9,23 +9,23 @@ from flockstep.drivers.plan import Plan
 from flockstep.drivers.virtual import Simulation
 from flockstep.nodes import Cluster
 from flockstep.planning.live import LiveSimulation
-from flockstep.records.events import Event, Snapshot
+from flockstep.records.events import EvaluationEvent, Event
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
-from flockstep.testing.strategies import Bench, small_job
+from flockstep.testing.strategies import GradientSource, small_job
 
 WORKERS, STEPS = 4, 40
 
 
-def snapshots(kind: type[Simulation], text: str, compute: str, every: int = 1) -> list[Snapshot]:
+def snapshots(kind: type[Simulation], text: str, compute: str, every: int = 1) -> list[EvaluationEvent]:
     strategy = Strategy.parse(text)
-    bench, seen = Bench(WORKERS, small_job(), 0), list[Event]()
+    source, seen = GradientSource(WORKERS, small_job(), 0), list[Event]()
     cluster = Cluster(WORKERS, strategy.servers_for(WORKERS))
     policy = choose_result(strategy, None)
-    plan = Plan(strategy, cluster, bench.engine.optimizer, bench.parts, 8, STEPS, 0, policy, every)
-    kind(bench.engine, plan, ComputeModel.parse(compute), Network.parse("1gbit"), seen.append).run()
-    return [event for event in seen if isinstance(event, Snapshot)]
+    plan = Plan(strategy, cluster, source.engine.optimizer, source.parts, 8, STEPS, 0, policy, every)
+    kind(source.engine, plan, ComputeModel.parse(compute), Network.parse("1gbit"), seen.append).run()
+    return [event for event in seen if isinstance(event, EvaluationEvent)]
 
 
 @pytest.mark.parametrize("text", ["all_reduce", "ps", "ps(shards=2)", "local_sgd(period=2)"])

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flockstep.records import RunConfig, Summary, summarize
-from flockstep.report.medians import Group, caveats, spreads, title
+from flockstep.report.medians import RepeatedRuns, caveats, spreads, title
 from flockstep.report.words import number
 
 BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
@@ -31,28 +31,28 @@ def shown(table: Table) -> str:
 
 def test_a_target_that_some_seeds_miss_is_said_of_all_of_them() -> None:
     """The median of the seeds missed 0.95, and one of them was at 0.99: no single best accuracy is the median's."""
-    seeds = Group((ran(0, 0.99, 2.0), ran(1, 0.90), ran(2, 0.94)))
+    seeds = RepeatedRuns((ran(0, 0.99, 2.0), ran(1, 0.90), ran(2, 0.94)))
     (said,) = caveats([seeds], [seeds])
     assert said.startswith("asgd reached the target 0.95 in 1 of 3 runs: the highest accuracy was 0.9900; train longer")
-    quick = Group((ran(0, 0.99, 2.0), ran(1, 0.90), ran(2, 0.96, 3.0)))
+    quick = RepeatedRuns((ran(0, 0.99, 2.0), ran(1, 0.90), ran(2, 0.96, 3.0)))
     assert caveats([quick], [quick]) == []
 
 
 def test_the_best_of_a_grid_is_that_of_every_rate_and_says_at_which() -> None:
     """Ranked by what it ended with, the chosen rate need not be the one that came nearest to the target."""
-    chosen, other = Group((ran(0, 0.90),)), Group((ran(0, 0.94, lr=0.3),))
+    chosen, other = RepeatedRuns((ran(0, 0.90),)), RepeatedRuns((ran(0, 0.94, lr=0.3),))
     (said,) = (one for one in caveats([chosen, other], [chosen]) if "reached" in one)
     assert "in none of 2 runs at 2 learning rates: the highest accuracy was 0.9400, at 0.3; train longer" in said
 
 
 def test_lower_metrics_are_the_better_ones_where_the_job_says_so() -> None:
     low = [msgspec.structs.replace(ran(seed, best), higher_is_better=False) for seed, best in enumerate((2.0, 1.5))]
-    (said,) = caveats([Group(tuple(low))], [Group(tuple(low))])
+    (said,) = caveats([RepeatedRuns(tuple(low))], [RepeatedRuns(tuple(low))])
     assert "the lowest accuracy was 1.5000; train" in said
 
 
 def test_the_table_of_ranges_says_what_it_shows_and_keeps_its_columns_apart() -> None:
-    one, two = Group((ran(0, 0.9), ran(1, 0.9))), Group((ran(0, 0.9, lr=0.3), ran(1, 0.9, lr=0.3)))
+    one, two = RepeatedRuns((ran(0, 0.9), ran(1, 0.9))), RepeatedRuns((ran(0, 0.9, lr=0.3), ran(1, 0.9, lr=0.3)))
     text = shown(spreads([one], [one]))
     assert text.splitlines()[0].strip() == "Medians over 2 seeds [least to largest]"
     assert "0.1*" not in text
@@ -61,7 +61,7 @@ def test_the_table_of_ranges_says_what_it_shows_and_keeps_its_columns_apart() ->
     assert "[least to largest]; * marks the learning rate that is ranked" in grid
     assert "0.1*" in grid
     assert "0.3*" not in grid
-    assert title([Group(one.runs[:1]), Group(two.runs[:1])], [one]).startswith("Every learning rate; *")
+    assert title([RepeatedRuns(one.runs[:1]), RepeatedRuns(two.runs[:1])], [one]).startswith("Every learning rate; *")
 
 
 def test_counts_have_no_exponent() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.base import Data, Job
-from flockstep.frameworks.numpy import Model, NumpyEngine, Quadratic, SoftmaxRegression, accuracy
+from flockstep.frameworks.numpy import Model, NumpyEngine, QuadraticModel, SoftmaxRegression, accuracy
 from flockstep.optimizers.sgd import SGD
 
 
@@ -32,7 +32,7 @@ def quadratic_job(dtype: str = "float64", full: bool = True, noise: float = 0.3)
     hessian = root @ root.T + np.eye(9) if full else np.linspace(0.1, 2, 9)
     x = random.normal(size=9) + noise * random.normal(size=(200, 9))
     return Job(
-        model=lambda: Quadratic((hessian + hessian.T) / 2, dtype=dtype),
+        model=lambda: QuadraticModel((hessian + hessian.T) / 2, dtype=dtype),
         data=lambda: Data(x, np.zeros(200), x, np.zeros(200)),
         optimizer=SGD(lr=0.01),
         metric=lambda outputs, targets: float(np.mean(outputs**2)),
@@ -102,7 +102,7 @@ def test_quadratic_without_noise_has_a_known_gradient_and_optimum() -> None:
     np.testing.assert_allclose(out, 0, atol=1e-12)
     start = engine.initial()
     engine.gradient(start, np.arange(5), out)
-    assert isinstance(engine.model, Quadratic)
+    assert isinstance(engine.model, QuadraticModel)
     np.testing.assert_allclose(out, engine.model.hessian @ (start - optimum), rtol=1e-12)
 
 
@@ -178,9 +178,9 @@ def test_unknown_optimizer_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: Quadratic(np.ones((2, 3))), r"must be \(d,\) or \(d, d\), got \(2, 3\)"),
-        (lambda: Quadratic(np.array([[1.0, 2], [0, 1]])), "must be symmetric"),
-        (lambda: Quadratic(np.ones(2), start=np.ones(3)), r"start must have shape \(2,\)"),
+        (lambda: QuadraticModel(np.ones((2, 3))), r"must be \(d,\) or \(d, d\), got \(2, 3\)"),
+        (lambda: QuadraticModel(np.array([[1.0, 2], [0, 1]])), "must be symmetric"),
+        (lambda: QuadraticModel(np.ones(2), start=np.ones(3)), r"start must have shape \(2,\)"),
         (lambda: SoftmaxRegression(0, 2), "features >= 1 and classes >= 2, got 0 and 2"),
         (lambda: SoftmaxRegression(2, 2, l2=-1), "l2 must be >= 0, got -1"),
     ],

@@ -16,11 +16,11 @@ from flockstep.errors import ConfigurationError, RunError
 from flockstep.launchers.script import conclude
 from flockstep.launchers.supervisor import Outcome
 from flockstep.records import EventWriter, RunConfig, RunFolder, summarize
-from flockstep.records.events import Event, Lost, Step
+from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.records.summary import Status
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="bsp", workers=4, seed=1)
-EVENTS: list[Event] = [Step(0.5, 0, 1, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)]
+EVENTS: list[Event] = [StepEvent(0.5, 0, 1, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)]
 
 
 def made(folder: RunFolder, config: RunConfig = CONFIG, overwrite: bool = False) -> None:
@@ -123,6 +123,6 @@ def test_a_run_whose_kept_file_is_gone_is_replaced_on_request_only(name: str, tm
 def test_what_a_lost_rank_had_written_belongs_to_the_record(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.created(CONFIG):
-        outcome = Outcome(2, lost={0: Lost(1.0, 0, "killed")}, nodes={0})
+        outcome = Outcome(2, lost={0: LostEvent(1.0, 0, "killed")}, nodes={0})
         with pytest.raises(RunError, match=r"worker-0\.jsonl was removed while its run was going on"):
             conclude(folder, CONFIG, outcome)

@@ -31,7 +31,7 @@ from flockstep.planning.prospect import (
 )
 from flockstep.planning.scaling import Crossover, Curve, best
 from flockstep.planning.sentences import quantity
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.planning.words import (
     HEADINGS,
     TABLE_2,
@@ -49,7 +49,7 @@ from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 
 FEW = ("all_reduce", "ps", "ps(consistency=asynchronous)", "local_sgd(period=8)", "all_reduce(codec=half)")
-TASK = Task("stand-in", 100_000, ((400, 200), (20_000,)))
+TASK = JobProfile("stand-in", 100_000, ((400, 200), (20_000,)))
 
 
 def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: int = 4, more: str = "") -> ClusterShape:

@@ -14,11 +14,11 @@ from flockstep.planning.page import CELLS, Map, best_map, plan_page, scaling_pic
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import Pace, prospect
 from flockstep.planning.scaling import WORKERS
-from flockstep.planning.task import Site, Task
+from flockstep.planning.task import JobProfile, Site
 from flockstep.report.page import Listing
 from flockstep.strategies.base import Strategy
 
-TASK = Task("stand-in", 100_000, ((400, 200), (20_000,)))
+TASK = JobProfile("stand-in", 100_000, ((400, 200), (20_000,)))
 CLUSTER = read_cluster(
     'compute = "constant(0.01)"\n[nodes.machines]\ncount = 4\n[[links]]\ninside = "machines"\n'
     'bandwidth = "100mbit"\nlatency = "50us"\n',

@@ -13,9 +13,9 @@ from flockstep.drivers.virtual import FORWARD
 from flockstep.errors import PeerLost
 from flockstep.messages import Message
 from flockstep.nodes import Worker
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.testing.strategies import Bench, equal_bits, run_strategy
+from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy
 
 SYNCHRONOUS = Traits(1, False, ("mean", "rank0"))
 
@@ -51,7 +51,7 @@ def test_collectives_in_the_background_equal_those_in_the_foreground(n):
     plain = run_strategy("all_reduce", n, 12, network=network)
     assert np.allclose(run.result, plain.result, rtol=1e-5, atol=1e-6)
     assert [run.nodes[rank].step for rank in range(n)] == [12] * n
-    assert len(run.of(Step)) == 12 * n
+    assert len(run.of(StepEvent)) == 12 * n
 
 
 def test_without_a_channel_of_their_own_their_messages_mix():
@@ -99,12 +99,12 @@ class Impatient(Strategy):
 
 def test_a_gradient_is_given_up_in_the_moment_in_which_the_message_is_here():
     run = run_strategy(Impatient(), 3, 5, compute="speeds(constant(1), (1, 2, 0.5))", network="ideal")
-    ends = {rank: [event.t for event in run.of(Step) if event.rank == rank] for rank in range(3)}
+    ends = {rank: [event.t for event in run.of(StepEvent) if event.rank == rank] for rank in range(3)}
     assert ends[1] == ends[0]  # twice as slow: always given up
     assert ends[2] == [t - 0.5 * ends[0][0] for t in ends[0]]  # twice as fast: never
     assert run.nodes[1].state == []
     assert run.nodes[2].state == [1, 2, 3, 4, 5]
-    assert [event.loss for event in run.of(Step) if event.rank == 1] == [None] * 5
+    assert [event.loss for event in run.of(StepEvent) if event.rank == 1] == [None] * 5
     assert run.totals[1].compute == pytest.approx(run.totals[0].compute)
 
 
@@ -131,20 +131,20 @@ class Asks(Strategy):
 
 def test_gradients_of_other_blocks_and_of_chosen_samples():
     run = run_strategy(Asks(), 3, 2, compute="constant(1)")
-    bench = Bench(3)
-    w = bench.start()
+    source = GradientSource(3)
+    w = source.start()
     for rank in range(3):
         asked = run.nodes[rank].state
-        fresh = Bench(3)
+        fresh = GradientSource(3)
         for step in range(2):
             mine = asked[5 * step : 5 * step + 5]
             for block in range(3):
                 assert equal_bits(mine[block], fresh.gradient(block, w))
             whole = np.empty_like(w)
-            loss = bench.engine.gradient(w, np.arange(bench.engine.train_size), whole)
+            loss = source.engine.gradient(w, np.arange(source.engine.train_size), whole)
             assert equal_bits(mine[3], whole)
             assert mine[4] == loss
-    assert len(run.of(Step)) == 6
+    assert len(run.of(StepEvent)) == 6
     assert run.seconds == pytest.approx(2 * (3 + 240 / 8))  # batches of 8 take a second
 
 
@@ -176,8 +176,8 @@ class AnswersWhileComputing(Strategy):
 
 def test_a_gradient_is_of_the_parameters_that_it_was_asked_at():
     run = run_strategy(AnswersWhileComputing(), 2, 1, compute="constant(1)")
-    bench = Bench(2)
-    assert equal_bits(run.nodes[1].state[0], bench.gradient(1, bench.start()))
+    source = GradientSource(2)
+    assert equal_bits(run.nodes[1].state[0], source.gradient(1, source.start()))
     assert (run.nodes[1].params == 7).all()
 
 

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from flockstep.arrays.schema import Schema
 from flockstep.errors import ConfigurationError, SchemaMismatch, UnknownName
 from flockstep.records import EventWriter, RunConfig, RunFolder, same_run, summarize
-from flockstep.records.events import Event, Figure, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import (
+    EvaluationEvent,
+    Event,
+    LostEvent,
+    NodeEvent,
+    ScalarEvent,
+    SpanEvent,
+    StepEvent,
+    UpdateEvent,
+)
 from flockstep.records.folder import read_event_file
 
 CONFIG = RunConfig(
@@ -23,17 +32,17 @@ CONFIG = RunConfig(
 )
 
 
-def step(t: float, rank: int = 0, number: int = 1) -> Step:
-    return Step(t, rank, number, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)
+def step(t: float, rank: int = 0, number: int = 1) -> StepEvent:
+    return StepEvent(t, rank, number, 0.5, 0.1, 0.2, 0.3, 10, 20, 1, 2)
 
 
 EVENTS: list[Event] = [
     step(0.5),
-    Update(0.6, -1, 0, 2, 1),
-    Span(0, "compute", 0.0, 0.7),
-    Snapshot(0.8, 1.0, 32, 10.0, 0.4, 0.9, None),
-    Lost(0.9, 2, "killed"),
-    Node(0, 1.0, 1, 0.1, 0.2, 0.3, 10, 20, 1, 2, 128, "ab"),
+    UpdateEvent(0.6, -1, 0, 2, 1),
+    SpanEvent(0, "compute", 0.0, 0.7),
+    EvaluationEvent(0.8, 1.0, 32, 10.0, 0.4, 0.9, None),
+    LostEvent(0.9, 2, "killed"),
+    NodeEvent(0, 1.0, 1, 0.1, 0.2, 0.3, 10, 20, 1, 2, 128, "ab"),
 ]
 
 
@@ -120,10 +129,10 @@ def test_events_survive_the_file(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_comes_back_as_nan(tmp_path: Path) -> None:
     with EventWriter(tmp_path / "e.jsonl") as writer:
         writer.write(step(1.0))
-        writer.write(Snapshot(2.0, 1.0, 32, 0.0, math.inf, 0.1, None))
+        writer.write(EvaluationEvent(2.0, 1.0, 32, 0.0, math.inf, 0.1, None))
     first, second = read_event_file(tmp_path / "e.jsonl")
     assert first == step(1.0)
-    assert isinstance(second, Snapshot)
+    assert isinstance(second, EvaluationEvent)
     assert math.isnan(second.loss)
     assert second.metric == 0.1
     assert second.divergence is None
@@ -134,7 +143,7 @@ def test_frequent_events_wait_for_company_and_rare_ones_do_not(tmp_path: Path) -
     writer = EventWriter(path, flush_every=3)
     writer.write(step(1.0))
     assert read_event_file(path) == []
-    writer.write(Lost(2.0, 1, "gone"))
+    writer.write(LostEvent(2.0, 1, "gone"))
     assert len(read_event_file(path)) == 2
     for t in (3.0, 4.0, 5.0):
         writer.write(step(t))
@@ -157,8 +166,8 @@ def test_cut_anywhere_every_whole_line_is_read(at: int) -> None:
         assert events == EVENTS[: len(events)]
         assert len(events) >= cut.count(b"\n")
         with EventWriter(path) as writer:
-            writer.write(Lost(9.0, 0, "again"))
-        assert read_event_file(path)[-1] == Lost(9.0, 0, "again")
+            writer.write(LostEvent(9.0, 0, "again"))
+        assert read_event_file(path)[-1] == LostEvent(9.0, 0, "again")
 
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
@@ -181,11 +190,11 @@ def test_json_that_is_no_event_is_an_error(tmp_path: Path, line: bytes) -> None:
 KILLED = """
 import os, signal, sys
 from flockstep.records import EventWriter
-from flockstep.records.events import Lost
-from flockstep.records.events import Update
+from flockstep.records.events import LostEvent
+from flockstep.records.events import UpdateEvent
 writer = EventWriter(sys.argv[1], flush_every=4)
 for number in range(10):
-    writer.write(Update(float(number), 0, 1, 1, 0))
+    writer.write(UpdateEvent(float(number), 0, 1, 1, 0))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -198,7 +207,7 @@ def test_sigkill_loses_only_what_was_held_back(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": source}, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    assert [event.t for event in RunFolder(tmp_path).read_events() if isinstance(event, Update)] == list(range(8))
+    assert [event.t for event in RunFolder(tmp_path).read_events() if isinstance(event, UpdateEvent)] == list(range(8))
 
 
 def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> None:
@@ -208,13 +217,13 @@ def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> N
     for node, times in ((0, (1.0, 4.0)), (1, (2.0, 3.0)), (-1, (2.5,)), (None, (5.0,))):
         with EventWriter(folder.node_events_file(node)) as writer:
             for t in times:
-                writer.write(Lost(t, 9 if node is None else node, "x"))
+                writer.write(LostEvent(t, 9 if node is None else node, "x"))
     names = {path.name for path in (folder.path / "events").iterdir()}
     assert names == {"worker-0.jsonl", "worker-1.jsonl", "server-0.jsonl", "launcher.jsonl"}
     with folder.node_events_file(1).open("ab") as file:
         file.write(b'{"type":"lost","t":9')
     before = folder.read_events()
-    assert [event.t for event in before if isinstance(event, Lost)] == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]
+    assert [event.t for event in before if isinstance(event, LostEvent)] == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]
     assert folder.merge_events() == before
     assert not (folder.path / "events").exists()
     assert folder.read_events() == before
@@ -334,7 +343,7 @@ def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -
     made(folder)
     with EventWriter(folder.events_file) as events:
         for node, value in enumerate((2.0, math.nan, math.inf)):
-            events.write(Figure(1.0, node, "alpha", value))
+            events.write(ScalarEvent(1.0, node, "alpha", value))
     folder.write_summary(summarize(CONFIG, folder.merge_events(), "failed"))
     assert folder.read().summary.figures == {"alpha": 2.0}
 

@@ -18,9 +18,9 @@ from flockstep.planning import rehearsal
 from flockstep.planning.prospect import prospect
 from flockstep.planning.rehearsal import AGREE, Rehearsal, rehearse
 from flockstep.planning.stand_in import Unrehearsed, longest_cycle, scaled, shrunk
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
@@ -44,7 +44,7 @@ LIKE = (
 
 
 @functools.cache
-def task() -> Task:
+def task() -> JobProfile:
     return task_of(JOB, None, load_job(JOB, 0))
 
 
@@ -63,7 +63,7 @@ def recorded(text: str, folder: Path) -> tuple[float, float]:
         ),
         folder,
     )
-    steps = [one for one in RunFolder(folder).read_events() if isinstance(one, Step) and one.step > STEPS // 4]
+    steps = [one for one in RunFolder(folder).read_events() if isinstance(one, StepEvent) and one.step > STEPS // 4]
     took = statistics.fmean(one.compute + one.wait + one.comm for one in steps)
     return took, statistics.fmean(one.sent for one in steps)
 
@@ -152,7 +152,7 @@ def test_memory_counts_what_the_strategy_keeps() -> None:
     assert momentum == pytest.approx(plain + task().nbytes, rel=0.01)
 
 
-LARGE = Task("large", 40_000_000, ((5000, 4000), (4000, 5000)))
+LARGE = JobProfile("large", 40_000_000, ((5000, 4000), (4000, 5000)))
 
 
 @pytest.mark.parametrize("text", ["bucketed", "all_reduce(collective=auto)", "local_sgd(period=32)"])
@@ -179,7 +179,7 @@ def test_what_no_stand_in_can_say_is_refused() -> None:
 
 def test_a_matrix_with_a_short_side_is_no_vector() -> None:
     """Factors of 20,000 × 10 have rank (20,000 + 10) elements; a stand-in of 1,431 × 1 would send itself."""
-    tall = Task("tall", 200_010, ((20_000, 10), (10,)))
+    tall = JobProfile("tall", 200_010, ((20_000, 10), (10,)))
     found = prospect(Strategy.parse("powersgd(rank=2)"), dataclasses.replace(cluster(), task=tall), 4)
     assert found.sent == pytest.approx(1.5 * 4 * (2 * 20_010 + 10), rel=0.02)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from flockstep.errors import ConfigurationError
 from flockstep.records import RunConfig, summarize
-from flockstep.records.events import Event, Lost, Snapshot, Update
+from flockstep.records.events import EvaluationEvent, Event, LostEvent, UpdateEvent
 from flockstep.records.folder import Record
 from flockstep.report import words
 from flockstep.report.activity import per_step, per_worker, timeline
@@ -179,7 +179,7 @@ EVIL = "</script><script>alert(1)</script><b>&\"'"
 def test_what_users_write_is_never_markup(tmp_path: Path) -> None:
     record = invent(RUNS[0])
     config = replace(record.config, strategy=EVIL, job=EVIL, facts={EVIL: EVIL})
-    summary = summarize(config, [*record.events, Lost(1.0, 1, EVIL)], "failed", EVIL)
+    summary = summarize(config, [*record.events, LostEvent(1.0, 1, EVIL)], "failed", EVIL)
     plain = render([record])
     page = render([Record(config, summary, record.events)])
     tags = [tag for tag, _ in read(page).tags]
@@ -205,7 +205,7 @@ def test_real_and_virtual_runs_share_no_report() -> None:
 
 def test_a_run_that_left_next_to_nothing_is_still_reported() -> None:
     config = RunConfig(kind="train", job="j", strategy="gossip", workers=2, target=0.9)
-    events: list[Event] = [Lost(0.5, 1, "killed")]
+    events: list[Event] = [LostEvent(0.5, 1, "killed")]
     empty = Record(config, summarize(config, events, "interrupted", "stopped by Ctrl-C"), events)
     page = render([empty])
     assert "stopped by Ctrl-C" in page
@@ -233,7 +233,7 @@ def test_each_run_has_one_color_in_all_figures(records: list[Record]) -> None:
 
 def test_progress_draws_exactly_the_evaluations(records: list[Record]) -> None:
     series = series_of(records[:1])
-    shots = [event for event in records[0].events if isinstance(event, Snapshot)]
+    shots = [event for event in records[0].events if isinstance(event, EvaluationEvent)]
     lines = [trace for trace in progress(series)["data"] if trace["mode"] == "lines"]
     assert [trace["x"] for trace in lines[:3]] == [
         [s.t for s in shots],
@@ -264,7 +264,7 @@ def test_each_worker_s_shares_add_up_to_one(records: list[Record]) -> None:
 
 def test_a_histogram_holds_every_update_also_when_binned() -> None:
     config = RunConfig(kind="train", job="j", strategy="s", workers=200)
-    events: list[Event] = [Update(1.0, -1, 0, late + 1, late) for late in range(300)]
+    events: list[Event] = [UpdateEvent(1.0, -1, 0, late + 1, late) for late in range(300)]
     figure = staleness(series_of([Record(config, summarize(config, events, "finished"), events)]))
     assert figure is not None
     (trace,) = figure["data"]
@@ -313,7 +313,10 @@ def test_the_reason_is_an_identity() -> None:
     pair = []
     for name, t, samples in (("quick", 2.0, 3000), ("slow", 8.0, 1500)):
         config = RunConfig(kind="train", job="j", strategy=name, workers=1, target=0.9)
-        events: list[Event] = [Snapshot(0.0, 0, 0, 0.0, 2.0, 0.1, None), Snapshot(t, 1, samples, 1e6, 0.1, 0.95, None)]
+        events: list[Event] = [
+            EvaluationEvent(0.0, 0, 0, 0.0, 2.0, 0.1, None),
+            EvaluationEvent(t, 1, samples, 1e6, 0.1, 0.95, None),
+        ]
         pair.append(Record(config, summarize(config, events, "finished"), events))
     sentences = findings(series_of(pair))
     assert (

@@ -10,7 +10,7 @@ import pytest
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.reports import MOST, PERIOD, Reports, events_in
 from flockstep.errors import ProtocolError
-from flockstep.records.events import Diverged, Event, Step
+from flockstep.records.events import DivergedEvent, Event, StepEvent
 
 
 class Supervisor:
@@ -25,14 +25,14 @@ class Supervisor:
         self.batches.append(events_in(array))
 
 
-def step(number: int, loss: float = 0.5) -> Step:
-    return Step(float(number), 0, number, loss, *[0.0] * 3, *[0] * 4)
+def step(number: int, loss: float = 0.5) -> StepEvent:
+    return StepEvent(float(number), 0, number, loss, *[0.0] * 3, *[0] * 4)
 
 
 def test_steps_wait_for_a_period_and_what_is_rare_takes_them_along() -> None:
     supervisor = Supervisor()
     reports = Reports(supervisor, lambda: supervisor.time)
-    first = [step(1), step(2), Diverged(0.0, 0, "a reason"), step(3)]
+    first = [step(1), step(2), DivergedEvent(0.0, 0, "a reason"), step(3)]
     for event in first:
         reports.write(event)
     assert supervisor.batches == [first[:3]]
@@ -49,7 +49,7 @@ def test_a_batch_is_bounded() -> None:
     for number in range(3 * MOST):
         reports.write(step(number))
     assert [len(batch) for batch in supervisor.batches] == [MOST] * 3
-    assert [event.step for batch in supervisor.batches for event in batch if isinstance(event, Step)] == [
+    assert [event.step for batch in supervisor.batches for event in batch if isinstance(event, StepEvent)] == [
         *range(3 * MOST)
     ]
 
@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_travels() -> None:
     reports.write(step(1, math.nan))
     reports.flush()
     (sent,) = supervisor.batches[0]
-    assert isinstance(sent, Step)
+    assert isinstance(sent, StepEvent)
     assert sent.loss is not None
     assert math.isnan(sent.loss)
 

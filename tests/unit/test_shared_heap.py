@@ -9,9 +9,9 @@ import pytest
 
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, server
-from flockstep.transports.copies import Copies
+from flockstep.transports.copies import BufferPool
 from flockstep.transports.shared_heap import FRONT, SLOTS, Borrowed, SharedHeap
-from flockstep.transports.wire import Identity, decode, encode
+from flockstep.transports.wire import SenderIdentity, decode, encode
 
 ROOM = 1 << 20
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_a_slot_is_refused(heaps, place, start, size):
 
 def identity(address, heap=None):
     borrowed = {} if heap is None else {0: Borrowed(heap.told, address)}
-    return Identity("run", address, "schema", 8000, borrowed=borrowed)
+    return SenderIdentity("run", address, "schema", 8000, borrowed=borrowed)
 
 
 def test_through_the_wire_only_the_header_travels(heaps):
@@ -143,7 +143,7 @@ def test_a_slot_larger_than_the_model_is_refused(heaps):
 
 
 def test_copies_go_to_the_heap_when_they_are_large(heaps):
-    copies = Copies()
+    copies = BufferPool()
     copies.heap = heaps[0]
     large, small = copies.frozen(np.zeros(1 << 16)), copies.frozen(np.zeros(8))
     assert heaps[0].place(large) is not None

@@ -30,7 +30,7 @@ from flockstep.transports.bus import Backlog
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.shared_heap import Borrowed
 from flockstep.transports.streams import StreamBus
-from flockstep.transports.wire import GREETING, Identity, encode
+from flockstep.transports.wire import GREETING, SenderIdentity, encode
 
 Make = Callable[..., StreamBus]
 CAN_UNSHARE = bool(shutil.which("ip") and shutil.which("unshare")) and not subprocess.call(["unshare", "-rn", "true"])
@@ -42,7 +42,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[StreamBus] = []
 
     def bus(address: int, transport: str = "tcp", run: str = "run") -> StreamBus:
-        one = Transport.parse(transport).bus(Identity(run, address, "schema", 1 << 20), tmp_path, f"node{len(made)}")
+        one = Transport.parse(transport).bus(
+            SenderIdentity(run, address, "schema", 1 << 20), tmp_path, f"node{len(made)}"
+        )
         assert isinstance(one, StreamBus)
         made.append(one)
         return one
@@ -91,7 +93,7 @@ def framed(header: bytes, payload: bytes | None = None) -> bytes:
 
 def greeting(source: int, run: str = "run", schema: str = "schema", tag: str = GREETING, number: int = 0) -> bytes:
     message = Message(source, tag, note={"memory": 0}, number=number)
-    return framed(encode(message, Identity(run, source, schema, 1 << 20)))
+    return framed(encode(message, SenderIdentity(run, source, schema, 1 << 20)))
 
 
 def still_works(first: StreamBus, second: StreamBus) -> None:
@@ -257,7 +259,7 @@ def test_a_stranger_cannot_take_the_name_of_a_peer_that_is_connected(make: Make)
 def test_who_speaks_before_it_was_let_in_is_hung_up_on(make: Make) -> None:
     """Nobody knows yet who takes part; who has greeted has to wait for an answer."""
     first, second = make(0), make(1)
-    push = encode(Message(1, "push", number=1), Identity("run", 1, "schema", 1 << 20))
+    push = encode(Message(1, "push", number=1), SenderIdentity("run", 1, "schema", 1 << 20))
     with knocking(first, greeting(1), framed(push)):
         while not first.rejected:
             assert first.poll(0.01) is None
@@ -319,7 +321,7 @@ def test_what_a_peer_says_must_be_as_agreed(said: bytes, sentence: str, make: Ma
 def test_a_message_may_come_in_pieces(make: Make) -> None:
     first, peer = as_peer(make)
     array = np.arange(30_000, dtype=np.float32)
-    me = Identity("run", 1, "schema", 1 << 20)
+    me = SenderIdentity("run", 1, "schema", 1 << 20)
     data = b"".join(
         framed(encode(Message(1, "push", array, number=number), me), array.tobytes()) for number in range(1, 4)
     )
@@ -355,13 +357,13 @@ def test_a_host_of_another_machine_is_refused(make: Make) -> None:
 
 def test_an_address_in_use_is_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="Address already in use; use an address of this machine"):
-        StreamBus(Identity("run", 1, "schema", 40), make(0).address)
+        StreamBus(SenderIdentity("run", 1, "schema", 40), make(0).address)
 
 
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     address = Transport.parse("ipc").listen(tmp_path / ("x" * 120), "worker-0")
     with pytest.raises(ConfigurationError, match="; set TMPDIR to a folder with a short path, or use --transport tcp"):
-        StreamBus(Identity("run", 1, "schema", 40), address)
+        StreamBus(SenderIdentity("run", 1, "schema", 40), address)
 
 
 @LINUX
@@ -608,7 +610,9 @@ def test_nothing_is_written_where_a_program_wants_no_array_any_more(make: Make) 
     """It was wanted when the message began to arrive; by its end the program waits for something else."""
     first, peer = as_peer(make)
     array, place = np.arange(60_000, dtype=np.float32), np.zeros(60_000, np.float32)
-    data = framed(encode(Message(1, "gather", array, number=1), Identity("run", 1, "schema", 1 << 20)), array.tobytes())
+    data = framed(
+        encode(Message(1, "gather", array, number=1), SenderIdentity("run", 1, "schema", 1 << 20)), array.tobytes()
+    )
     with peer:
         peer.sendall(data[:200_000])
         while not place[40_000]:
@@ -627,11 +631,11 @@ import test_streams
 from flockstep.messages import Message, Wanted
 from flockstep.transports import streams
 from flockstep.transports.kinds import Tcp
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 streams.UNANSWERED = 2
-first, second = (streams.StreamBus(Identity("run", i, "schema", 1 << 20), "tcp://127.0.0.1:*") for i in (0, 1))
+first, second = (streams.StreamBus(SenderIdentity("run", i, "schema", 1 << 20), "tcp://127.0.0.1:*") for i in (0, 1))
 test_streams.join(first, second)
 subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
 second.send(0, Message(1, "push", np.ones(3), number=1))

@@ -6,21 +6,23 @@ import msgspec
 import pytest
 
 from flockstep.records import RunConfig, Summary, summarize
-from flockstep.records.events import Event, Lost, Node, Snapshot, Span, Step, Update
+from flockstep.records.events import EvaluationEvent, Event, LostEvent, NodeEvent, SpanEvent, StepEvent, UpdateEvent
 
 CONFIG = RunConfig(kind="train", job="digits", strategy="gossip", workers=3, target=0.9)
 
 
-def step(t: float, rank: int, number: int, sent: int = 10) -> Step:
-    return Step(t, rank, number, 0.5, 0.5, 0.25, 0.25, sent, 20, 1, 2)
+def step(t: float, rank: int, number: int, sent: int = 10) -> StepEvent:
+    return StepEvent(t, rank, number, 0.5, 0.5, 0.25, 0.25, sent, 20, 1, 2)
 
 
-def node(address: int, steps: int = 10, end: str = "same", compute: float = 1.0, wait: float = 1.0) -> Node:
-    return Node(address, 5.0, steps, compute, wait, 2.0, 100, 200, 3, 4, 7 * 64, end)
+def node(address: int, steps: int = 10, end: str = "same", compute: float = 1.0, wait: float = 1.0) -> NodeEvent:
+    return NodeEvent(address, 5.0, steps, compute, wait, 2.0, 100, 200, 3, 4, 7 * 64, end)
 
 
-def shot(t: float, metric: float, samples: int = 0, sent: float = 0.0, divergence: float | None = None) -> Snapshot:
-    return Snapshot(t, 1.0, samples, sent, 1 - metric, metric, divergence)
+def shot(
+    t: float, metric: float, samples: int = 0, sent: float = 0.0, divergence: float | None = None
+) -> EvaluationEvent:
+    return EvaluationEvent(t, 1.0, samples, sent, 1 - metric, metric, divergence)
 
 
 WORKERS: list[Event] = [node(0), node(1), node(2)]
@@ -102,31 +104,31 @@ def test_a_worker_that_died_is_counted_by_its_steps() -> None:
 
 
 def test_utilization_leaves_out_workers_without_time() -> None:
-    idle = Node(1, 5.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, "same")
+    idle = NodeEvent(1, 5.0, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, "same")
     assert of(node(0), idle, node(2)).utilization == 0.25
 
 
 def test_staleness_is_weighted_by_the_number_of_updates() -> None:
-    summary = of(Update(1.0, -1, 0, 3, 0), Update(2.0, -1, 1, 1, 4), Update(3.0, -1, 2, 5, None))
+    summary = of(UpdateEvent(1.0, -1, 0, 3, 0), UpdateEvent(2.0, -1, 1, 1, 4), UpdateEvent(3.0, -1, 2, 5, None))
     assert summary.staleness_mean == 1.0
     assert summary.staleness_max == 4
     assert summary.staleness_counts == {0: 3, 4: 1}
 
 
 def test_a_round_counts_for_each_of_the_others() -> None:
-    assert of(Update(1.0, 0, None, 2, 0), Update(2.0, 0, 1, 1, 5)).staleness_counts == {0: 4, 5: 1}
-    assert of(Update(1.0, -1, None, 2, 0)).staleness_counts == {0: 6}
+    assert of(UpdateEvent(1.0, 0, None, 2, 0), UpdateEvent(2.0, 0, 1, 1, 5)).staleness_counts == {0: 4, 5: 1}
+    assert of(UpdateEvent(1.0, -1, None, 2, 0)).staleness_counts == {0: 6}
 
 
 def test_synchronous_rounds_are_complete() -> None:
-    rounds: list[Event] = [Update(1.0, rank, None, 10, 0) for rank in range(3)]
+    rounds: list[Event] = [UpdateEvent(1.0, rank, None, 10, 0) for rank in range(3)]
     summary = of(*WORKERS, *rounds)
     assert summary.completeness == 1.0
     assert [w.completeness for w in summary.per_worker] == [1.0, 1.0, 1.0]
 
 
 def test_a_missing_round_is_not_complete() -> None:
-    summary = of(*WORKERS, Update(1.0, 0, None, 10, 0), Update(1.0, 1, None, 9, 0))
+    summary = of(*WORKERS, UpdateEvent(1.0, 0, None, 10, 0), UpdateEvent(1.0, 1, None, 9, 0))
     assert [w.completeness for w in summary.per_worker] == [1.0, 0.9, 0.0]
     assert summary.completeness == pytest.approx(38 / 60)
 
@@ -136,8 +138,8 @@ def test_completeness_counts_the_others_steps_only() -> None:
         node(0, steps=10),
         node(1, steps=2),
         node(2, steps=4),
-        Update(1.0, 0, 1, 2, 1),
-        Update(1.0, 0, 0, 99, 0),
+        UpdateEvent(1.0, 0, 1, 2, 1),
+        UpdateEvent(1.0, 0, 0, 99, 0),
     ]
     summary = of(*events)
     assert [w.completeness for w in summary.per_worker] == [2 / 6, 0.0, 0.0]
@@ -146,24 +148,24 @@ def test_completeness_counts_the_others_steps_only() -> None:
 
 def test_server_updates_are_a_share_of_all_steps_and_servers() -> None:
     servers: list[Event] = [node(-1, steps=0), node(-2, steps=0)]
-    updates = [*(Update(1.0, -1, rank, 10, 0) for rank in range(3)), Update(1.0, -2, 0, 10, 0)]
+    updates = [*(UpdateEvent(1.0, -1, rank, 10, 0) for rank in range(3)), UpdateEvent(1.0, -2, 0, 10, 0)]
     summary = of(*WORKERS, *servers, *updates)
     assert summary.completeness == pytest.approx(40 / 60)
     assert {w.completeness for w in summary.per_worker} == {summary.completeness}
 
 
 def test_a_server_that_never_applied_anything_still_counts() -> None:
-    updates = [Update(1.0, -1, None, 10, 0)]
+    updates = [UpdateEvent(1.0, -1, None, 10, 0)]
     assert of(*WORKERS, *updates).completeness == 1.0
     assert of(*WORKERS, node(-2, steps=0), *updates).completeness == 0.5
 
 
 def test_completeness_above_one_shows() -> None:
-    assert of(*WORKERS, Update(1.0, -1, None, 20, 0)).completeness == 2.0
+    assert of(*WORKERS, UpdateEvent(1.0, -1, None, 20, 0)).completeness == 2.0
 
 
 def test_one_worker_has_nobody_to_hear_from() -> None:
-    summary = of(node(0), Update(1.0, 0, None, 10, 0), config=replace(CONFIG, workers=1))
+    summary = of(node(0), UpdateEvent(1.0, 0, None, 10, 0), config=replace(CONFIG, workers=1))
     assert summary.completeness is None
     assert summary.staleness_mean is None
     assert summary.replicas_agree is True
@@ -190,17 +192,18 @@ def test_divergence_is_that_of_the_last_evaluation() -> None:
 
 
 def test_a_lost_node_is_listed_once() -> None:
-    summary = of(Lost(3.0, 1, "silent"), Lost(2.0, 1, "killed"), Lost(4.0, -1, "killed"))
-    assert summary.lost == [Lost(2.0, 1, "killed"), Lost(4.0, -1, "killed")]
+    summary = of(LostEvent(3.0, 1, "silent"), LostEvent(2.0, 1, "killed"), LostEvent(4.0, -1, "killed"))
+    assert summary.lost == [LostEvent(2.0, 1, "killed"), LostEvent(4.0, -1, "killed")]
 
 
 def test_seconds_are_those_of_the_last_event_whatever_it_is() -> None:
-    assert of(step(1.0, 0, 1), Span(0, "wait", 0.0, 7.0)).seconds == 7.0
+    assert of(step(1.0, 0, 1), SpanEvent(0, "wait", 0.0, 7.0)).seconds == 7.0
 
 
 def test_the_order_of_events_does_not_matter_and_json_loses_nothing() -> None:
     events: list[Event] = [
-        *WORKERS, node(-1), shot(1.0, 0.5), shot(2.0, 0.95, 5, 6.0, 0.25), Update(1.5, -1, 1, 2, 3), Lost(4.0, 2, "x")
+        *WORKERS, node(-1), shot(1.0, 0.5), shot(2.0, 0.95, 5, 6.0, 0.25), UpdateEvent(1.5, -1, 1, 2, 3),
+        LostEvent(4.0, 2, "x"),
     ]  # fmt: skip
     expected = of(*events)
     random.Random(0).shuffle(events)

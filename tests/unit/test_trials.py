@@ -12,7 +12,7 @@ import pytest
 
 from flockstep import registry
 from flockstep.cli.app import run as run_command
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import ConfigurationError
@@ -22,13 +22,13 @@ from flockstep.launchers.simulate import simulate
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning import search as searching
 from flockstep.planning.advice import advise
-from flockstep.planning.kept import FILE, Kept, settings_of
+from flockstep.planning.kept import FILE, TrialStore, settings_of
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE
-from flockstep.planning.search import Found, Search, Step, keenest
+from flockstep.planning.search import Found, Search, SearchProgress, keenest
 from flockstep.planning.space import changed, knobs
-from flockstep.planning.task import Site, Task, task_of
-from flockstep.planning.trials import Bench, Trial, averaging, goal_of, trial
+from flockstep.planning.task import JobProfile, Site, task_of
+from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, trial
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
@@ -43,17 +43,17 @@ def cluster(compute: str = "constant(0.02)", bandwidth: str = "100mbit", count: 
 
 
 @pytest.fixture(scope="module")
-def task() -> Task:
+def task() -> JobProfile:
     return task_of(JOB)
 
 
 @pytest.fixture(scope="module")
-def site(task: Task) -> Site:
+def site(task: JobProfile) -> Site:
     return Site(task, cluster())
 
 
 @pytest.fixture(scope="module")
-def outlook(task: Task) -> Outlook:
+def outlook(task: JobProfile) -> Outlook:
     strategies = "all_reduce", "local_sgd(period=8)", "ps(consistency=backup(1))"
     return plan(task, cluster("exponential(0.02)"), strategies=strategies, further=False)
 
@@ -62,7 +62,7 @@ def closed_form(site: Site, text: str, workers: int) -> float:
     """A gradient, the optimizer, and the messages: a collective's cost, or n models through a server's card."""
     strategy, (latency, bandwidth), nbytes = Strategy.parse(text), site.link, site.task.nbytes
     if isinstance(strategy, AllReduce):
-        moving = strategy.collective.cost(workers, nbytes, Link(latency, 1 / bandwidth, HEADER_BYTES))
+        moving = strategy.collective.cost(workers, nbytes, LinkModel(latency, 1 / bandwidth, HEADER_BYTES))
     else:
         moving = 2 * latency + (workers + 1) * (nbytes + HEADER_BYTES) / bandwidth
     return 0.02 + site.work(strategy, workers).step + moving
@@ -78,7 +78,7 @@ def test_time_to_target_is_steps_times_the_closed_form(text: str, site: Site) ->
 
 
 @pytest.mark.parametrize("text", ["all_reduce", "ps(consistency=asynchronous)", "easgd(period=3)"])
-def test_a_trial_is_the_run_that_simulate_records(text: str, task: Task, tmp_path: Path) -> None:
+def test_a_trial_is_the_run_that_simulate_records(text: str, task: JobProfile, tmp_path: Path) -> None:
     compute = "exponential(0.02)"
     found = trial(Site(task, cluster(compute)), Strategy.parse(text), 4, target=TARGET, seed=3)
     config = RunConfig(
@@ -104,7 +104,7 @@ def test_another_step_would_be_noticed(site: Site) -> None:
     assert found.seconds_to_target != pytest.approx((found.steps + 1) * closed_form(site, "all_reduce", 4), rel=2e-3)
 
 
-def test_one_worker_has_the_fastest_machine_to_itself(task: Task) -> None:
+def test_one_worker_has_the_fastest_machine_to_itself(task: JobProfile) -> None:
     text = 'compute = "constant(0.02)"\n[nodes.slow]\nspeed = 0.5\n[nodes.fast]\nspeed = 4\n[[links]]\n'
     uneven = read_cluster(text + 'inside = ["slow", "fast"]\nbandwidth = "1gbit"\nlatency = "1ms"\n', name="test")
     site = Site(task, uneven)
@@ -148,10 +148,10 @@ def test_a_learning_rate_that_is_too_high_ends_a_trial(site: Site) -> None:
 
 
 def test_a_shared_bench_changes_nothing(site: Site) -> None:
-    bench = Bench(site)
-    first = [trial(site, Strategy.parse("ps"), 4, target=TARGET, bench=bench) for _ in range(2)]
+    context = TrialContext(site)
+    first = [trial(site, Strategy.parse("ps"), 4, target=TARGET, context=context) for _ in range(2)]
     assert first[0] == first[1] == trial(site, Strategy.parse("ps"), 4, target=TARGET)
-    assert trial(site, Strategy.parse("ps"), 4, target=TARGET, bench=bench, seed=1) != first[0]
+    assert trial(site, Strategy.parse("ps"), 4, target=TARGET, context=context, seed=1) != first[0]
 
 
 def test_what_cannot_be_tried_is_refused(site: Site) -> None:
@@ -215,7 +215,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 
 def search(outlook: Outlook, keep: Path | None = None, trials: int = 6, seed: int = 0, **more: float) -> Search:
-    kept = Kept(settings_of(Bench(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
+    kept = TrialStore(settings_of(TrialContext(outlook.site), outlook.workers, TARGET, seed, "iid"), keep)
     return Search(outlook, keenest(outlook, 3), kept, trials, more.get("budget"), TARGET, seed)
 
 
@@ -255,7 +255,7 @@ def test_kept_trials_are_not_run_again(outlook: Outlook, made_up: Counting, tmp_
     first = search(outlook, tmp_path).run()
     count = len(made_up.calls)
     assert len((tmp_path / FILE).read_text().splitlines()) >= count + 1 - made_up.calls.count(made_up.calls[0])
-    said: list[Step] = []
+    said: list[SearchProgress] = []
     assert search(outlook, tmp_path).run(said.append) == first
     assert len(made_up.calls) == count
     assert all(step.again for step in said if step.trial is not None)
@@ -379,7 +379,7 @@ def test_a_target_that_is_no_accuracy_is_refused(target: str, capsys: pytest.Cap
 
 
 def test_a_target_of_another_metric_may_be_any(site: Site) -> None:
-    job = Bench(site).job(0)
+    job = TrialContext(site).job(0)
     assert goal_of(job, 1.0) == 1.0
     assert goal_of(dataclasses.replace(job, metric=lambda outputs, targets: 3.0), 2.0) == 2.0
 
@@ -388,6 +388,6 @@ def test_gradients_that_leave_something_behind_get_a_bench_of_their_own(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "buffers", lambda self, replica: [0.0])
-    bench = Bench(site)
-    job = bench.job(0)
-    assert bench.engine(job, 0) is not bench.engine(job, 0)
+    context = TrialContext(site)
+    job = context.job(0)
+    assert context.engine(job, 0) is not context.engine(job, 0)

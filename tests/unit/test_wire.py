@@ -19,14 +19,14 @@ import flockstep.transports.wire as wire
 from flockstep.arrays.kernels import numpy_dtype
 from flockstep.errors import ProtocolError
 from flockstep.messages import Message, Note
-from flockstep.transports.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, Identity, decode, encode
+from flockstep.transports.wire import DTYPES, GREETING, MAX_HEADER, PROTOCOL, SenderIdentity, decode, encode
 
 SCHEMA = "0123456789abcdef"
 WEIGHTS = 10
 
 
-def identity(address: int) -> Identity:
-    return Identity("run", address, SCHEMA, WEIGHTS * 4)
+def identity(address: int) -> SenderIdentity:
+    return SenderIdentity("run", address, SCHEMA, WEIGHTS * 4)
 
 
 def payload(array: Any) -> memoryview:

@@ -11,7 +11,7 @@ from flockstep.errors import ConfigurationError
 
 
 @dataclass(frozen=True, order=True)
-class Layer:
+class FactoredWeight:
     """A weight (rows, columns) at `offset` of the flat array whose gradient is a sum of `products` outer products.
 
     A batch of B samples through a fully connected layer gives B products each time the layer is used.
@@ -32,7 +32,7 @@ class Layer:
         """Number of elements of the factors of one batch."""
         return self.products * (self.rows + self.columns)
 
-    def within(self, part: slice) -> tuple[Layer, slice] | None:
+    def within(self, part: slice) -> tuple[FactoredWeight, slice] | None:
         """Return the layer's whole rows that lie in a slice of the array, as a layer of that slice, and the rows'
         numbers.
 
@@ -43,7 +43,7 @@ class Layer:
         if first >= last:
             return None
         offset = self.offset + first * self.columns - part.start
-        return Layer(offset, last - first, self.columns, self.products), slice(first, last)
+        return FactoredWeight(offset, last - first, self.columns, self.products), slice(first, last)
 
 
 class Packing:
@@ -52,7 +52,7 @@ class Packing:
     U is (products, rows), V (products, columns), and the layer's gradient is Uᵀ V.
     """
 
-    def __init__(self, size: int, layers: Sequence[Layer]):
+    def __init__(self, size: int, layers: Sequence[FactoredWeight]):
         """Describe the packing of an array of `size` elements with the given layers.
 
         Raises:

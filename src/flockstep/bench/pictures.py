@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flockstep.bench.codecs import CodecFigure
 from flockstep.bench.prediction import WITHIN, Truth
 from flockstep.bench.simulator import SimulatorFigure
-from flockstep.bench.turns import Figure
+from flockstep.bench.turns import Measurement
 from flockstep.report import page as report
 from flockstep.report import words
 from flockstep.report.page import Page
@@ -31,7 +31,7 @@ PREDICTED = (
 _ABOVE = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom"}
 
 
-def of_rates(figures: Sequence[Figure]) -> Drawing:
+def of_rates(figures: Sequence[Measurement]) -> Drawing:
     """GB/s against array size: a line for each implementation, a panel for each number of processes.
 
     Error bars are quartiles.
@@ -58,7 +58,7 @@ def of_rates(figures: Sequence[Figure]) -> Drawing:
     return {"data": data, "layout": layout(panels.height + 80, legend=_ABOVE, **made)}
 
 
-def _line(mine: Sequence[Figure], way: str, place: int, index: int, first: bool) -> dict[str, object]:
+def _line(mine: Sequence[Measurement], way: str, place: int, index: int, first: bool) -> dict[str, object]:
     rates = [one.bytes / one.seconds / 1e9 for one in mine if one.seconds]
     return {
         "type": "scatter",

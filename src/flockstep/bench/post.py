@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.bench.ways import Place
+from flockstep.bench.ways import BenchProcess
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
@@ -15,14 +15,14 @@ from flockstep.messages import Wanted
 from flockstep.nodes import Cluster, Peer
 from flockstep.programs import Effect
 from flockstep.transports.base import Transport
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 
 
 class Post(Messenger):
     """One node on a transport; `peer` is the interface that programs use."""
 
-    def __init__(self, transport: Transport, name: str, place: Place):
-        me = Identity("bench", place.rank, "0" * 16, place.largest)
+    def __init__(self, transport: Transport, name: str, place: BenchProcess):
+        me = SenderIdentity("bench", place.rank, "0" * 16, place.largest)
         self.bus = transport.bus(me, place.folder, f"{name}-{place.rank}")
         self.peer = Peer(place.rank, Cluster(place.workers), np.zeros(0), np.random.default_rng(place.rank))
         super().__init__(self.bus, self.bus.poll, self.peer, None)

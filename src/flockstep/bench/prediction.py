@@ -29,7 +29,7 @@ from flockstep.planning.check import measure as measured_in
 from flockstep.planning.fit import fit_records
 from flockstep.planning.prospect import Prospect, Unpredictable, prospect
 from flockstep.planning.rates import measure_rates
-from flockstep.planning.task import Site, Task, task_of
+from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
 from flockstep.simulation import units
@@ -237,7 +237,7 @@ class Known:
         return replace(shape, wires=(replace(shape.wires[0], bandwidth=bandwidth / self.share),))
 
 
-def calibrated(runs: _Runs, task: Task, strategies: Sequence[str]) -> Known:
+def calibrated(runs: _Runs, task: JobProfile, strategies: Sequence[str]) -> Known:
     """Calibrate the cluster, and fit its link to the records of two runs."""
     transport = f"namespaces('{ENDS[0]}')"
     probed = calibrate(runs.job, runs.workers, transport=transport, gradients=GRADIENTS, rounds=ROUNDS)
@@ -251,7 +251,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def predict(cluster: ClusterShape, task: Task, strategy: str, workers: int, steps: int) -> Prospect:
+def predict(cluster: ClusterShape, task: JobProfile, strategy: str, workers: int, steps: int) -> Prospect:
     """Predict a strategy as a plan does, with a rehearsal of `steps` steps where a rehearsal is needed."""
     return prospect(Strategy.parse(strategy), Site(task, cluster), workers, steps=steps)
 

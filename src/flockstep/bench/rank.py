@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flockstep.bench.ways import Party, Place, Way
+from flockstep.bench.ways import BenchProcess, Party, Way
 
 
 def main(arguments: list[str]) -> None:
@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """
     catalog, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()
-    place = Place(rank, int(workers), Path(address).parent, "", int(largest))
+    place = BenchProcess(rank, int(workers), Path(address).parent, "", int(largest))
     ways: dict[str, Way] = {way.name: way for way in importlib.import_module(catalog).WAYS}
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
             party.close()
 
 
-def _obey(command: dict[str, Any], ways: dict[str, Way], parties: dict[str, Party], place: Place) -> Any:
+def _obey(command: dict[str, Any], ways: dict[str, Way], parties: dict[str, Party], place: BenchProcess) -> Any:
     name = command["way"]
     if command["do"] == "open":
         parties[name] = ways[name].party(replace(place, segment=command["segment"]))

@@ -10,8 +10,8 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.bench.post import Post
-from flockstep.bench.turns import Figure, take_turns
-from flockstep.bench.ways import Party, Place, Way, seconds_of
+from flockstep.bench.turns import Measurement, take_turns
+from flockstep.bench.ways import BenchProcess, Party, Way, seconds_of
 from flockstep.transports.base import Transport
 from flockstep.transports.shared_group import SharedGroup
 from flockstep.transports.shared_memory import SharedMemory
@@ -25,7 +25,7 @@ DONE = b"d"
 class _Pushing(Party):
     """Process 0 pushes arrays; process 1 adds them and replies when it has added all."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         self._rank = place.rank
         self._array = np.random.default_rng(place.rank).random(place.largest // 4, np.float32)
 
@@ -48,7 +48,7 @@ class _Pushing(Party):
 
 
 class _ByTransport(_Pushing):
-    def __init__(self, transport: Transport, place: Place):
+    def __init__(self, transport: Transport, place: BenchProcess):
         super().__init__(place)
         self._post = Post(transport, str(transport), place)
         self.told = self._post.bus.address
@@ -87,12 +87,12 @@ class ByTransport(Way):
         """Requirement of Linux for shared memory; empty for other transports."""
         return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _ByTransport(Transport.parse(self.name), place)
 
 
 class _InWindow(_Pushing):
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         super().__init__(place)
         self._group = SharedGroup(SharedMemory.attach(place.segment), place.rank, 2, place.largest + 4096)
         self._array = self._group.allocate(place.largest // 4, "float32")
@@ -118,12 +118,12 @@ class InWindow(Way):
         """Requirement of Linux for shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _InWindow(place)
 
 
 class _BySocket(_Pushing):
-    def __init__(self, family: socket.AddressFamily, place: Place):
+    def __init__(self, family: socket.AddressFamily, place: BenchProcess):
         super().__init__(place)
         self._socket = socket.socket(family)
         self._room = np.empty(place.largest // 4, np.float32)
@@ -165,12 +165,12 @@ class BySocket(Way):
     def __init__(self, name: str, family: socket.AddressFamily):
         self.name, self._family = name, family
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _BySocket(self._family, place)
 
 
 class _Copying(Party):
-    def __init__(self, place: Place):
+    def __init__(self, place: BenchProcess):
         self._rank = place.rank
         self._from, self._to = np.ones(place.largest // 4, np.float32), np.zeros(place.largest // 4, np.float32)
 
@@ -186,7 +186,7 @@ class Copying(Way):
 
     name = COPY
 
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         return _Copying(place)
 
 
@@ -202,6 +202,6 @@ WAYS: tuple[Way, ...] = (
 
 def measure(
     sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: Callable[[str], None] = lambda what: None
-) -> list[Figure]:
+) -> list[Measurement]:
     """Measure one push with each implementation, for each size in bytes."""
     return take_turns("flockstep.bench.transport", WAYS, 2, sizes, rounds, say)

@@ -32,7 +32,7 @@ ROOM = 1 << 20
 
 
 @dataclass
-class Figure:
+class Measurement:
     """Result of one implementation for one array size, or the reason why there is none."""
 
     way: str
@@ -138,13 +138,15 @@ def take_turns(
     sizes: Sequence[int],
     rounds: int,
     say: Callable[[str], None] = lambda what: None,
-) -> list[Figure]:
+) -> list[Measurement]:
     """Measure all implementations; in each round every one has a turn with every array size in bytes.
 
     Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalog`: module
     in whose `WAYS` the processes find an implementation by its name.
     """
-    missing = [Figure(way.name, workers, size, missing=way.missing) for way in ways if way.missing for size in sizes]
+    missing = [
+        Measurement(way.name, workers, size, missing=way.missing) for way in ways if way.missing for size in sizes
+    ]
     able = [way for way in ways if not way.missing]
     with contextlib.ExitStack() as stack, _crews(catalog, able, workers, max(sizes)) as crews:
         failed = {way.name: "its processes do not start" for way in able if way not in [one for one, _ in crews]}
@@ -167,7 +169,7 @@ def take_turns(
                         failed[way.name] = str(error)
                     else:
                         times.setdefault((way.name, size), []).extend([spent] if number >= 0 else [])
-    missing += [Figure(name, workers, size, missing=why) for name, why in failed.items() for size in sizes]
+    missing += [Measurement(name, workers, size, missing=why) for name, why in failed.items() for size in sizes]
     figures = [_figure(*key, workers, spent) for key, spent in times.items() if spent and key[0] not in failed]
     order = [way.name for way in ways]
     return sorted(figures + missing, key=lambda figure: (figure.bytes, order.index(figure.way)))
@@ -205,6 +207,8 @@ def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
     return memory.address
 
 
-def _figure(way: str, size: int, workers: int, spent: list[float]) -> Figure:
+def _figure(way: str, size: int, workers: int, spent: list[float]) -> Measurement:
     low, middle, high = statistics.quantiles(spent, n=4) if len(spent) > 1 else spent * 3
-    return Figure(way, workers, size, statistics.median(spent) if len(spent) > 1 else middle, low, high, len(spent))
+    return Measurement(
+        way, workers, size, statistics.median(spent) if len(spent) > 1 else middle, low, high, len(spent)
+    )

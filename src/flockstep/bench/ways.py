@@ -15,7 +15,7 @@ from flockstep.arrays.schema import FlatArray
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchProcess:
     """The position of one process in a benchmark."""
 
     rank: int
@@ -45,7 +45,7 @@ class Way(ABC):
         return f"pip install {' '.join(self.packages)}" if absent else ""
 
     @abstractmethod
-    def party(self, place: Place) -> Party:
+    def party(self, place: BenchProcess) -> Party:
         """Create this process's part of the measurement."""
 
 

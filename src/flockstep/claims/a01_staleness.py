@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.clockwork import Updates, timed, trace_of
 from flockstep.launchers.train import train
 from flockstep.messages import Address, Message
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Update
+from flockstep.records.events import Event, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.strategies.consistency.softsync import SoftSync
 from flockstep.strategies.parameter_server import ParameterServer
@@ -52,7 +52,7 @@ class InFlight(Updates):
         The last version may have fewer.
         """
         super().note(event)
-        if isinstance(event, Update) and len(self.log) % self.collected == 0:
+        if isinstance(event, UpdateEvent) and len(self.log) % self.collected == 0:
             self.total += len(self.computing)
 
 
@@ -85,7 +85,7 @@ class Staleness(Claim):
                 mean, total, in_flight = self._virtual(n, law)
                 rows.append(near(f"n={n}, {law}: mean staleness", expected, mean, 0.005))
                 what = f"n={n}, {law}: sum of staleness; of gradients in flight"
-                rows.append(Row(what, total, in_flight, total == in_flight))
+                rows.append(ClaimRow(what, total, in_flight, total == in_flight))
             say(f"n={n} of {WORKERS} workers: {rows[-2].ours:.4f}")
         for n in (1, 2, REAL_WORKERS):
             expected = (REAL_WORKERS - 1) / (REAL_WORKERS // n)
@@ -106,5 +106,5 @@ class Staleness(Claim):
             strategy = f"ps(consistency=softsync({n}))"
             workers, steps = REAL_WORKERS, self.real_steps
             train(RunConfig(kind="train", job="softmax", strategy=strategy, workers=workers, steps=steps), folder)
-            trace = trace_of([event for event in RunFolder(folder).read_events() if isinstance(event, Update)])
+            trace = trace_of([event for event in RunFolder(folder).read_events() if isinstance(event, UpdateEvent)])
         return float(trace.until_first_end(self.real_steps).staleness[5 * REAL_WORKERS :].mean())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.clockwork import Trace, timed
 
 WORKERS = 30
@@ -42,10 +42,12 @@ class SoftsyncStaleness(Claim):
         share = {n: _late(n, trace) / len(trace.staleness) for n, trace in memoryless.items()}
         say("exponential: " + ", ".join(f"n={n} {value:.1%} above 2 n" for n, value in share.items()))
         rows = (
-            Row("staleness of 1-softsync, cv 0.1", "{0, 1, 2}", str(found), found == {0, 1, 2}),
-            Row(f"gradients of {gradients} above 2 n, cv 0.1", "< 1e-4", late / gradients, late < 1e-4 * gradients),
+            ClaimRow("staleness of 1-softsync, cv 0.1", "{0, 1, 2}", str(found), found == {0, 1, 2}),
+            ClaimRow(
+                f"gradients of {gradients} above 2 n, cv 0.1", "< 1e-4", late / gradients, late < 1e-4 * gradients
+            ),
             *(
-                Row(f"share above 2 n, exponential, n={n}", "0.08 to 0.13", value, 0.08 <= value <= 0.13)
+                ClaimRow(f"share above 2 n, exponential, n={n}", "0.08 to 0.13", value, 0.08 <= value <= 0.13)
                 for n, value in share.items()
             ),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.clockwork import Unjudged, Updates, unjudged_job
 from flockstep.frameworks.numpy import Views
 from flockstep.messages import Address, Message
@@ -22,7 +22,7 @@ WINDOW = 60
 COPIES = 512
 
 
-class Pushed(Unjudged):
+class PerturbedQuadratics(Unjudged):
     """Many independent one-dimensional quadratics at rest at 0; each sample pushes one of them up by 1.
 
     The gradient is affine, so the return of a copy after a push equals a run that starts at distance 1, and one
@@ -109,7 +109,7 @@ class AsynchronyBegetsMomentum(Claim):
             spread = np.std([fitted(mean) for mean in means], axis=0, ddof=1) / np.sqrt(self.seeds)
             implied, divided = 1 - 1 / workers, rate / workers
             rows += [
-                Row(f"M={workers}: momentum", implied, momentum, abs(momentum - implied) <= 0.003),
+                ClaimRow(f"M={workers}: momentum", implied, momentum, abs(momentum - implied) <= 0.003),
                 near(f"M={workers}: rate times curvature", divided, step, 0.02),
             ]
             figures[f"M={workers}: standard error of the momentum"] = float(spread[0])
@@ -118,7 +118,7 @@ class AsynchronyBegetsMomentum(Claim):
         return Verdict(tuple(rows), figures=figures)
 
     def _mean(self, workers: int, rate: float, seed: int) -> FlatArray:
-        job = unjudged_job(lambda: Pushed(rate), np.arange(COPIES, dtype=np.float64)[:, None])
+        job = unjudged_job(lambda: PerturbedQuadratics(rate), np.arange(COPIES, dtype=np.float64)[:, None])
         steps = self.responses // workers
         run = run_strategy(
             "ps(asynchronous)",

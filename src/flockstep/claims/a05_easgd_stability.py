@@ -9,9 +9,9 @@ from itertools import repeat
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.nodes import Worker
-from flockstep.simulation.compute import Constant
+from flockstep.simulation.compute import ConstantTime
 from flockstep.strategies.elastic_averaging import ElasticAveraging
 from flockstep.testing.strategies import bowl_job, run_strategy
 
@@ -24,7 +24,7 @@ FACTOR = 20
 
 
 @dataclass(frozen=True)
-class InTurn(Constant):
+class InTurn(ConstantTime):
     """Constant compute times; worker r starts r / 16 of a gradient late, so that workers exchange one after another."""
 
     def stream(self, seed: int, rank: int) -> Iterator[float]:
@@ -76,13 +76,13 @@ class EasgdStability(Claim):
             worst = max(found, key=lambda alpha: abs(alpha - bound))
             say(f"eta {eta}: " + ", ".join(f"{n} workers {alpha:.4f}" for n, alpha in zip(WORKERS, found, strict=True)))
             what = f"largest stable alpha at eta {eta}, farthest of {', '.join(map(str, WORKERS))} workers"
-            rows.append(Row(what, bound, worst, abs(worst - bound) <= 0.003))
+            rows.append(ClaimRow(what, bound, worst, abs(worst - bound) <= 0.003))
         exact = {eta: (4 - 2 * eta) / (4 - eta) for eta in PUBLISHED}
         below = max(change(n, eta, 0.95 * alpha) for eta, alpha in exact.items() for n in WORKERS)
         above = min(change(n, eta, 1.05 * alpha) for eta, alpha in exact.items() for n in WORKERS)
         rows += [
-            Row("distance over first distance at 0.95 alpha, worst", f"< 1/{FACTOR}", below, below < 1 / FACTOR),
-            Row("distance over first distance at 1.05 alpha, least", f"> {FACTOR}", above, above > FACTOR),
+            ClaimRow("distance over first distance at 0.95 alpha, worst", f"< 1/{FACTOR}", below, below < 1 / FACTOR),
+            ClaimRow("distance over first distance at 1.05 alpha, least", f"> {FACTOR}", above, above > FACTOR),
         ]
         reason = (
             "The bound is that of the paper's order, whose gradient is that of the point before the elastic move; in "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.codecs.base import Shape
-from flockstep.codecs.power import PowerSgd
+from flockstep.codecs.power import PowerSgdCodec
 
 PUBLISHED = {"ResNet-18": (243, 136, 72), "LSTM": (310, 203, 120)}
 PARAMETERS = {"ResNet-18": 11_173_962, "LSTM": 31_819_578}
@@ -39,14 +39,14 @@ class PowerSgdBytes(Claim):
         rows = []
         for name, shapes in (("ResNet-18", resnet18()), ("LSTM", lstm())):
             total = sum(map(math.prod, shapes))
-            rows.append(Row(f"parameters, {name}", PARAMETERS[name], total, total == PARAMETERS[name]))
+            rows.append(ClaimRow(f"parameters, {name}", PARAMETERS[name], total, total == PARAMETERS[name]))
             for rank, published, floats in zip(RANKS, PUBLISHED[name], FLOATS[name], strict=True):
-                sent = PowerSgd(rank).on(shapes).wire_bytes(total, "float32") / 4
-                rows.append(Row(f"floats sent, {name}, rank {rank}", floats, sent, sent == floats))
+                sent = PowerSgdCodec(rank).on(shapes).wire_bytes(total, "float32") / 4
+                rows.append(ClaimRow(f"floats sent, {name}, rank {rank}", floats, sent, sent == floats))
                 ratio = total / sent
                 say(f"{name}, rank {rank}: {ratio:.2f} times less")
                 near = abs(ratio - published) <= 0.01 * published
-                rows.append(Row(f"compression, {name}, rank {rank}", published, round(ratio, 2), near))
+                rows.append(ClaimRow(f"compression, {name}, rank {rank}", published, round(ratio, 2), near))
         return Verdict(tuple(rows))
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from flockstep.arrays.schema import slices
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Node
+from flockstep.records.events import NodeEvent
 from flockstep.records.folder import RunFolder
 from flockstep.testing.strategies import bowl_job, run_strategy
 
@@ -56,7 +56,7 @@ class RingBytes(Claim):
         note = "the times are those of the virtual network: no bandwidth of this machine's loopback was limited"
         return Verdict(tuple(rows), note)
 
-    def _counted(self, n: int, books: list[Node], where: str) -> list[Row]:
+    def _counted(self, n: int, books: list[NodeEvent], where: str) -> list[ClaimRow]:
         sizes = [part.stop - part.start for part in slices(ELEMENTS, n)]
         expected = [2 * ELEMENTS - sizes[(rank + 1) % n] - sizes[(rank + 2) % n] for rank in range(n)]
         sent = [node.sent / (4 * STEPS) for node in books]
@@ -64,18 +64,20 @@ class RingBytes(Claim):
         per_node = ", ".join(map(str, expected))
         total = 2 * (n - 1) * ELEMENTS
         return [
-            Row(f"elements per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected),
-            Row(f"elements in all, N={n}, {where}", total, sum(sent), sum(sent) == total),
-            Row(f"messages per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
+            ClaimRow(
+                f"elements per node, N={n}, {where}", per_node, ", ".join(f"{s:g}" for s in sent), sent == expected
+            ),
+            ClaimRow(f"elements in all, N={n}, {where}", total, sum(sent), sum(sent) == total),
+            ClaimRow(f"messages per node, N={n}, {where}", 2 * (n - 1), max(messages), messages == {2 * (n - 1)}),
         ]
 
-    def _real(self, n: int) -> list[Node]:
+    def _real(self, n: int) -> list[NodeEvent]:
         job = f"quadratic(dimension={ELEMENTS})"
         with tempfile.TemporaryDirectory() as folder:
             config = RunConfig(kind="train", job=job, strategy="all_reduce", workers=n, steps=STEPS)
             train(config, Path(folder) / "run")
             events = RunFolder(Path(folder) / "run").merge_events()
-        return sorted((event for event in events if isinstance(event, Node)), key=lambda event: event.node)
+        return sorted((event for event in events if isinstance(event, NodeEvent)), key=lambda event: event.node)
 
     def _slope(self, say: Say) -> float:
         shares, seconds = [], []

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.programs_alone import run_once
 from flockstep.collectives import costs
 from flockstep.collectives.base import Collective
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.messages import HEADER_BYTES
 from flockstep.nodes import Worker
 
 LATENCY, PER_BYTE = 50e-6, 8e-10
 NETWORK = f"link(bandwidth={1 / PER_BYTE!r}, latency={LATENCY!r})"
-CHARGED = Link(LATENCY, PER_BYTE, HEADER_BYTES)
+CHARGED = LinkModel(LATENCY, PER_BYTE, HEADER_BYTES)
 """The same link with the virtual network's message headers, which the published formulas ignore."""
-FORMULAS: dict[str, Callable[[int, float, Link], float]] = {
+FORMULAS: dict[str, Callable[[int, float, LinkModel], float]] = {
     "binomial_tree": costs.tree,
     "recursive_doubling": costs.butterfly,
     "ring": costs.pipeline,
@@ -64,7 +64,7 @@ class CollectiveCosts(Claim):
         note = "in virtual time only: the real loopback of one host has neither a constant latency nor a link a rank"
         return Verdict(tuple(rows), note)
 
-    def _timed(self, name: str, n: int) -> Row:
+    def _timed(self, name: str, n: int) -> ClaimRow:
         errors, above = [], True
         for nbytes in SIZES:
             expected = FORMULAS[name](n, nbytes, CHARGED)
@@ -72,29 +72,31 @@ class CollectiveCosts(Claim):
             errors.append(abs(got / expected - 1))
             above &= got >= costs.lower_bound(n, nbytes, CHARGED) * (1 - 1e-12)
         what = f"{name}, P={n}: largest relative distance from the formula; never below the bound"
-        return Row(what, 0.0, max(errors), max(errors) <= 1e-9 and above)
+        return ClaimRow(what, 0.0, max(errors), max(errors) <= 1e-9 and above)
 
-    def _crossover(self, n: int, kilobytes: int) -> Row:
+    def _crossover(self, n: int, kilobytes: int) -> ClaimRow:
         """The first size at which the butterfly is slower, on a ladder from well below to well above the published
         crossover.
         """
         ladder = (round(kilobytes * 500 * STEP**i / (8 * n)) * 8 * n for i in itertools.count())
         found = next(m for m in ladder if seconds("recursive_doubling", n, m) > seconds("rabenseifner", n, m)) / 1e3
-        return Row(
+        return ClaimRow(
             f"kB where the butterfly loses, P={n}", kilobytes, found, kilobytes / STEP <= found <= kilobytes * STEP
         )
 
-    def _inequalities(self) -> list[Row]:
-        link = Link(LATENCY, PER_BYTE)
+    def _inequalities(self) -> list[ClaimRow]:
+        link = LinkModel(LATENCY, PER_BYTE)
         cases = [(1 << k, m) for k in range(1, 11) for m in np.geomspace(1, 1e9, 40)]
         butterfly = all(costs.tree(n, m, link) == 2 * costs.butterfly(n, m, link) for n, m in cases)
         slack = 1 + 1e-12
         pipeline = all(costs.halving_doubling(n, m, link) <= costs.pipeline(n, m, link) * slack for n, m in cases)
         two = all(costs.butterfly(2, m, link) <= costs.halving_doubling(2, m, link) * slack for _, m in cases)
         return [
-            Row("tree = 2 butterfly, P = 2 to 1024", "always", "always" if butterfly else "not always", butterfly),
-            Row("reduce-scatter and gather ≤ pipeline", "always", "always" if pipeline else "not always", pipeline),
-            Row("the butterfly never loses at P = 2", "always", "always" if two else "not always", two),
+            ClaimRow("tree = 2 butterfly, P = 2 to 1024", "always", "always" if butterfly else "not always", butterfly),
+            ClaimRow(
+                "reduce-scatter and gather ≤ pipeline", "always", "always" if pipeline else "not always", pipeline
+            ),
+            ClaimRow("the butterfly never loses at P = 2", "always", "always" if two else "not always", two),
         ]
 
 

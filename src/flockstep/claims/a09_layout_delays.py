@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.figure_14 import simulated, times
 from flockstep.collectives.layouts import LAYOUTS, Times
 
@@ -40,13 +40,13 @@ class LayoutDelays(Claim):
             t = Times.of(4 * parameters)
             for (name, formula), published in zip(LAYOUTS.items(), golden, strict=True):
                 ours = f"{formula(WORKERS, t):.{len(published.partition('.')[2])}f}"
-                rows.append(Row(f"{network}, {name}: seconds", published, ours, ours == published))
+                rows.append(ClaimRow(f"{network}, {name}: seconds", published, ours, ours == published))
         for name, formula in LAYOUTS.items():
             say(name)
             ratio = simulated(name, WORKERS) / formula(WORKERS, times(WORKERS))
-            rows.append(Row(f"{name}: simulated ÷ formula", 1.0, ratio, 1 - 1e-9 <= ratio <= 1.02))
+            rows.append(ClaimRow(f"{name}: simulated ÷ formula", 1.0, ratio, 1 - 1e-9 <= ratio <= 1.02))
         vgg = Times.of(4 * GOLDEN["VGG-A"][0])
         gain = LAYOUTS["naive server"](WORKERS, vgg) / LAYOUTS["ring"](WORKERS, vgg)
-        rows.append(Row("VGG-A: naive server ÷ ring", "13.4", f"{gain:.1f}", f"{gain:.1f}" == "13.4"))
+        rows.append(ClaimRow("VGG-A: naive server ÷ ring", "13.4", f"{gain:.1f}", f"{gain:.1f}" == "13.4"))
         note = "what a simulated exchange takes above its formula are the 64-byte headers of its messages"
         return Verdict(tuple(rows), note)

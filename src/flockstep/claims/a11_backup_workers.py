@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.clockwork import harmonic, timed
 from flockstep.simulation.compute import ComputeModel
 
@@ -45,15 +45,15 @@ class BackupWorkersRuntime(Claim):
             expected = harmonic(n + b) - harmonic(b)
             rows.append(near(f"{n}+{b}: seconds of a step", expected, mean, 0.01))
             same = int((found == _order_statistics(n, b, steps)).sum())
-            rows.append(Row(f"{n}+{b}: steps that end with the {n}th fastest", steps, same, same == steps))
+            rows.append(ClaimRow(f"{n}+{b}: steps that end with the {n}th fastest", steps, same, same == steps))
             say(f"{n}+{b}: {mean:.3f} s a step, {expected:.3f} expected")
         for few, all_of_them in (((16, 1), (16, 0)), ((16, 2), (16, 0)), ((96, 4), (100, 0))):
             later = int((ends[few] > ends[all_of_them][: len(ends[few])]).sum())
             what = "{}+{}: steps that end later than with {}+{}".format(*few, *all_of_them)
-            rows.append(Row(what, 0, later, later == 0))
+            rows.append(ClaimRow(what, 0, later, later == 0))
         backed, everyone = ends[96, 4], ends[100, 0]
         saved = float(1 - backed[-1] / len(backed) / (everyone[-1] / len(everyone)))
-        rows.append(Row("96+4 over 100+0: time saved", 0.4, saved, abs(saved - 0.4) <= 0.01))
+        rows.append(ClaimRow("96+4 over 100+0: time saved", 0.4, saved, abs(saved - 0.4) <= 0.01))
         return Verdict(tuple(rows))
 
 

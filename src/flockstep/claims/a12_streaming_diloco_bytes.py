@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.codecs.half import Half
 from flockstep.errors import ProtocolError
@@ -87,9 +87,9 @@ class StreamingDilocoBytes(Claim):
         )
         say(f"{every:,} bytes in 16 bits every step; {bare:g} and, with scales, {scaled:.2f} times less")
         rows = (
-            Row("bytes ÷ bytes, no headers", 400, bare, bare == 400),
-            Row("bytes ÷ bytes, a scale a fragment", ">= 390", round(scaled, 2), scaled >= 390),
-            Row("the published ratio ÷ ours", 1, round(PUBLISHED / bare, 4), abs(PUBLISHED / bare - 1) <= 0.01),
+            ClaimRow("bytes ÷ bytes, no headers", 400, bare, bare == 400),
+            ClaimRow("bytes ÷ bytes, a scale a fragment", ">= 390", round(scaled, 2), scaled >= 390),
+            ClaimRow("the published ratio ÷ ours", 1, round(PUBLISHED / bare, 4), abs(PUBLISHED / bare - 1) <= 0.01),
         )
         note = (
             "codes of 4 bits are gathered, not added up on their way: among n workers n/2 times what a ring would take"

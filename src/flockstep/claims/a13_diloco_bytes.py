@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = 2
@@ -27,7 +27,7 @@ class DilocoBytes(Claim):
         for strategy, period in (("diloco", 500), ("local_sgd(100, outer_optimizer=nesterov)", 100)):
             some = _sent(strategy, say)
             for what, more, less in zip(("bytes", "messages"), every, some, strict=True):
-                rows.append(Row(f"{what}, all-reduce ÷ {strategy}", period, more / less, more == period * less))
+                rows.append(ClaimRow(f"{what}, all-reduce ÷ {strategy}", period, more / less, more == period * less))
         return Verdict(tuple(rows))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.simulation.queue import EventQueue
 
 STAGES, BATCHES = 4, (4, 8, 32)
@@ -18,7 +18,7 @@ MISSING = "missing"
 
 
 @dataclass(frozen=True)
-class Work:
+class PipelinePass:
     """One pass of a stage over a micro-batch."""
 
     kind: Literal["forward", "backward"]
@@ -26,26 +26,26 @@ class Work:
     batch: int
 
 
-Schedule = Callable[[int, int, int], list[Work]]
+Schedule = Callable[[int, int, int], list[PipelinePass]]
 """(stage, number of stages, number of micro-batches) → passes of that stage, in order."""
 
 
-def gpipe(stage: int, stages: int, batches: int) -> list[Work]:
+def gpipe(stage: int, stages: int, batches: int) -> list[PipelinePass]:
     """All forward passes, then all backward passes (Huang et al. 2019)."""
-    ahead = [Work("forward", stage, batch) for batch in range(batches)]
-    return ahead + [Work("backward", stage, batch) for batch in range(batches)]
+    ahead = [PipelinePass("forward", stage, batch) for batch in range(batches)]
+    return ahead + [PipelinePass("backward", stage, batch) for batch in range(batches)]
 
 
-def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[Work]:
+def one_forward_one_backward(stage: int, stages: int, batches: int) -> list[PipelinePass]:
     """As many forward passes as there are stages from this one to the last, then alternating (Narayanan et al. 2019,
     1F1B).
     """
     ahead = min(stages - stage, batches)
-    order = [Work("forward", stage, batch) for batch in range(ahead)]
+    order = [PipelinePass("forward", stage, batch) for batch in range(ahead)]
     for batch in range(batches):
-        order.append(Work("backward", stage, batch))
+        order.append(PipelinePass("backward", stage, batch))
         if ahead + batch < batches:
-            order.append(Work("forward", stage, ahead + batch))
+            order.append(PipelinePass("forward", stage, ahead + batch))
     return order
 
 
@@ -58,14 +58,14 @@ class Pipeline:
     schedule: Schedule
     slowness: Sequence[float] = ()
     """Factor on the durations of each stage; empty if all stages are equally fast."""
-    done: set[Work] = field(default_factory=set)
+    done: set[PipelinePass] = field(default_factory=set)
     busy: float = 0.0
     peaks: list[int] = field(default_factory=list)
     """Largest number of micro-batches whose activations a stage held at once, for each stage."""
 
     def run(self) -> float:
         """Execute the schedule; return the idle share of the stages' time."""
-        queue: EventQueue[Work] = EventQueue()
+        queue: EventQueue[PipelinePass] = EventQueue()
         todo = [self.schedule(stage, self.stages, self.batches) for stage in range(self.stages)]
         held, working = [0] * self.stages, [False] * self.stages
         self.peaks = [0] * self.stages
@@ -86,15 +86,15 @@ class Pipeline:
         assert not any(todo), "the schedule waits for itself"
         return 1 - self.busy / (self.stages * queue.now)
 
-    def _ready(self, work: Work) -> bool:
+    def _ready(self, work: PipelinePass) -> bool:
         """Whether a pass's input is available: activations of the previous stage, or errors of the next stage."""
         if work.kind == "forward":
-            return work.stage == 0 or Work("forward", work.stage - 1, work.batch) in self.done
+            return work.stage == 0 or PipelinePass("forward", work.stage - 1, work.batch) in self.done
         if work.stage == self.stages - 1:
-            return Work("forward", work.stage, work.batch) in self.done
-        return Work("backward", work.stage + 1, work.batch) in self.done
+            return PipelinePass("forward", work.stage, work.batch) in self.done
+        return PipelinePass("backward", work.stage + 1, work.batch) in self.done
 
-    def _takes(self, work: Work) -> float:
+    def _takes(self, work: PipelinePass) -> float:
         return (FORWARD if work.kind == "forward" else BACKWARD) * (self.slowness[work.stage] if self.slowness else 1)
 
 
@@ -124,15 +124,17 @@ class PipelineSchedules(Claim):
                 bubble = pipeline.run()
                 peaks = [batches] * STAGES if schedule is gpipe else [min(STAGES - s, batches) for s in range(STAGES)]
                 what = f"{name}, {batches} micro-batches"
-                rows.append(Row(f"{what}: bubble", round(formula, 4), round(bubble, 4), abs(bubble - formula) < 1e-12))
-                rows.append(Row(f"{what}: most held", str(peaks), str(pipeline.peaks), pipeline.peaks == peaks))
+                rows.append(
+                    ClaimRow(f"{what}: bubble", round(formula, 4), round(bubble, 4), abs(bubble - formula) < 1e-12)
+                )
+                rows.append(ClaimRow(f"{what}: most held", str(peaks), str(pipeline.peaks), pipeline.peaks == peaks))
                 say(f"{what}: bubble {bubble:.4f}, held {pipeline.peaks}")
         uneven = Pipeline(STAGES, 8, gpipe, (1, 2, 1, 1)).run()
         formula = (STAGES - 1) / (8 + STAGES - 1)
         wrong = abs(uneven - formula) > 0.1
         rows.append(
-            Row("control: one stage twice as slow, 8 micro-batches", f"not {formula:.4f}", round(uneven, 4), wrong)
+            ClaimRow("control: one stage twice as slow, 8 micro-batches", f"not {formula:.4f}", round(uneven, 4), wrong)
         )
-        rows.append(Row("stages in processes of their own", "the same +-10 %", MISSING, False))
+        rows.append(ClaimRow("stages in processes of their own", "the same +-10 %", MISSING, False))
         reason = "flockstep does not split a model over processes yet, so that no real stage can be timed"
         return Verdict(tuple(rows), reason)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.strategies.gradient_coding import code, decoder
 
 
@@ -33,8 +33,10 @@ class GradientCodingExact(Claim):
         ]
         return Verdict(tuple(rows))
 
-    def _row(self, scheme: Literal["cyclic", "fractional"], n: int, s: int, bound: float) -> Row:
+    def _row(self, scheme: Literal["cyclic", "fractional"], n: int, s: int, bound: float) -> ClaimRow:
         b = code(scheme, n, s)
         sets = list(combinations(range(n), n - s))
         worst = max(float(np.abs(np.asarray(decoder(scheme, n, s, live)) @ b[list(live)] - 1).max()) for live in sets)
-        return Row(f"worst error, {scheme}, n={n}, s={s}, {len(sets)} sets", f"<= {bound:g}", worst, worst <= bound)
+        return ClaimRow(
+            f"worst error, {scheme}, n={n}, s={s}, {len(sets)} sets", f"<= {bound:g}", worst, worst <= bound
+        )

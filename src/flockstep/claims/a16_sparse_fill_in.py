@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.programs_alone import run_once
 from flockstep.collectives.sparse import expected_elements
 from flockstep.collectives.sparse_phases import summed_by_doubling
@@ -46,14 +46,18 @@ class SparseFillIn(Claim):
             formula = 100 * expected_elements(bucket, kept, n) / bucket
             digits = 1 if published == 72.4 else 2
             rows.append(
-                Row(f"formula, {kept} of {bucket}, P={n}: %", published, formula, round(formula, digits) == published)
+                ClaimRow(
+                    f"formula, {kept} of {bucket}, P={n}: %", published, formula, round(formula, digits) == published
+                )
             )
             ours = 100 * self._density(n, kept, bucket)
             rows.append(near(f"summed, {kept} of {bucket}, P={n}: %", published, ours, 0.01))
         for name, (whole, bracket, published) in SPEED_UPS.items():
             share = (1 - 1 / whole) / (1 - 1 / bracket)
             rows.append(
-                Row(f"{name}: share of communication", published, share, round(share, 3) == published and share <= 1)
+                ClaimRow(
+                    f"{name}: share of communication", published, share, round(share, 3) == published and share <= 1
+                )
             )
         return Verdict(tuple(rows), "a share of at most 1 shows only that brackets can be the communication's speed-up")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.testing.strategies import bowl_job, run_strategy
 from flockstep.topologies.facts import facts
 from flockstep.topologies.ring import RingGraph
@@ -40,7 +40,7 @@ class ConsensusRate(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Measure the rate long after the start, and check the bound at all steps."""
-        rows: list[Row] = []
+        rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         for n, expected in PUBLISHED.items():
             say(f"{n} workers")
@@ -50,11 +50,11 @@ class ConsensusRate(Claim):
             early, late = (spreads(n, steps, starts) for steps in (begin, end))
             rates = (late / early) ** (1 / (end - begin))
             rate = float(np.median(rates))
-            rows.append(Row(f"rate a step, {n} workers", expected, rate, as_steep(rate, expected)))
+            rows.append(ClaimRow(f"rate a step, {n} workers", expected, rate, as_steep(rate, expected)))
             first = np.array([spread(start) for start in starts])
             excess = max(float(np.max(s / (rho**t * first))) for s, t in ((early, begin), (late, end)))
             rows.append(
-                Row(f"disagreement over rho^t times the first, {n} workers", "<= 1", excess, excess <= 1 + 1e-9)
+                ClaimRow(f"disagreement over rho^t times the first, {n} workers", "<= 1", excess, excess <= 1 + 1e-9)
             )
             figures |= {f"least rate, {n}": float(rates.min()), f"largest rate, {n}": float(rates.max())}
         return Verdict(tuple(rows), figures=figures)

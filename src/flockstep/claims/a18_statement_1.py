@@ -8,18 +8,11 @@ from typing import Literal
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.strategies.broadcast import Broadcast
 from flockstep.testing.strategies import equal_bits, run_strategy, small_job
-
-
-@dataclass
-class Velocity:
-    """Momentum buffer of a receiver."""
-
-    v: FlatArray
 
 
 @dataclass(frozen=True)
@@ -33,9 +26,9 @@ class AtTheReceiver(Strategy):
         """The traits of `Broadcast`."""
         return Broadcast().traits
 
-    def worker_state(self, me: Worker) -> Velocity:
+    def worker_state(self, me: Worker) -> FlatArray:
         """Initial momentum buffer: zeros of shape (K,)."""
-        return Velocity(np.zeros_like(me.params))
+        return np.zeros_like(me.params)
 
     async def worker(self, me: Worker) -> None:
         """Apply the updates that have arrived, compute a gradient, and send the update to all peers."""
@@ -55,7 +48,7 @@ class AtTheReceiver(Strategy):
 
     def _absorb(self, me: Worker, update: FlatArray) -> None:
         if self.does == "momentum":
-            me.state.v = update = 0.5 * me.state.v + update
+            me.state = update = 0.5 * me.state + update
         me.params += update * (1 / (1 + me.step) if self.does == "rate" else 1)
 
 
@@ -81,8 +74,10 @@ class StatementOne(Claim):
                 say(f"{pattern + 1} of {self.patterns} patterns")
         tenth = len(range(0, self.patterns, 10))
         rows = (
-            Row("patterns of delay after which all replicas are equal", self.patterns, equal, equal == self.patterns),
-            Row("patterns with one lost message after which they differ", tenth, broken, broken == tenth),
+            ClaimRow(
+                "patterns of delay after which all replicas are equal", self.patterns, equal, equal == self.patterns
+            ),
+            ClaimRow("patterns with one lost message after which they differ", tenth, broken, broken == tenth),
             self._sender("momentum at the sender: largest difference", "sgd(lr=0.1, momentum=0.9)"),
             self._sender("Adam at the sender: largest difference", "adam(lr=0.02)"),
             self._receiver("plain additions: largest difference (rounding)", "nothing", "< 1e-6"),
@@ -106,12 +101,12 @@ class StatementOne(Claim):
         )
         return equal_bits(*run.replicas)
 
-    def _sender(self, what: str, optimizer: str) -> Row:
+    def _sender(self, what: str, optimizer: str) -> ClaimRow:
         run = run_strategy("broadcast", 4, 12, job=small_job(optimizer), compute="exponential(0.05)")
         apart = float(np.ptp(run.replicas, axis=0).max())
-        return Row(what, "0", apart, apart == 0)
+        return ClaimRow(what, "0", apart, apart == 0)
 
-    def _receiver(self, what: str, does: Literal["nothing", "momentum", "rate"], bound: str) -> Row:
+    def _receiver(self, what: str, does: Literal["nothing", "momentum", "rate"], bound: str) -> ClaimRow:
         run = run_strategy(AtTheReceiver(does), 4, 12, job=small_job(dtype="float64"), compute="exponential(0.05)")
         apart = float(np.ptp(run.replicas, axis=0).max())
-        return Row(what, bound, apart, apart < 1e-6 if does == "nothing" else apart > 1e-3)
+        return ClaimRow(what, bound, apart, apart < 1e-6 if does == "nothing" else apart > 1e-3)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.messages import Message
-from flockstep.testing.strategies import Run, Sent, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import Sent, SimulatedRun, equal_bits, run_strategy, small_job
 
 BOUNDS = (0, 1, 2, 3, 5, 10)
 LAWS = ("constant(0.05)", "normal(0.05, cv=0.3)", "exponential(0.05)", "lognormal(0.05, sigma=1.5)")
@@ -40,29 +40,29 @@ class SspLimits(Claim):
         endless = sum(_same(self._run(unbounded, *case), self._run("asynchronous", *case)) for case in cases)
         say(f"{none} and {endless} of {len(cases)} runs are the same")
         rows = [
-            Row("runs with s = 0 that are those of bsp", len(cases), none, none == len(cases)),
-            Row("runs without a bound that are asynchronous ones", len(cases), endless, endless == len(cases)),
+            ClaimRow("runs with s = 0 that are those of bsp", len(cases), none, none == len(cases)),
+            ClaimRow("runs without a bound that are asynchronous ones", len(cases), endless, endless == len(cases)),
         ]
         for s in BOUNDS:
             gap = max(_gap(self._run(f"ssp({s})", *case)) for case in cases)
-            rows.append(Row(f"s={s}: largest gap", s, gap, gap == s))
+            rows.append(ClaimRow(f"s={s}: largest gap", s, gap, gap == s))
         free = max(_gap(self._run("asynchronous", *case)) for case in cases)
-        rows.append(Row("control, asynchronous: largest gap", f"> {max(BOUNDS)}", free, free > max(BOUNDS)))
+        rows.append(ClaimRow("control, asynchronous: largest gap", f"> {max(BOUNDS)}", free, free > max(BOUNDS)))
         say(f"largest gaps {[row.ours for row in rows[2:-1]]}, without a bound {free}")
         return Verdict(tuple(rows))
 
-    def _run(self, consistency: str, law: str, seed: int) -> Run:
+    def _run(self, consistency: str, law: str, seed: int) -> SimulatedRun:
         job = small_job("sgd(lr=0.05, momentum=0.5)")
         return run_strategy(f"ps(consistency={consistency})", WORKERS, self.steps, job=job, compute=law, seed=seed)
 
 
-def _same(one: Run, other: Run) -> bool:
+def _same(one: SimulatedRun, other: SimulatedRun) -> bool:
     """Whether two runs end with equal parameters on all nodes and have the same events at the same times."""
     parameters = all(equal_bits(one.params[node], other.params[node]) for node in one.nodes)
     return parameters and one.events == other.events
 
 
-def _gap(run: Run) -> int:
+def _gap(run: SimulatedRun) -> int:
     """Largest number of clocks by which a worker that begins a gradient is ahead of the slowest, from the messages
     alone.
     """

@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep import registry
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.codecs.base import Codec
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.natural import Natural
@@ -67,7 +67,7 @@ class CodecErrors(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Draw encodings, and check means, squared errors and feedback states."""
-        rows: list[Row] = []
+        rows: list[ClaimRow] = []
         for name in registry.names("codec"):
             lossy = [codec for codec in settings(name) if not codec.lossless]
             contracting: list[tuple[float, Codec]] = []
@@ -81,7 +81,7 @@ class CodecErrors(Claim):
                     contracting.append((self._contraction(codec, moments), codec))
             if contracting:
                 ratio, worst = max(contracting, key=lambda each: each[0])
-                rows.append(Row(f"{worst}: ||x - C(x)||² over its bound", "<= 1", ratio, ratio <= 1))
+                rows.append(ClaimRow(f"{worst}: ||x - C(x)||² over its bound", "<= 1", ratio, ratio <= 1))
             for codec in [codec for codec in lossy if codec.contraction or codec.unbiased][:1]:
                 rows += feedback_rows(codec)
             say(f"{name}: {len(lossy)} settings, of which contractions {len(contracting)}")
@@ -118,14 +118,14 @@ class CodecErrors(Claim):
         off = np.abs(mean) / (spread + 1e-7 * np.abs(array))  # rounding of float32
         return Moments(float(off.max()), float(errors.mean()), float(errors.std() / self.draws**0.5))
 
-    def _controls(self) -> list[Row]:
+    def _controls(self) -> list[ClaimRow]:
         """Negative controls: errors that the checks must detect."""
         codec = Qsgd(levels=4)
         short = self._moments(lambda array, random: channel(codec)(array, random) * np.float32(0.99))
         bare = self._moments(channel(Qsgd(levels=1)))
         return [
-            Row(f"{codec}, one percent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
-            Row("qsgd(levels=1), undamped: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
+            ClaimRow(f"{codec}, one percent short: |mean - x|", f"> {SIGMAS:.0f}", short.off, short.off > SIGMAS),
+            ClaimRow("qsgd(levels=1), undamped: ||x - C(x)||² / ||x||²", "> 1", bare.error, bare.error > 1),
         ]
 
 
@@ -141,15 +141,15 @@ def draws(codec: Codec) -> bool:
     return len({codec.encode(example(), random).tobytes() for _ in range(4)}) > 1
 
 
-def unbiased_rows(codec: Codec, moments: Moments) -> list[Row]:
+def unbiased_rows(codec: Codec, moments: Moments) -> list[ClaimRow]:
     """Rows for the codec's mean, its variance, and the variance published in the paper."""
     omega, paper = codec.variance(SIZE), published(codec)
     assert omega is not None
     low = moments.error - SIGMAS * moments.uncertainty
     return [
-        Row(f"{codec}: |mean - x|, standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
-        Row(f"{codec}: variance", f"<= {omega if paper is None else paper:.4g}", moments.error, low <= omega),
-        *([] if paper is None else [Row(f"{codec}: declared variance", paper, omega, math.isclose(paper, omega))]),
+        ClaimRow(f"{codec}: |mean - x|, standard errors", f"<= {SIGMAS:.0f}", moments.off, moments.off <= SIGMAS),
+        ClaimRow(f"{codec}: variance", f"<= {omega if paper is None else paper:.4g}", moments.error, low <= omega),
+        *([] if paper is None else [ClaimRow(f"{codec}: declared variance", paper, omega, math.isclose(paper, omega))]),
     ]
 
 
@@ -199,7 +199,7 @@ def bound(codec: Codec, array: FlatArray) -> float:
     return min(codec.error_bound(array), share * _squared(array))
 
 
-def feedback_rows(codec: Codec) -> list[Row]:
+def feedback_rows(codec: Codec) -> list[ClaimRow]:
     """Input = sent + kept; ||kept||² ≤ 4 (1 - δ) / δ² · max ||input||², lemma 3."""
     used, feedback = codec if codec.contraction else Damped(codec), Residual()
     name = str(codec) if codec.contraction else f"{codec}, damped"
@@ -215,8 +215,8 @@ def feedback_rows(codec: Codec) -> list[Row]:
         delta = min(delta, 1 - max(_squared(memory), bound(used, wanted)) / _squared(wanted))
     ratio = kept * delta**2 / (4 * (1 - delta) * largest) if 0 < delta < 1 else float(kept > 0 and delta > 0)
     return [
-        Row(f"{name}, feedback: |given - sent - kept|", "<= 1e-9", worst, worst <= 1e-9),
-        Row(f"{name}, feedback: ||kept||² over its bound", "<= 1", ratio, ratio <= 1),
+        ClaimRow(f"{name}, feedback: |given - sent - kept|", "<= 1e-9", worst, worst <= 1e-9),
+        ClaimRow(f"{name}, feedback: ||kept||² over its bound", "<= 1", ratio, ratio <= 1),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.claims.base import Claim, Say, Verdict, near
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.testing.strategies import bowl_job, run_strategy
 
 SECONDS = 400
@@ -63,6 +63,6 @@ class Straggler(Claim):
             network=f"link(bandwidth={BANDWIDTH!r}, latency={LATENCY!r})",
             faults=[f"slows(1, {slow})"],
         )
-        steps_at = [event.t for event in run.of(Step)]
-        until = max(e.t for e in run.of(Step) if e.rank == 0)
+        steps_at = [event.t for event in run.of(StepEvent)]
+        until = max(e.t for e in run.of(StepEvent) if e.rank == 0)
         return sum(t <= until for t in steps_at) / until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.errors import FlockstepError
 from flockstep.systems.catalog import NOT_YET, System, system
 from flockstep.systems.published import COLUMNS, differences, table_1
@@ -32,7 +32,7 @@ class Taxonomy(Claim):
             wrong, failed = differences(known.row(), printed), _failed(known)
             ours = "; ".join([*_told(wrong), *([failed] if failed else [])]) or "as printed"
             row = ", ".join(str(getattr(printed, column)) for column in COLUMNS)
-            rows.append(Row(printed.system, row, ours, not (wrong or failed)))
+            rows.append(ClaimRow(printed.system, row, ours, not (wrong or failed)))
             say(f"{printed.system}: {ours}")
         missing = [row.what for row in rows if MISSING in str(row.ours)]
         reason = f"{MISSING}: flockstep cannot split a model over machines, as {', '.join(missing)} can"

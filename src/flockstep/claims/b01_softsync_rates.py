@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.spans import Training, errors_of, median, ranged
 
 WORKERS, BATCH, EPOCHS = 30, 4, 20
@@ -43,7 +43,7 @@ class SoftsyncRates(Claim):
         sync = self._errors("ps", say)
         learns = median(sync) <= LEARNS
         bound = min(median(sync), LEARNS) + 2.5
-        rows = [Row("synchronous, error in %", f"3.3 in 40 epochs, <= {LEARNS:g}; paper 18", ranged(sync), learns)]
+        rows = [ClaimRow("synchronous, error in %", f"3.3 in 40 epochs, <= {LEARNS:g}; paper 18", ranged(sync), learns)]
         fixed = (
             (1, f"3.1 in 40 epochs, <= {LEARNS:g}", 0.0, LEARNS),
             (15, "92.8 in 40 epochs, >= 80; paper 90", 80.0, 100.0),
@@ -51,11 +51,11 @@ class SoftsyncRates(Claim):
         )
         for n, published, least, most in fixed:
             errors = self._errors(f"ps(softsync({n}))", say)
-            rows.append(Row(f"{n}-softsync, alpha", published, ranged(errors), least <= median(errors) <= most))
+            rows.append(ClaimRow(f"{n}-softsync, alpha", published, ranged(errors), least <= median(errors) <= most))
         for n, published in ((1, "3.3"), (15, "3.1"), (30, "2.5")):
             errors = self._errors(f"ps(softsync({n}), server_update=staleness_scaled(mean, known={n}))", say)
             told = f"{published} in 40 epochs"
-            rows.append(Row(f"{n}-softsync, alpha / {n}", told, ranged(errors), median(errors) <= bound))
+            rows.append(ClaimRow(f"{n}-softsync, alpha / {n}", told, ranged(errors), median(errors) <= bound))
         return Verdict(tuple(rows))
 
     def _errors(self, strategy: str, say: Say) -> list[float]:

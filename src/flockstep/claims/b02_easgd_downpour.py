@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.spans import SAMPLES, Training, errors_of, median, ranged
 
 WORKERS, BATCH, STEPS, LR, BETA = 8, 8, 1000, 0.1, 0.9
@@ -43,16 +43,16 @@ class EasgdDownpour(Claim):
         spread, near = max(middle) - min(middle), min(median(elastic[1]), LEARNS) + 1
         told = f"2.2 to 4.4 in 1500 steps, <= {LEARNS:g}"
         rows = [
-            Row(f"EASGD, tau {tau}, error in %", told, ranged(errors), median(errors) <= LEARNS)
+            ClaimRow(f"EASGD, tau {tau}, error in %", told, ranged(errors), median(errors) <= LEARNS)
             for tau, errors in elastic.items()
         ]
         rows += [
-            Row("EASGD, spread over tau in points", "<= 2.5", round(spread, 2), spread <= 2.5),
-            Row(
+            ClaimRow("EASGD, spread over tau in points", "<= 2.5", round(spread, 2), spread <= 2.5),
+            ClaimRow(
                 "Downpour, tau 1, error in %", "1.9 to 2.8 in 1500 steps", ranged(pushed[1]), median(pushed[1]) <= near
             ),
-            Row("Downpour, tau 16", "87 to 93 in 1500 steps, >= 50", ranged(pushed[16]), median(pushed[16]) >= 50),
-            Row("Downpour, tau 64", "87 to 93 in 1500 steps, >= 50", ranged(pushed[64]), median(pushed[64]) >= 50),
+            ClaimRow("Downpour, tau 16", "87 to 93 in 1500 steps, >= 50", ranged(pushed[16]), median(pushed[16]) >= 50),
+            ClaimRow("Downpour, tau 64", "87 to 93 in 1500 steps, >= 50", ranged(pushed[64]), median(pushed[64]) >= 50),
         ]
         return Verdict(tuple(rows))
 

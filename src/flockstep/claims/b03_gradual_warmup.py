@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.spans import Training, errors_of
 
 BATCH, LR, WORKERS, EPOCHS = 16, 0.05, 16, 40
@@ -48,13 +48,15 @@ class GradualWarmup(Claim):
         small, mean = float(base.mean()), float(gradual.mean())
         table = {"none": "24.84 % (+1.24)", "constant": "25.88 % (+2.28)"}
         rows = (
-            Row("error of the small batch, %", "23.60 %", round(small, 2), True),
-            Row("gradual warm-up, %", "23.74 % (+0.14)", round(mean, 2), bool(mean <= small + 2.5)),
+            ClaimRow("error of the small batch, %", "23.60 %", round(small, 2), True),
+            ClaimRow("gradual warm-up, %", "23.74 % (+0.14)", round(mean, 2), bool(mean <= small + 2.5)),
             *(
-                Row(f"warm-up {name}, %", table[name], round(float(errors.mean()), 2), bool(errors.mean() >= mean + 5))
+                ClaimRow(
+                    f"warm-up {name}, %", table[name], round(float(errors.mean()), 2), bool(errors.mean() >= mean + 5)
+                )
                 for name, errors in others.items()
             ),
-            Row(
+            ClaimRow(
                 f"gradual warm-up, {LIMIT} workers, %",
                 "worse beyond 8,192 (their figure 1)",
                 round(float(beyond.mean()), 2),

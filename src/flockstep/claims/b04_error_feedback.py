@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, told, trained
 from flockstep.claims.spans import SAMPLES
 from flockstep.workloads.sampler import steps_for
@@ -48,19 +48,21 @@ class ErrorFeedback(Claim):
         least = {TOP: 10.0, RANDOM: 40.0}
         dense = self._finals("identity", "none", say)
         floor = dense.median
-        rows = [Row("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(floor, 2), floor <= LEARNS)]
+        rows = [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(floor, 2), floor <= LEARNS)]
         for codec, (without, having) in published.items():
             bare, fed = (self._finals(codec, feedback, say) for feedback in ("none", "residual"))
             bound, more = least.get(codec), f"{without}, >= dense + {least.get(codec, 0):.0f}"
             holds = bound is None or bare.median >= floor + bound
             rows += [
-                Row(f"{codec}, no feedback, %", more if bound else without, round(bare.median, 2), holds),
-                Row(f"{codec}, feedback, %", f"{having}, <= dense + 3", round(fed.median, 2), fed.median <= floor + 3),
+                ClaimRow(f"{codec}, no feedback, %", more if bound else without, round(bare.median, 2), holds),
+                ClaimRow(
+                    f"{codec}, feedback, %", f"{having}, <= dense + 3", round(fed.median, 2), fed.median <= floor + 3
+                ),
             ]
         bare, fed = (self._finals("one_bit", feedback, say) for feedback in ("none", "residual"))
         losses = [float(np.median(finals.loss)) for finals in (bare, fed)]
-        rows.append(Row("one_bit, loss, no feedback", 0.065, round(losses[0], 3), losses[0] > losses[1]))
-        rows.append(Row("one_bit, loss, feedback", "0.018, less than without", round(losses[1], 3), True))
+        rows.append(ClaimRow("one_bit, loss, no feedback", 0.065, round(losses[0], 3), losses[0] > losses[1]))
+        rows.append(ClaimRow("one_bit, loss, feedback", "0.018, less than without", round(losses[1], 3), True))
         figures = {"one_bit, error, no feedback": bare.median, "one_bit, error, feedback": fed.median}
         return Verdict(tuple(rows), f"{self._unbiased(figures, say)} {self._turns(figures, say)}", figures)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import Training, errors_of, median, ranged
 from flockstep.testing.strategies import equal_bits, run_strategy
@@ -51,13 +51,13 @@ class DelayCompensation(Claim):
             lost, found = median(bare), median(kept)
             what = f"{workers} workers, learning rate {lr}"
             rows += [
-                Row(f"{what}: plain, error in %", f"{plain}, >= {least:g}", ranged(bare), lost >= least),
-                Row(f"{what}: compensated", f"{compensated}, <= 10", ranged(kept), found <= 10),
+                ClaimRow(f"{what}: plain, error in %", f"{plain}, >= {least:g}", ranged(bare), lost >= least),
+                ClaimRow(f"{what}: compensated", f"{compensated}, <= 10", ranged(kept), found <= 10),
             ]
         same = all(equal_bits(*(_alone(strategy, seed) for strategy in (PLAIN, COMPENSATED))) for seed in range(3))
-        rows.append(Row("one worker, parameters bit for bit", "equal", "equal" if same else "differ", same))
+        rows.append(ClaimRow("one worker, parameters bit for bit", "equal", "equal" if same else "differ", same))
         apart = not equal_bits(*(_alone(strategy, 0, workers=2) for strategy in (PLAIN, COMPENSATED)))
-        rows.append(Row("control: two workers", "differ", "differ" if apart else "equal", apart))
+        rows.append(ClaimRow("control: two workers", "differ", "differ" if apart else "equal", apart))
         return Verdict(tuple(rows))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import median, ranged
 from flockstep.frameworks.base import Data, Job
@@ -67,11 +67,13 @@ class SyncAsyncTime(Claim):
         even = [median(self._times(rule, CLOCKED, say)) for rule in ("bsp", "asynchronous")]
         ratio, clocked = most / least, even[0] / even[1]
         rows = (
-            Row("asynchronous, s to 10 % error", "75 to 150", ranged(times["asynchronous"], 0), math.isfinite(least)),
-            Row("first 4 of 8 (4-sync)", "100 to 200", ranged(times["k_sync(4)"], 0), least < half < most),
-            Row("synchronous", "400 to 700", ranged(times["bsp"], 0), math.isfinite(most)),
-            Row("synchronous / asynchronous", "4 to 6; 3 to 21.7", round(ratio, 2), 3 <= ratio <= 21.7),
-            Row("control: the same, constant gradient times", "less", round(clocked, 2), clocked < ratio),
+            ClaimRow(
+                "asynchronous, s to 10 % error", "75 to 150", ranged(times["asynchronous"], 0), math.isfinite(least)
+            ),
+            ClaimRow("first 4 of 8 (4-sync)", "100 to 200", ranged(times["k_sync(4)"], 0), least < half < most),
+            ClaimRow("synchronous", "400 to 700", ranged(times["bsp"], 0), math.isfinite(most)),
+            ClaimRow("synchronous / asynchronous", "4 to 6; 3 to 21.7", round(ratio, 2), 3 <= ratio <= 21.7),
+            ClaimRow("control: the same, constant gradient times", "less", round(clocked, 2), clocked < ratio),
         )
         return Verdict(rows)
 

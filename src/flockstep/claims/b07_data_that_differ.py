@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.sorted_digits import LR, WORKERS, ends_of
 from flockstep.claims.spans import median, ranged
 
@@ -67,21 +67,23 @@ class DataThatDiffer(Claim):
         middle = {name: median(errors) for name, (errors, _) in apart.items()}
         sync, none = median(mixed["sync"]), median(mixed[NONE])
         rows = [
-            Row("synchronous, mixed data, error in %", f"3 to 5, <= {LEARNS:g}", ranged(mixed["sync"]), sync <= LEARNS),
-            Row(
+            ClaimRow(
+                "synchronous, mixed data, error in %", f"3 to 5, <= {LEARNS:g}", ranged(mixed["sync"]), sync <= LEARNS
+            ),
+            ClaimRow(
                 "synchronous, sorted data",
                 "3.9 to 4.7",
                 ranged(apart["sync"][0]),
                 middle["sync"] - min(sync, LEARNS) < 1.5,
             ),
-            Row("no communication, mixed data", "3.1 to 5.0, <= 10", ranged(mixed[NONE]), none <= 10),
-            Row("no communication, sorted data", "72 to 77, >= 60", ranged(apart[NONE][0]), middle[NONE] >= 60),
+            ClaimRow("no communication, mixed data", "3.1 to 5.0, <= 10", ranged(mixed[NONE]), none <= 10),
+            ClaimRow("no communication, sorted data", "72 to 77, >= 60", ranged(apart[NONE][0]), middle[NONE] >= 60),
         ]
         rows += [_beside(name, *apart[name]) for name in PILOT]
         for order in ORDERS:
             got = [middle[name] for name in order]
             ours = " < ".join(f"{error:.1f}" for error in got)
-            rows.append(Row(", ".join(order), "rising", ours, all(a < b for a, b in pairwise(got))))
+            rows.append(ClaimRow(", ".join(order), "rising", ours, all(a < b for a, b in pairwise(got))))
         return Verdict(tuple(rows))
 
     def _errors(self, name: str, apart: bool, say: Say) -> tuple[list[float], list[float]]:
@@ -91,11 +93,11 @@ class DataThatDiffer(Claim):
         return [end.error for end in ends], [end.worst for end in ends]
 
 
-def _beside(name: str, errors: list[float], worst: list[float]) -> Row:
+def _beside(name: str, errors: list[float], worst: list[float]) -> ClaimRow:
     """Compare a method's mean model with the pilot's, and its worst replica with its mean model."""
     least, most = PILOT[name]
     near = least / FACTOR <= median(errors) <= most * FACTOR
     published = f"{least:g}" if least == most else f"{least:g} to {most:g}"
     ours = f"{ranged(errors)}; {ranged(worst)}"
     apart = median(worst) >= median(errors) + APART
-    return Row(f"{name}, sorted data; worst worker's own", published, ours, near and apart)
+    return ClaimRow(f"{name}, sorted data; worst worker's own", published, ours, near and apart)

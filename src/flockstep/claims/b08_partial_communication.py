@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, End, ends_of
 from flockstep.claims.spans import median, ranged
 
@@ -41,7 +41,9 @@ class PartialCommunication(Claim):
         full = ends_of(f"broadcast({1 / WORKERS})", True, self.seeds, say, "mean")
         error = median(end.error for end in full)
         published = f"3.9 to 4.7, <= {LEARNS:g}"
-        rows = [Row("full, sorted data, error in %", published, ranged(end.error for end in full), error <= LEARNS)]
+        rows = [
+            ClaimRow("full, sorted data, error in %", published, ranged(end.error for end in full), error <= LEARNS)
+        ]
         bound = min(error, LEARNS) + 2
         whole = median(float(end.messages) for end in full)
         for share in SHARES:
@@ -50,17 +52,19 @@ class PartialCommunication(Claim):
             holds = median(end.error for end in ends) <= bound and all(end.equal for end in ends)
             what = f"deferred, share {share}, sorted data: error in %, messages of full, replicas equal"
             equal = sum(end.equal for end in ends)
-            rows.append(Row(what, f"3.6 to 5.3, {share}, all", f"{errors}, {sent:.3f}, {equal} of {len(ends)}", holds))
+            rows.append(
+                ClaimRow(what, f"3.6 to 5.3, {share}, all", f"{errors}, {sent:.3f}, {equal} of {len(ends)}", holds)
+            )
         rows += self._dropped(say)
         return Verdict(tuple(rows), "", {"messages of full communication": whole})
 
-    def _dropped(self, say: Say) -> list[Row]:
+    def _dropped(self, say: Say) -> list[ClaimRow]:
         """Replicas that apply the mean of the updates that arrived, the others being dropped."""
         mixed = {share: self._ends(share, False, say) for share in SHARES}
         spreads = [median(end.spread for end in ends) for ends in mixed.values()]
         grows = all(a < b for a, b in pairwise(spreads))
         rows = [
-            Row(
+            ClaimRow(
                 f"dropped, share {share}, mixed data: error in %, spread",
                 "3.1 to 3.6, 0.35 to 0.81",
                 f"{ranged(end.error for end in ends)}, {ranged(end.spread for end in ends)}",
@@ -71,7 +75,9 @@ class PartialCommunication(Claim):
         for share, published, least in ((0.5, "38 to 42, >= 25", 25.0), (0.05, "67 to 73", 25.0)):
             ends = self._ends(share, True, say)
             what = f"dropped, share {share}, sorted data: error in %"
-            rows.append(Row(what, published, ranged(e.error for e in ends), median(e.error for e in ends) >= least))
+            rows.append(
+                ClaimRow(what, published, ranged(e.error for e in ends), median(e.error for e in ends) >= least)
+            )
         return rows
 
     def _ends(self, share: float, apart: bool, say: Say) -> list[End]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.compressed_digits import EPOCHS, LEARNS, LR, WORKERS, Finals, told, trained
 from flockstep.codecs.damped import Damped
 from flockstep.codecs.qsgd import Qsgd
@@ -52,7 +52,10 @@ class FeedbackNeedsContraction(Claim):
     def check(self, say: Say) -> Verdict:
         """Train with each number of levels in each way."""
         dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH)).median
-        rows, figures = [Row("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)], {}
+        rows, figures = (
+            [ClaimRow("dense, error in %", f"2.8 to 3.3, <= {LEARNS:g}", round(dense, 2), dense <= LEARNS)],
+            {},
+        )
         for levels in LEVELS:
             codec = Qsgd(levels, BUCKET)
             omega = codec.variance(1 << 20) or 0.0
@@ -61,10 +64,12 @@ class FeedbackNeedsContraction(Claim):
             factor = composed.factor(1 << 20) if isinstance(composed, Damped) else 1.0
             exact = bool(np.isclose(factor, 1 / (1 + omega)))
             rows += [
-                Row(f"qsgd({levels}), no feedback, %", "2.5 to 3.1", round(bare.median, 2), bare.median <= dense + 2),
+                ClaimRow(
+                    f"qsgd({levels}), no feedback, %", "2.5 to 3.1", round(bare.median, 2), bare.median <= dense + 2
+                ),
                 self._raw(levels, raw, dense),
-                Row(f"qsgd({levels}), feedback: damped by", round(1 / (1 + omega), 4), round(factor, 4), exact),
-                Row(
+                ClaimRow(f"qsgd({levels}), feedback: damped by", round(1 / (1 + omega), 4), round(factor, 4), exact),
+                ClaimRow(
                     f"qsgd({levels}), feedback, damped, %",
                     "3.1 to 4.7, <= dense + 2",
                     round(ours.median, 2),
@@ -74,11 +79,11 @@ class FeedbackNeedsContraction(Claim):
             figures[f"qsgd({levels}), omega"] = omega
         return Verdict(tuple(rows), "", figures)
 
-    def _raw(self, levels: int, raw: Finals, dense: float) -> Row:
+    def _raw(self, levels: int, raw: Finals, dense: float) -> ClaimRow:
         seen = f"diverges on {raw.diverged} of {self.seeds} seeds" if raw.diverged else f"{raw.median:.2f} %"
         if levels in DIVERGE:
-            return Row(f"qsgd({levels}), raw feedback", "diverges", seen, raw.diverged == self.seeds)
-        return Row(f"qsgd({levels}), raw feedback", "fine", seen, not raw.diverged and raw.median <= dense + 2)
+            return ClaimRow(f"qsgd({levels}), raw feedback", "diverges", seen, raw.diverged == self.seeds)
+        return ClaimRow(f"qsgd({levels}), raw feedback", "fine", seen, not raw.diverged and raw.median <= dense + 2)
 
     def _finals(self, codec: Qsgd, feedback: str | Residual, say: Say) -> Finals:
         return told(say, f"{codec}, feedback {feedback}", trained(codec, feedback, seeds=self.seeds, batch=BATCH))

@@ -14,7 +14,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class ClaimRow:
     """One figure of a claim: the published (or computed) value, the reproduced value, and whether the claim holds."""
 
     what: str
@@ -23,16 +23,16 @@ class Row:
     holds: bool
 
 
-def near(what: str, published: float, ours: float, tolerance: float) -> Row:
+def near(what: str, published: float, ours: float, tolerance: float) -> ClaimRow:
     """A row that holds if the relative difference is at most `tolerance`."""
-    return Row(what, published, ours, abs(ours / published - 1) <= tolerance)
+    return ClaimRow(what, published, ours, abs(ours / published - 1) <= tolerance)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Result of checking a claim."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ClaimRow, ...]
     reason: str = ""
     """If a row fails, the measured reason; otherwise a remark for the reader."""
     figures: dict[str, float] = field(default_factory=dict)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import Perceptron, digits_job
 from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Data, Job
-from flockstep.records.events import Event, Node
-from flockstep.testing.strategies import Run, Watched, run_strategy
+from flockstep.records.events import Event, NodeEvent
+from flockstep.testing.strategies import SimulatedRun, Watched, run_strategy
 
 WORKERS, PARAMS = 8, 79_510
 SIZES, SIDE = (784, 100, 10), 28
@@ -38,7 +38,7 @@ class Quiet(Watched):
 
     def note(self, event: Event) -> None:
         """Store the nodes' totals only."""
-        if isinstance(event, Node):
+        if isinstance(event, NodeEvent):
             self.log.append(event)
 
     send = Simulation.send
@@ -75,18 +75,22 @@ class SparseSpeedUp(Claim):
             found = dense / (dense + COMPUTE)
             speed_up, total = dense / ours, (dense + COMPUTE) / (ours + COMPUTE)
             rows += [
-                Row(f"{network}: dense share of communication, calibrated", share, found, abs(found - share) < 0.001),
-                Row(
+                ClaimRow(
+                    f"{network}: dense share of communication, calibrated", share, found, abs(found - share) < 0.001
+                ),
+                ClaimRow(
                     f"{network}: communication, {name} over ring",
                     f"{comm}, >= {LEAST[network]}",
                     round(speed_up, 2),
                     speed_up >= LEAST[network],
                 ),
-                Row(f"{network}: end to end", f"{whole} ± 30 %", round(total, 2), abs(total / whole - 1) <= 0.3),
+                ClaimRow(f"{network}: end to end", f"{whole} ± 30 %", round(total, 2), abs(total / whole - 1) <= 0.3),
             ]
         gap, final = self._gap(TRAINED, say)
         early, _ = self._gap(EARLY, say)
-        rows.append(Row(f"accuracy less that of dense ({final:.2f} %), points", ">= -0.5", round(gap, 2), gap >= -0.5))
+        rows.append(
+            ClaimRow(f"accuracy less that of dense ({final:.2f} %), points", ">= -0.5", round(gap, 2), gap >= -0.5)
+        )
         figures[f"the same after {EARLY} steps"] = early
         return Verdict(tuple(rows), explained(nbytes), figures)
 
@@ -131,7 +135,7 @@ def image_job() -> Job:
     return replace(small, model=lambda: Perceptron(SIZES), data=data, name="digits of MNIST's size")
 
 
-def _run(strategy: str, steps: int, network: str, seed: int = 0) -> Run:
+def _run(strategy: str, steps: int, network: str, seed: int = 0) -> SimulatedRun:
     job = image_job()
     compute = f"constant({COMPUTE})"
     return run_strategy(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.schema import slices
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.messages import BYE, MASTER
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.testing.strategies import Run, bowl_job, run_strategy
+from flockstep.testing.strategies import SimulatedRun, bowl_job, run_strategy
 
 WORKERS = 8
 MEGABYTES = 100
@@ -115,7 +115,7 @@ class NeighborsOnSlowNetworks(Claim):
         )
         return Verdict(tuple(rows), note, figures)
 
-    def _rings(self, times: dict[tuple[str, str, str], float]) -> list[Row]:
+    def _rings(self, times: dict[tuple[str, str, str], float]) -> list[ClaimRow]:
         def ratio(strategy: str, bandwidth: str, latency: str) -> float:
             return times[strategy, bandwidth, latency] / times["dpsgd", bandwidth, latency]
 
@@ -131,17 +131,19 @@ class NeighborsOnSlowNetworks(Claim):
         )
         hidden = ratio(OVERLAPPED, *FAR)
         return [
-            Row("ring all-reduce over D-PSGD, 10 Mb/s: no win", f"{share:.3g}", plain, abs(plain / share - 1) <= 0.05),
-            Row("overlapped ring over D-PSGD, 10 Mb/s: no win", "< 1", overlapped, overlapped < 1),
-            Row("ring over D-PSGD, 0.1 ms, best bandwidth: overlap", "<= 2", near, 1 < near <= 2),
-            Row(
+            ClaimRow(
+                "ring all-reduce over D-PSGD, 10 Mb/s: no win", f"{share:.3g}", plain, abs(plain / share - 1) <= 0.05
+            ),
+            ClaimRow("overlapped ring over D-PSGD, 10 Mb/s: no win", "< 1", overlapped, overlapped < 1),
+            ClaimRow("ring over D-PSGD, 0.1 ms, best bandwidth: overlap", "<= 2", near, 1 < near <= 2),
+            ClaimRow(
                 "ring over D-PSGD, 10 Gb/s, 100 ms: latency", expected, far, abs(far / expected - 1) <= 0.05 and far > 4
             ),
-            Row("overlapped ring over D-PSGD, 10 Gb/s, 100 ms", "> 2", hidden, hidden > 2),
-            Row("largest distance from the closed forms on the grid", "<= 0.05", off, off <= 0.05),
+            ClaimRow("overlapped ring over D-PSGD, 10 Gb/s, 100 ms", "> 2", hidden, hidden > 2),
+            ClaimRow("largest distance from the closed forms on the grid", "<= 0.05", off, off <= 0.05),
         ]
 
-    def _accuracy(self, say: Say) -> list[Row]:
+    def _accuracy(self, say: Say) -> list[ClaimRow]:
         gaps, speedups = [], []
         for seed in range(SEEDS):
             say(f"digits, seed {seed}")
@@ -151,8 +153,10 @@ class NeighborsOnSlowNetworks(Claim):
         gap, least = float(np.median(gaps)), min(speedups)
         spread = f"{min(gaps):.2g} to {max(gaps):.2g}"
         return [
-            Row(f"accuracy after as many epochs, points, median of {spread}", ">= -1.5", gap, gap >= -1.5),
-            Row(f"seconds to {TARGET:.0%} at 10 Mb/s, single server over D-PSGD, least seed", "> 1", least, least > 1),
+            ClaimRow(f"accuracy after as many epochs, points, median of {spread}", ">= -1.5", gap, gap >= -1.5),
+            ClaimRow(
+                f"seconds to {TARGET:.0%} at 10 Mb/s, single server over D-PSGD, least seed", "> 1", least, least > 1
+            ),
         ]
 
 
@@ -181,7 +185,7 @@ def step_time(strategy: Strategy | str, bandwidth: str, latency: str) -> float:
     return (whole - first) / (STEPS - 1)
 
 
-def trained(strategy: str, seed: int) -> Run:
+def trained(strategy: str, seed: int) -> SimulatedRun:
     """A run on the digits at the slow end of the grid."""
     steps = EPOCHS * 1437 // (WORKERS * 16)
     job = digits_job("sgd(lr=0.1, momentum=0.9)", batch=16)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.frameworks.base import Data, Job
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = 8
@@ -43,7 +43,7 @@ class LocalSgdBytes(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Measure every H on both kinds of data."""
-        rows: list[Row] = []
+        rows: list[ClaimRow] = []
         figures: dict[str, float] = {}
         largest: dict[str, int] = {}
         for by_label in (False, True):
@@ -56,9 +56,9 @@ class LocalSgdBytes(Claim):
             largest[data] = fine[-1]
             exponent = float(np.polyfit(np.log(fine), np.log([found[period][1] for period in fine]), 1)[0])
             what = f"exponent of bytes to the target over H = 1 to {fine[-1]}, data {data}"
-            rows.append(Row(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
+            rows.append(ClaimRow(what, -1.0, exponent, abs(exponent + 1) <= 0.15))
         few, many = largest["by label"], largest["at random"]
-        rows.append(Row("largest H without 20 % more steps, data by label", f"< {many}", few, few < many))
+        rows.append(ClaimRow("largest H without 20 % more steps, data by label", f"< {many}", few, few < many))
         note = f"with data at random the sweep ends at H = {PERIODS[-1]}" if many == PERIODS[-1] else ""
         return Verdict(tuple(rows), note, figures)
 
@@ -80,10 +80,10 @@ def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
     run = run_strategy(
         strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=EVERY
     )
-    good = [snapshot.step for snapshot in run.of(Snapshot) if snapshot.metric >= TARGET]
+    good = [snapshot.step for snapshot in run.of(EvaluationEvent) if snapshot.metric >= TARGET]
     if not good:
         return float("inf"), float("inf")
-    sent = {snapshot.step: snapshot.bytes for snapshot in run.of(Snapshot)}
+    sent = {snapshot.step: snapshot.bytes for snapshot in run.of(EvaluationEvent)}
     return good[0], sent[-(-good[0] // max(period, EVERY)) * max(period, EVERY)]
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = 32
@@ -45,8 +45,8 @@ class PostLocalGeneralizes(Claim):
         ratios = {more / less for more, less in zip(sent[LARGE], sent[POST], strict=True)}
         large, post = errors[LARGE], errors[POST]
         rows = (
-            Row("median test error, post-local", f"<= {large:.4f}", post, post <= large),
-            Row("bytes after the switch, large batch ÷ post-local", PERIOD, max(ratios), ratios == {PERIOD}),
+            ClaimRow("median test error, post-local", f"<= {large:.4f}", post, post <= large),
+            ClaimRow("bytes after the switch, large batch ÷ post-local", PERIOD, max(ratios), ratios == {PERIOD}),
         )
         note = f"one of 360 test samples is {1 / 360:.4f}: the gain of about a point on CIFAR-10 would be three or four"
         return Verdict(rows, note)
@@ -65,5 +65,5 @@ def _trained(strategy: str, seed: int) -> tuple[float, float]:
         schedule=SCHEDULE,
         evaluate_every=STEPS // 2,
     )
-    _, half, end = run.of(Snapshot)
+    _, half, end = run.of(EvaluationEvent)
     return 1 - end.metric, end.bytes - half.bytes

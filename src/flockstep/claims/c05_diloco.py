@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.next_character import characters_job
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = 8
@@ -51,13 +51,13 @@ class Diloco(Claim):
         for period in PERIODS:
             ours, less = found["nesterov", period]
             limit = MOST * loss
-            rows.append(Row(f"final loss, Nesterov, H = {period}", f"<= {limit:.4f}", ours, ours <= limit))
-            rows.append(Row(f"bytes, all-reduce ÷ H = {period}", period, sent / less, sent == period * less))
+            rows.append(ClaimRow(f"final loss, Nesterov, H = {period}", f"<= {limit:.4f}", ours, ours <= limit))
+            rows.append(ClaimRow(f"bytes, all-reduce ÷ H = {period}", period, sent / less, sent == period * less))
         for (outer, period), (other, _) in found.items():
             ours = found["nesterov", period][0]
             if outer != "nesterov":
                 what = f"final loss, Nesterov, H = {period}, against {outer}"
-                rows.append(Row(what, f"<= {other:.4f}", ours, ours <= other))
+                rows.append(ClaimRow(what, f"<= {other:.4f}", ours, ours <= other))
         figures = {f"loss, {outer}, H = {period}": value for (outer, period), (value, _) in found.items()}
         figures |= {f"loss over all-reduce's, H = {p}": found["nesterov", p][0] / loss for p in PERIODS}
         note = f"H = {PERIODS[-1]} leaves only {STEPS // PERIODS[-1]} outer steps; the paper takes 176 of 500 steps"
@@ -74,5 +74,5 @@ class Diloco(Claim):
 def _trained(strategy: str, seed: int) -> tuple[float, float]:
     job = characters_job(OPTIMIZER, BATCH)
     run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
-    last = run.of(Snapshot)[-1]
+    last = run.of(EvaluationEvent)[-1]
     return last.loss, last.bytes

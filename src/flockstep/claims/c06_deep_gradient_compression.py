@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.compressed_digits import WORKERS
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import GUESSING, SAMPLES
 from flockstep.errors import Diverged
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.testing.strategies import run_strategy
 from flockstep.workloads.sampler import steps_for
 
@@ -46,7 +46,7 @@ class Final:
     warm_ratio: float
 
 
-class Outcome(list[Final]):
+class SeedResults(list[Final]):
     """The results of all seeds."""
 
     def median(self, what: str) -> float:
@@ -58,7 +58,7 @@ class Outcome(list[Final]):
         """Median of the error over the seeds, in percent."""
         return self.median("error")
 
-    def worse(self, than: Outcome) -> str:
+    def worse(self, than: SeedResults) -> str:
         """On how many seeds the error is higher, and on how many it is lower, as text."""
         pairs = [(mine.error, other.error) for mine, other in zip(self, than, strict=True)]
         return (
@@ -95,9 +95,11 @@ class DeepGradientCompression(Claim):
         whole = self._outcome("DGC", WHOLE, say)
         ratio, warm = whole.median("ratio"), whole.median("warm_ratio")
         rows = [
-            Row("dense, error in %", "", round(dense.error, 2), True),
-            Row("DGC, error in %", f"<= {dense.error + 1:.2f}", round(whole.error, 2), whole.error <= dense.error + 1),
-            Row("compression over the run", "277 to 608, >= 270", round(ratio, 1), ratio >= 270),
+            ClaimRow("dense, error in %", "", round(dense.error, 2), True),
+            ClaimRow(
+                "DGC, error in %", f"<= {dense.error + 1:.2f}", round(whole.error, 2), whole.error <= dense.error + 1
+            ),
+            ClaimRow("compression over the run", "277 to 608, >= 270", round(ratio, 1), ratio >= 270),
         ]
         figures = {"compression after warm-up": warm, "dense, mean loss": dense.median("loss")}
         figures["DGC, mean loss"] = whole.median("loss")
@@ -108,7 +110,9 @@ class DeepGradientCompression(Claim):
             said.append(f"without {name} {less.error:.2f} % ({less.worse(whole)})")
             if name in HURTS:
                 worse = less.error > whole.error
-                rows.append(Row(f"without {name}, error in %", f"> {whole.error:.2f}", round(less.error, 2), worse))
+                rows.append(
+                    ClaimRow(f"without {name}, error in %", f"> {whole.error:.2f}", round(less.error, 2), worse)
+                )
         extra = EPOCHS * (1 / ratio - 1 / warm)
         reason = (
             f"Median errors: {', '.join(said)}. {self._higher(say)}. A test error of one in 360 is 0.28 points. The "
@@ -127,9 +131,9 @@ class DeepGradientCompression(Claim):
             said.append(f"without {name} {less.error:.2f} % ({less.worse(whole)})")
         return f"With learning rate {HIGHER}: dense {dense.error:.2f} %, DGC {whole.error:.2f} %, {', '.join(said)}"
 
-    def _outcome(self, name: str, parts: tuple[str, str, str], say: Say, lr: float = LR) -> Outcome:
+    def _outcome(self, name: str, parts: tuple[str, str, str], say: Say, lr: float = LR) -> SeedResults:
         seeds = self.seeds if lr == LR else min(FEW, self.seeds)
-        finals = Outcome(_trained(*parts, lr, seed) for seed in range(seeds))
+        finals = SeedResults(_trained(*parts, lr, seed) for seed in range(seeds))
         say(f"{name}, lr {lr}: " + " ".join(f"{final.error:.1f} ({final.loss:.3f})" for final in finals))
         return finals
 
@@ -141,7 +145,7 @@ def _trained(codec: str, feedback: str, momentum: str, lr: float, seed: int) -> 
         run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
     except Diverged:
         return Final(GUESSING, np.inf, np.nan, np.nan)
-    steps, dense = run.of(Step), 4 * len(run.result)
+    steps, dense = run.of(StepEvent), 4 * len(run.result)
     warm = [dense / event.sent for event in steps if event.step > WARMUP]
     losses = [event.loss for event in steps if event.loss is not None]
     ratio = dense * len(steps) / sum(event.sent for event in steps)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.random_projection import RandomProjection
 from flockstep.errors import Diverged
@@ -60,20 +60,20 @@ class PowerSgdAccuracy(Claim):
         for rank in (1, 2, 4):
             ours = train(f"rank {rank}", PowerSgd(rank))
             if rank > 1:
-                rows.append(Row(f"rank {rank}, %", f">= {dense - 1:.2f}", round(ours, 2), ours >= dense - 1))
+                rows.append(ClaimRow(f"rank {rank}, %", f">= {dense - 1:.2f}", round(ours, 2), ours >= dense - 1))
         for rank in (1, 2):
             ours = train(f"rank {rank}, cold start", PowerSgd(rank, warm_start=False))
             if rank == 1:
                 warm = accuracy["rank 1"]
-                rows.append(Row("rank 1, cold start, %", f"< {warm:.2f}", round(ours, 2), ours < warm))
+                rows.append(ClaimRow("rank 1, cold start, %", f"< {warm:.2f}", round(ours, 2), ours < warm))
         ours = train("rank 1, no feedback", PowerSgd(1, feedback=NoFeedback()))
-        rows.append(Row("rank 1, no feedback, %", f"<= {dense - 10:.2f}", round(ours, 2), ours <= dense - 10))
+        rows.append(ClaimRow("rank 1, no feedback, %", f"<= {dense - 10:.2f}", round(ours, 2), ours <= dense - 10))
         train("rank 2, no feedback", PowerSgd(2, feedback=NoFeedback()))
         best = {}
         for rank in (1, 2):
             codec = RandomProjection(rank)
             best[rank] = max(train(f"unbiased, rank {rank}, lr {rate}", AllReduce(codec=codec), rate) for rate in RATES)
-        rows.append(Row("unbiased, rank 1, %", f"<= {dense - 10:.2f}", round(best[1], 2), best[1] <= dense - 10))
+        rows.append(ClaimRow("unbiased, rank 1, %", f"<= {dense - 10:.2f}", round(best[1], 2), best[1] <= dense - 10))
         one, two, cold = (accuracy[name] for name in ("rank 1", "rank 2", "rank 2, cold start"))
         note = (
             f"SGD {dense:.2f} %; rank 1 {one:.2f} %; rank 2 {two:.2f} %, with a cold start {cold:.2f} %: what a warm "

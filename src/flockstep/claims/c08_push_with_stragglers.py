@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.errors import ConfigurationError
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.testing.strategies import bowl_job, run_strategy
 
@@ -81,7 +81,7 @@ class PushWithStragglers(Claim):
             ratio = float(np.median(ratios))
             holds = ratio >= 2 if share else 0.95 <= ratio <= 1.3
             what = f"all-reduce over push, seconds a step, {name}, median of {min(ratios):.3g} to {max(ratios):.3g}"
-            rows.append(Row(what, ">= 2" if share else "1 to 1.3", ratio, holds))
+            rows.append(ClaimRow(what, ">= 2" if share else "1 to 1.3", ratio, holds))
             waiting = duration("all_reduce", share, 0) / duration("sgp", share, 0)
             figures[f"without overlap on either side, {name}, one seed"] = waiting
         say("one step in ten slow")
@@ -94,14 +94,14 @@ class PushWithStragglers(Claim):
         )
         return Verdict(tuple(rows), note, figures)
 
-    def _accuracy(self, say: Say) -> Row:
+    def _accuracy(self, say: Say) -> ClaimRow:
         gaps = []
         for seed in range(SEEDS):
             say(f"digits, seed {seed}")
             gaps.append(100 * (accuracy(PUSH, seed) - accuracy("all_reduce(recursive_doubling)", seed)))
         gap = float(np.median(gaps))
         what = f"accuracy of push less that of all-reduce, points, median of {min(gaps):.2g} to {max(gaps):.2g}"
-        return Row(what, "-1.2, >= -1.5", gap, gap >= -1.5)
+        return ClaimRow(what, "-1.2, >= -1.5", gap, gap >= -1.5)
 
 
 def duration(strategy: str, share: float, seed: int) -> float:
@@ -109,7 +109,7 @@ def duration(strategy: str, share: float, seed: int) -> float:
     job = bowl_job(dimension=int(MEGABYTES * 1e6) // SCALE // 4, dtype="float32")
     compute, steps = Stragglers(SECONDS, share), STEPS[share]
     run = run_strategy(strategy, WORKERS, steps, job=job, compute=compute, network=NETWORK, seed=seed)
-    return float(np.mean([event.t for event in run.of(Step) if event.step == steps])) / steps
+    return float(np.mean([event.t for event in run.of(StepEvent) if event.step == steps])) / steps
 
 
 def accuracy(strategy: str, seed: int) -> float:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
 from flockstep.launchers.threads import limit_threads
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 LAW, OTHER_LAW = "pareto(0.01, 2.5)", "lognormal(0.01, sigma=1)"
@@ -28,7 +28,7 @@ LONG = 3.0
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodResult:
     """A method on a number of workers, with its results at the learning rate with the shortest time to target."""
 
     name: str
@@ -78,10 +78,10 @@ class BackupTimeToTarget(Claim):
         interior = min(spared, key=lambda b: spared[b].seconds)
         ratio, more = ours[0] / theirs[0], ours[1] - theirs[1]
         rows = (
-            Row("16 and b more, b = 0, 1, 2: quickest b", "1 or 2", few, few in (1, 2)),
-            Row("b of 16 in all: quickest b is interior", "1 to 14", interior, 0 < interior < max(SPARED)),
-            Row(f"{best.name} over asynchronous: seconds to target", "< 1", ratio, ratio < 1),
-            Row(f"{best.name} less asynchronous: accuracy in the end", "> 0", more, more > 0),
+            ClaimRow("16 and b more, b = 0, 1, 2: quickest b", "1 or 2", few, few in (1, 2)),
+            ClaimRow("b of 16 in all: quickest b is interior", "1 to 14", interior, 0 < interior < max(SPARED)),
+            ClaimRow(f"{best.name} over asynchronous: seconds to target", "< 1", ratio, ratio < 1),
+            ClaimRow(f"{best.name} less asynchronous: accuracy in the end", "> 0", more, more > 0),
         )
         other = self._long(best, say, OTHER_LAW), self._long(late, say, OTHER_LAW)
         contenders = [late, *added.values(), *spared.values()]
@@ -93,23 +93,25 @@ class BackupTimeToTarget(Claim):
         accuracies = f". The accuracies differ by {100 * more:.2f} points, with a standard error of {100 * error:.2f}"
         return Verdict(rows, reason + accuracies, figures)
 
-    def _backed(self, name: str, b: int, workers: int, rates: Sequence[float], steps: int, say: Say) -> Contender:
+    def _backed(self, name: str, b: int, workers: int, rates: Sequence[float], steps: int, say: Say) -> MethodResult:
         return self._best(name, f"ps(consistency=backup({b}))", workers, rates, steps, say)
 
-    def _best(self, name: str, strategy: str, workers: int, rates: Sequence[float], steps: int, say: Say) -> Contender:
+    def _best(
+        self, name: str, strategy: str, workers: int, rates: Sequence[float], steps: int, say: Say
+    ) -> MethodResult:
         """The method at the learning rate with the shortest median time to target."""
         tried = []
         for rate in rates:
             runs = [_run(strategy, workers, steps, rate, seed) for seed in range(self.seeds)]
             seconds = float(np.median([_reached(run) for run in runs]))
             tried.append(
-                Contender(name, strategy, workers, rate, seconds, float(np.mean([r[-1].t for r in runs])) / steps)
+                MethodResult(name, strategy, workers, rate, seconds, float(np.mean([r[-1].t for r in runs])) / steps)
             )
         best = min(tried, key=lambda one: one.seconds)
         say(f"{best.name}: {best.seconds:.3f} s to target at a rate of {best.rate:g}, {best.steps:.0f} steps")
         return best
 
-    def _long(self, one: Contender, say: Say, law: str = LAW) -> tuple[float, float, float]:
+    def _long(self, one: MethodResult, say: Say, law: str = LAW) -> tuple[float, float, float]:
         """Median time to target, mean accuracy after a common virtual time, and its standard error, over `more_seeds`
         seeds.
         """
@@ -121,19 +123,19 @@ class BackupTimeToTarget(Claim):
         return seconds, float(np.mean(accuracy)), float(error)
 
 
-def _run(strategy: str, workers: int, steps: int, rate: float, seed: int, law: str = LAW) -> list[Snapshot]:
+def _run(strategy: str, workers: int, steps: int, rate: float, seed: int, law: str = LAW) -> list[EvaluationEvent]:
     """The evaluations of one run, after every second step of a worker."""
     job = digits_job(f"sgd(lr={rate}, momentum=0.9)", 8)
     return run_strategy(
         strategy, workers, steps, job=job, compute=law, network="ideal", seed=seed, evaluate_every=2
-    ).of(Snapshot)
+    ).of(EvaluationEvent)
 
 
-def _reached(snapshots: list[Snapshot]) -> float:
+def _reached(snapshots: list[EvaluationEvent]) -> float:
     return next((snapshot.t for snapshot in snapshots if snapshot.metric >= TARGET), math.inf)
 
 
-def _reason(late: Contender, added: dict[int, Contender], interior: Contender, other: float) -> str:
+def _reason(late: MethodResult, added: dict[int, MethodResult], interior: MethodResult, other: float) -> str:
     """Explanation of the measured times, as text."""
     two, eight = added[2], added[max(ADDED)]
     return (

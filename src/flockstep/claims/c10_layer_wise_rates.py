@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.claims.b03_gradual_warmup import GRADUAL, LR, STRATEGY, WARMUPS, warmed_up
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.spans import errors_of
 
 WORKERS = (32, 64)
@@ -32,13 +32,15 @@ class LayerWiseRates(Claim):
         """Train with each optimizer and every seed."""
         sgd = f"sgd(lr={LR}, momentum=0.9)"
         small = self._mean(sgd, 1, WARMUPS["none"], say)
-        rows = [Row("error of the small batch, %", "that of the large one", round(small, 2), True)]
+        rows = [ClaimRow("error of the small batch, %", "that of the large one", round(small, 2), True)]
         for k in WORKERS:
             error = self._mean(sgd, k, GRADUAL, say)
-            rows.append(Row(f"sgd, {k} workers, %", ">= 50", round(error, 2), error >= 50))
+            rows.append(ClaimRow(f"sgd, {k} workers, %", ">= 50", round(error, 2), error >= 50))
             for name, rate in (("lars", LARS), ("lamb", LAMB)):
                 error = self._mean(f"{name}(lr={rate / k})", k, GRADUAL, say)
-                rows.append(Row(f"{name}, {k} workers, %", "<= small batch + 3", round(error, 2), error <= small + 3))
+                rows.append(
+                    ClaimRow(f"{name}, {k} workers, %", "<= small batch + 3", round(error, 2), error <= small + 3)
+                )
         return Verdict(tuple(rows), f"40 epochs of {WORKERS[-1]} workers are only 57 updates")
 
     def _mean(self, optimizer: str, workers: int, schedule: str, say: Say) -> float:

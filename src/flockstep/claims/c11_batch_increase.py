@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.records.events import Snapshot, Step
+from flockstep.records.events import EvaluationEvent, StepEvent
 from flockstep.testing.strategies import run_strategy
 
 BATCH, STEPS, AT, FACTOR = 4, 3000, (0.3, 0.6), 5
@@ -53,11 +53,11 @@ class LargerBatches(Claim):
         means = {name: float(np.mean(values)) for name, values in errors.items()}
         (falls, grows, stays), ratio = means.values(), updates["batch x 5"] / updates["lr / 5"]
         rows = (
-            Row("error with lr / 5, %", "the same", round(falls, 2), True),
-            Row("error with batch x 5, %", "the same", round(grows, 2), abs(grows - falls) <= 1),
-            Row("error with neither, % (negative control)", "more", round(stays, 2), stays >= grows + 5),
-            Row("updates, of those with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12),
-            Row(
+            ClaimRow("error with lr / 5, %", "the same", round(falls, 2), True),
+            ClaimRow("error with batch x 5, %", "the same", round(grows, 2), abs(grows - falls) <= 1),
+            ClaimRow("error with neither, % (negative control)", "more", round(stays, 2), stays >= grows + 5),
+            ClaimRow("updates, of those with lr / 5", round(FEWER, 6), ratio, abs(ratio - FEWER) < 1e-12),
+            ClaimRow(
                 "samples, of those with lr / 5",
                 1.0,
                 samples["batch x 5"] / samples["lr / 5"],
@@ -73,5 +73,5 @@ def _run(schedule: str, steps: int, seed: int) -> tuple[int, int, float]:
     run = run_strategy(
         "all_reduce", 1, steps, job=job, compute="constant(0.01)", network="ideal", seed=seed, schedule=schedule
     )
-    last = run.of(Snapshot)[-1]
-    return len(run.of(Step)), last.samples, 100 * (1 - last.metric)
+    last = run.of(EvaluationEvent)[-1]
+    return len(run.of(StepEvent)), last.samples, 100 * (1 - last.metric)

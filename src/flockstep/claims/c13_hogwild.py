@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.spans import median, ranged
 from flockstep.claims.sparse_logistic import COEFFICIENTS, FIELDS
 from flockstep.launchers.train import train
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Figure, Snapshot, Step
+from flockstep.records.events import EvaluationEvent, Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
 
 STEPS, BATCH, OPTIMIZER, PENALTY = 6000, 16, "sgd(lr=2)", 1e-5
@@ -71,8 +71,10 @@ class HogwildSpeedUp(Claim):
             rates = (f"{kind} {many} {found[-1].rate:.0f}/s" for (kind, many), found in runs.items())
             say(", ".join(rates))
         best = {kind: _best(runs[kind, 2]) / _best(runs[kind, 1]) for kind in KINDS}
-        rows = [Row("speed-up, sparse, best of the rounds", f">= {LEAST}", best["sparse"], best["sparse"] >= LEAST)]
-        rows += [Row(f"control: speed-up, {k}", "reported", best[k], True) for k in ("dense", "nothing shared")]
+        rows = [
+            ClaimRow("speed-up, sparse, best of the rounds", f">= {LEAST}", best["sparse"], best["sparse"] >= LEAST)
+        ]
+        rows += [ClaimRow(f"control: speed-up, {k}", "reported", best[k], True) for k in ("dense", "nothing shared")]
         rows += self._losses(runs, _run("hogwild(locked=True)", PENALTY, 2))
         pairs = {k: [b.rate / a.rate for a, b in zip(runs[k, 1], runs[k, 2], strict=True)] for k in KINDS}
         spread = "; ".join(f"{kind} {ranged(ratios)}" for kind, ratios in pairs.items())
@@ -80,7 +82,7 @@ class HogwildSpeedUp(Claim):
         figures = {f"steps a second, {kind}, {many}": _best(found) for (kind, many), found in runs.items()}
         return Verdict(tuple(rows), note, figures)
 
-    def _losses(self, runs: dict[tuple[str, int], list[Ran]], locked: Ran) -> list[Row]:
+    def _losses(self, runs: dict[tuple[str, int], list[Ran]], locked: Ran) -> list[ClaimRow]:
         """Rows for the lost updates and the resulting model."""
         alone, two, dense = runs["sparse", 1], runs["sparse", 2], runs["dense", 2]
         after, before = (median(run.loss for run in found) for found in (two, alone))
@@ -90,11 +92,11 @@ class HogwildSpeedUp(Claim):
         none = max(run.lost for run in alone)
         near = abs(after / before - 1) <= NEAR
         return [
-            Row("lost updates, sparse, two, largest share", "reported", share, counted),
-            Row("lost updates, one process", "0", none, none == 0),
-            Row("control: lost updates, dense, two, most", "> 0", most, most > 0),
-            Row("control: lost updates, dense, two, with a lock", "0", locked.lost, locked.lost == 0),
-            Row("test loss, two processes", f"{before:.4f} +- {NEAR:.0%}", after, near),
+            ClaimRow("lost updates, sparse, two, largest share", "reported", share, counted),
+            ClaimRow("lost updates, one process", "0", none, none == 0),
+            ClaimRow("control: lost updates, dense, two, most", "> 0", most, most > 0),
+            ClaimRow("control: lost updates, dense, two, with a lock", "0", locked.lost, locked.lost == 0),
+            ClaimRow("test loss, two processes", f"{before:.4f} +- {NEAR:.0%}", after, near),
         ]
 
 
@@ -124,15 +126,16 @@ def _run(strategy: str, penalty: float, workers: int) -> Ran:
         )
         train(config, folder)
         events = RunFolder(folder).read_events()
-    figures = {event.name: event.value for event in events if isinstance(event, Figure)}
-    loss = [event.loss for event in events if isinstance(event, Snapshot)][-1]
+    figures = {event.name: event.value for event in events if isinstance(event, ScalarEvent)}
+    loss = [event.loss for event in events if isinstance(event, EvaluationEvent)][-1]
     return Ran(rate(events, workers), figures.get("updates", 0.0), figures.get("lost_updates", -1.0), loss)
 
 
 def rate(events: Sequence[Event], workers: int) -> float:
     """Steps per second of all workers together, from when each has taken a quarter of its steps until one ends."""
     times = [
-        sorted(event.t for event in events if isinstance(event, Step) and event.rank == rank) for rank in range(workers)
+        sorted(event.t for event in events if isinstance(event, StepEvent) and event.rank == rank)
+        for rank in range(workers)
     ]
     begin, end = max(t[len(t) // WARM] for t in times), min(t[-1] for t in times)
     if begin >= end:  # one ended before the other was warm: they did not run at the same time

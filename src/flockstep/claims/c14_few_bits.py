@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.compressed_digits import EPOCHS, LR, WORKERS, told, trained
 from flockstep.claims.digits_perceptron import Perceptron
 from flockstep.codecs.one_bit import OneBit
@@ -41,8 +41,8 @@ class FewBits(Claim):
     def check(self, say: Say) -> Verdict:
         dense = told(say, "dense", trained("identity", seeds=self.seeds, batch=BATCH))
         rows = [
-            Row("dense, error in %", "", round(dense.median, 2), True),
-            Row("dense, bits", 32, float(dense.bits[0]), float(dense.bits[0]) == 32),
+            ClaimRow("dense, error in %", "", round(dense.median, 2), True),
+            ClaimRow("dense, bits", 32, float(dense.bits[0]), float(dense.bits[0]) == 32),
         ]
         published = {"one_bit": "1.06", "terngrad": "2", "qsgd(levels=4, bucket=512)": "4"}
         for codec, feedback in (("one_bit", "residual"), ("terngrad", "none"), ("qsgd(levels=4, bucket=512)", "none")):
@@ -50,11 +50,13 @@ class FewBits(Claim):
             bits, formula = float(finals.bits.max()), expected_bits(codec)
             held = finals.median <= dense.median + 1.5
             rows += [
-                Row(f"{codec}, error in %", f"<= {dense.median + 1.5:.2f}", round(finals.median, 2), held),
-                Row(f"{codec}, bits", f"{published[codec]}; here {formula:.4g}", bits, math.isclose(bits, formula)),
+                ClaimRow(f"{codec}, error in %", f"<= {dense.median + 1.5:.2f}", round(finals.median, 2), held),
+                ClaimRow(
+                    f"{codec}, bits", f"{published[codec]}; here {formula:.4g}", bits, math.isclose(bits, formula)
+                ),
             ]
         long = 8 * OneBit().on([(SIDE, SIDE)]).wire_bytes(SIDE * SIDE, "float32") / SIDE**2
-        rows.append(Row(f"one_bit, bits, columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
+        rows.append(ClaimRow(f"one_bit, bits, columns of {SIDE}", 1.06, long, abs(long - 1.06) < 0.005))
         reason = (
             "the two means of a column take 64 bits: 1.06 a bit and element are those of columns of about 1,000; the "
             "columns of this small network have 64 elements, so that it is twice as many"

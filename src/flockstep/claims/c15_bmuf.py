@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.digits_perceptron import digits_job
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 WORKERS = 16
@@ -45,9 +45,9 @@ class BlockMomentum(Claim):
         plain, top, rows = steps["average"], best["average"], []
         for outer in steps.keys() - {"average"}:
             fewer = steps[outer] < plain
-            rows.append(Row(f"steps to accuracy {TARGET}, {outer}, median", f"< {plain:g}", steps[outer], fewer))
+            rows.append(ClaimRow(f"steps to accuracy {TARGET}, {outer}, median", f"< {plain:g}", steps[outer], fewer))
             kept = best[outer] >= top - 0.005
-            rows.append(Row(f"best accuracy, {outer}, median", f">= {top - 0.005:.4f}", best[outer], kept))
+            rows.append(ClaimRow(f"best accuracy, {outer}, median", f">= {top - 0.005:.4f}", best[outer], kept))
         note = "all with the same local learning rate: block momentum is worth a larger step, N times in the long run"
         return Verdict(
             tuple(sorted(rows, key=lambda row: row.what)), note, {f"steps, {k}": v for k, v in steps.items()}
@@ -60,6 +60,6 @@ def _trained(outer: str, seed: int) -> tuple[float, float]:
     run = run_strategy(
         strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed, evaluate_every=PERIOD
     )
-    snapshots = run.of(Snapshot)
+    snapshots = run.of(EvaluationEvent)
     reached = [snapshot.step for snapshot in snapshots if snapshot.metric >= TARGET]
     return min(reached, default=float("inf")), max(snapshot.metric for snapshot in snapshots)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.messages import MASTER
-from flockstep.records.events import Update
-from flockstep.testing.strategies import Run, run_strategy
+from flockstep.records.events import UpdateEvent
+from flockstep.testing.strategies import SimulatedRun, run_strategy
 
 WORKERS = 16
 GROUPS = (2, 4, 8)
@@ -54,7 +54,9 @@ class HierarchicalServer(Claim):
                 figures[f"staleness, {name}, group {group}"] = late
                 if "leaf" in strategy:
                     rows.append(
-                        Row(f"mean staleness in gradients, {name}, group {group}", f"> {alone:.3g}", late, late > alone)
+                        ClaimRow(
+                            f"mean staleness in gradients, {name}, group {group}", f"> {alone:.3g}", late, late > alone
+                        )
                     )
         late = figures["staleness, waiting leaves, group 4"]
         note = (
@@ -63,21 +65,21 @@ class HierarchicalServer(Claim):
         )
         return Verdict(tuple(rows), note, figures)
 
-    def _run(self, strategy: str) -> Run:
+    def _run(self, strategy: str) -> SimulatedRun:
         return run_strategy(strategy, WORKERS, STEPS, network=NETWORK)
 
-    def _traffic(self, name: str, group: int, flat: Run, run: Run) -> list[Row]:
+    def _traffic(self, name: str, group: int, flat: SimulatedRun, run: SimulatedRun) -> list[ClaimRow]:
         single, root = flat.totals[MASTER], run.totals[MASTER]
         size = run.params[MASTER].nbytes
         copies = (root.sent - single.sent / group) / size
         return [
-            Row(
+            ClaimRow(
                 f"bytes into the root, {name}",
                 f"1/{group}",
                 root.received / single.received,
                 root.received * group == single.received,
             ),
-            Row(
+            ClaimRow(
                 f"last copies out of the root, {name}",
                 f"<= {WORKERS // group}",
                 copies,
@@ -86,7 +88,7 @@ class HierarchicalServer(Claim):
         ]
 
 
-def staleness(run: Run) -> float:
+def staleness(run: SimulatedRun) -> float:
     """Mean staleness of the gradients, in updates between reading and applying."""
-    late = [event.staleness for event in run.of(Update) if event.staleness is not None]
+    late = [event.staleness for event in run.of(UpdateEvent) if event.staleness is not None]
     return sum(late) / len(late)

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.drivers.account import fingerprint
 from flockstep.launchers.simulate import simulate
 from flockstep.launchers.train import train
@@ -36,8 +36,8 @@ class Reproducible(Claim):
             say(f"{strategy}: {len(real)} results of {self.attempts} real runs, {len(virtual)} of virtual ones")
             alike = strategy in SYNCHRONOUS
             wanted = "1" if alike else "> 1"
-            rows.append(Row(f"{strategy}, real: results", wanted, len(real), (len(real) == 1) == alike))
-            rows.append(Row(f"{strategy}, virtual: results", "1", len(virtual), len(virtual) == 1))
+            rows.append(ClaimRow(f"{strategy}, real: results", wanted, len(real), (len(real) == 1) == alike))
+            rows.append(ClaimRow(f"{strategy}, virtual: results", "1", len(virtual), len(virtual) == 1))
         return Verdict(tuple(rows))
 
     def _hashes(self, strategy: str, kind: str) -> set[str]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.claims.base import Claim, Row, Say, Verdict
-from flockstep.claims.failure_table import FAMILIES, Cell, Family
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
+from flockstep.claims.failure_table import FAMILIES, Expectation, Family
 from flockstep.claims.slowed import VICTIM, alone, lateness, measured, predicted
 from flockstep.claims.struck import killed, narrowed, why_not
 from flockstep.errors import PeerLost
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.base import Strategy
 from flockstep.testing import failures
 from flockstep.testing.strategies import equal_bits
@@ -63,7 +63,7 @@ class Resilience(Claim):
 
     def check(self, say: Say) -> Verdict:
         """Check the failure table, then slow workers and links, then real processes."""
-        rows: list[Row] = []
+        rows: list[ClaimRow] = []
         short: dict[str, int] = {}
         for family in FAMILIES:
             say(family.name)
@@ -90,7 +90,7 @@ class Resilience(Claim):
         return Verdict(tuple(rows), "; ".join(reasons), figures)
 
 
-def cells(family: Family) -> Iterator[tuple[Row, str]]:
+def cells(family: Family) -> Iterator[tuple[ClaimRow, str]]:
     """Observations of every example, cell by cell, each with the reason if the cell does not hold."""
     for example in family.examples:
         strategy = Strategy.parse(example)
@@ -106,11 +106,11 @@ def cells(family: Family) -> Iterator[tuple[Row, str]]:
         yield _cell(f"{example}, slow worker", family.slow, failures.slow_worker(strategy))
 
 
-def _cell(what: str, cell: Cell, word: str) -> tuple[Row, str]:
-    return Row(what, cell.expected, word, cell.holds(word)), cell.why(word)
+def _cell(what: str, cell: Expectation, word: str) -> tuple[ClaimRow, str]:
+    return ClaimRow(what, cell.expected, word, cell.holds(word)), cell.why(word)
 
 
-def beyond_cells() -> list[Row]:
+def beyond_cells() -> list[ClaimRow]:
     """Checks beyond the failure table: kept state, agreement of survivors, servers, repeatability."""
     dies = f"dies(1, {failures.DEATH}, noticed={failures.UNNOTICED})"
     rows = []
@@ -119,39 +119,41 @@ def beyond_cells() -> list[Row]:
         last = [run.params[rank] for rank in (0, 2, 3)]
         same = isinstance(run.failure, PeerLost) and equal_bits(*last)
         ours = "named, survivors equal" if same else "survivors differ"
-        rows.append(Row(f"{text}, dead worker: no state is lost", "named, survivors equal", ours, same))
+        rows.append(ClaimRow(f"{text}, dead worker: no state is lost", "named, survivors equal", ours, same))
     run = failures.observe("broadcast", faults=[dies])
     agree = all(np.allclose(run.params[0], run.params[rank], rtol=1e-5, atol=1e-6) for rank in (2, 3))
-    rows.append(Row("broadcast, dead worker: survivors agree", "yes", "yes" if agree else "no", agree))
+    rows.append(ClaimRow("broadcast, dead worker: survivors agree", "yes", "yes" if agree else "no", agree))
     run = failures.observe("broadcast", faults=["drops(1, 2, 5)"])
     apart = not np.allclose(run.params[1], run.params[2], rtol=1e-5, atol=1e-6)
-    rows.append(Row("broadcast, lost message: replicas agree", "no", "no" if apart else "yes", apart))
+    rows.append(ClaimRow("broadcast, lost message: replicas agree", "no", "no" if apart else "yes", apart))
     for text in SERVED:
         run = failures.observe(text, faults=[f"dies(-1, {failures.DEATH})"])
         named = isinstance(run.failure, PeerLost) and "server 0 died" in str(run.failure)
-        rows.append(Row(f"{text}, dead server", failures.ENDS, failures.ENDS if named else str(run.failure), named))
+        rows.append(
+            ClaimRow(f"{text}, dead server", failures.ENDS, failures.ENDS if named else str(run.failure), named)
+        )
     every = [example for family in FAMILIES for example in family.examples]
     alike = sum(_repeats(example, [dies, "slows(2, 3)"]) for example in every)
-    rows.append(Row("runs with faults that repeat bit for bit", len(every), alike, alike == len(every)))
+    rows.append(ClaimRow("runs with faults that repeat bit for bit", len(every), alike, alike == len(every)))
     return rows
 
 
 def _repeats(example: str, faults: list[str]) -> bool:
     one, two = (failures.observe(example, faults=faults) for _ in range(2))
-    return all(equal_bits(one.params[a], two.params[a]) for a in one.params) and one.of(Step) == two.of(Step)
+    return all(equal_bits(one.params[a], two.params[a]) for a in one.params) and one.of(StepEvent) == two.of(StepEvent)
 
 
-def shares() -> Iterator[Row]:
+def shares() -> Iterator[ClaimRow]:
     """The share of one worker's slowdown that all workers take on, and the recovery of the pace after the fault."""
     yield from shares_of_losses()
     for text in ("all_reduce", "asgd"):
         before, during, after = alone(text, WORKERS)
         back = abs(after / before - 1) <= 0.02 and during < 0.95 * before
         ours = f"{during / before:.2f}, then {after / before:.2f}"
-        yield Row(f"{text}: pace while a link is narrow, and afterwards", "less, then 1.00", ours, back)
+        yield ClaimRow(f"{text}: pace while a link is narrow, and afterwards", "less, then 1.00", ours, back)
 
 
-def shares_of_losses() -> Iterator[Row]:
+def shares_of_losses() -> Iterator[ClaimRow]:
     """The share of one worker's slowdown that all workers take on, fault by fault."""
     for (where, how), strategies in SLOWED.items():
         wanted, said = (1.0, "1") if how == "synchronous" else (1 / WORKERS, f"≤ {1 / WORKERS}")
@@ -163,45 +165,45 @@ def shares_of_losses() -> Iterator[Row]:
             loss = measured(text, WORKERS, fault.format(victim), victim)
             what = f"{text} ({where}, {how}), {name}: everyone's share"
             if not loss.exercised:
-                yield Row(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+                yield ClaimRow(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
                 continue
             holds = loss.share <= wanted + 0.06 and (how == "asynchronous" or loss.share >= wanted - 0.06)
-            yield Row(what, said, loss.share, holds)
+            yield ClaimRow(what, said, loss.share, holds)
 
 
-def waits_for_nobody(text: str) -> Row:
+def waits_for_nobody(text: str) -> ClaimRow:
     """A narrow link that makes the messages of its worker older, and no worker slower."""
     fault = FAULTS[NARROW].format(VICTIM)
     loss, (before, after) = measured(text, WORKERS, fault), lateness(text, WORKERS, fault)
     ours = f"{max(loss.victim, loss.everyone):.1%}, staleness {before:.1f} → {after:.1f}"
     if after < before + 1:
-        return Row(f"{text}, {NARROW}: anyone's loss", "none, but staler", f"not exercised: {ours}", False)
+        return ClaimRow(f"{text}, {NARROW}: anyone's loss", "none, but staler", f"not exercised: {ours}", False)
     holds = max(abs(loss.victim), abs(loss.everyone)) <= 0.01
-    return Row(f"{text}, {NARROW}: anyone's loss", "none, but staler", ours, holds)
+    return ClaimRow(f"{text}, {NARROW}: anyone's loss", "none, but staler", ours, holds)
 
 
-def foreseen() -> Iterator[Row]:
+def foreseen() -> Iterator[ClaimRow]:
     """A plan's prediction of the share of random delays that all workers take on, compared with virtual time."""
     for text in ("ps(bsp)", "all_reduce", "ps(backup(1))", "asgd", "gossip"):
         plan, ours = predicted(text, WORKERS)
-        yield Row(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
+        yield ClaimRow(f"{text}: exposure to random delays, planned", plan, ours, abs(plan - ours) <= 0.15)
 
 
-def real(say: Say) -> Iterator[Row]:
+def real(say: Say) -> Iterator[ClaimRow]:
     """Real processes: a killed worker, and a link that becomes narrow."""
     for text, survives in KILLED.items():
         say(f"SIGKILL of a worker of {text}")
         wanted = failures.GOES_ON if survives else failures.ENDS
         ours = killed(text)
-        yield Row(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
+        yield ClaimRow(f"{text}, real processes: SIGKILL of a worker", wanted, ours, ours == wanted)
     for text, everyone in SHAPED.items():
         what, said = f"{text}, real link a tenth: everyone's share", "≥ 0.7" if everyone else "≤ 0.5"
         if why := why_not():
-            yield Row(what, said, f"not tried: {why}", False)
+            yield ClaimRow(what, said, f"not tried: {why}", False)
             continue
         say(f"a link of {text} becomes narrow")
         loss = narrowed(text)
         if not loss.exercised:
-            yield Row(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
+            yield ClaimRow(what, said, f"not exercised: that worker itself loses {loss.victim:.1%}", False)
             continue
-        yield Row(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)
+        yield ClaimRow(what, said, loss.share, loss.share >= 0.7 if everyone else loss.share <= 0.5)

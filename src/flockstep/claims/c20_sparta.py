@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flockstep.claims.base import Claim, Row, Say, Verdict, near
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict, near
 from flockstep.claims.next_character import characters_job
 from flockstep.claims.spans import median, ranged
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.testing.strategies import run_strategy
 
 WORKERS, STEPS, BATCH, OPTIMIZER = 8, 4000, 16, "adamw(lr=0.005)"
@@ -65,15 +65,17 @@ class SpartaDiloco(Claim):
         fewer = alone[OFTEN][0].bytes / both[0].bytes
         dearer = alone[AS_DEAR][0].bytes / both[0].bytes
         rows = (
-            Row(
+            ClaimRow(
                 f"perplexity over DiLoCo's, both H = {SELDOM}",
                 f"0.857, <= {MOST}",
                 ranged(over[SELDOM], 3),
                 median(over[SELDOM]) <= MOST,
             ),
             near(f"bytes, DiLoCo with H = {OFTEN} over ours", FEWER, fewer, 0.01),
-            Row(f"perplexity over DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
-            Row(f"control: perplexity over DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True),
+            ClaimRow(f"perplexity over DiLoCo's with H = {OFTEN}", "reported", ranged(over[OFTEN], 3), True),
+            ClaimRow(
+                f"control: perplexity over DiLoCo's with H = {AS_DEAR}", "reported", ranged(over[AS_DEAR], 3), True
+            ),
         )
         close = _ratios(both, alone[SELDOM], "apart")
         early = _ratios(both, alone[SELDOM], "early")
@@ -110,6 +112,6 @@ def _trained(strategy: str, seed: int) -> Ended:
     run = run_strategy(
         strategy, WORKERS, STEPS, job=job, compute="constant(1)", network=network, seed=seed, evaluate_every=EARLY
     )
-    *_, before, last = run.of(Snapshot)
+    *_, before, last = run.of(EvaluationEvent)
     assert before.divergence is not None
     return Ended(math.exp(last.loss), last.bytes, math.exp(before.loss), before.divergence)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.claims.base import Claim, Row, Say, Verdict
+from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
 from flockstep.claims.clockwork import Unjudged, unjudged_job
 from flockstep.frameworks.numpy import Views
 from flockstep.testing.strategies import run_strategy
@@ -50,7 +50,7 @@ METHODS = {
 }
 
 
-class Copies(Unjudged):
+class LeastSquaresModels(Unjudged):
     """Independent least-squares models on the same samples, each with its own learning rate.
 
     The rate is part of the gradient, so that one run tries all rates: a strategy treats each model independently.
@@ -131,7 +131,7 @@ class LargestLearningRate(Claim):
 def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
     """The largest rate below the first one at which the model ends farther from the optimum than it started."""
     x = np.random.default_rng(seed).standard_normal((SAMPLES // regime.features, regime.features))
-    job = unjudged_job(lambda: Copies(regime), x, regime.batch)
+    job = unjudged_job(lambda: LeastSquaresModels(regime), x, regime.batch)
     steps = regime.updates(method, workers)
     steps += -steps % LOCAL_STEPS if method == "local" else 0
     run = run_strategy(METHODS[method], workers, steps, job=job, compute=COMPUTE, network="ideal", seed=seed)
@@ -140,17 +140,17 @@ def largest(regime: Regime, method: str, workers: int, seed: int) -> float:
     return float(regime.rates[max(stable - 1, 0)])
 
 
-def _row(what: str, expected: float, rates: dict[int, float], workers: tuple[int, ...]) -> Row:
+def _row(what: str, expected: float, rates: dict[int, float], workers: tuple[int, ...]) -> ClaimRow:
     x, y = np.log(workers), np.log([rates[n] for n in workers])
     exponent = float(np.polyfit(x, y, 1)[0])
-    return Row(f"exponent, {what}", expected, exponent, abs(exponent - expected) <= 0.25)
+    return ClaimRow(f"exponent, {what}", expected, exponent, abs(exponent - expected) <= 0.25)
 
 
-def _closed_form(rates: dict[int, float]) -> Row:
+def _closed_form(rates: dict[int, float]) -> ClaimRow:
     """Row that compares with the closed form for the delay τ = n - 1, which all gradients have if workers are equally
     fast.
     """
     ratios = [rates[n] / (2 * np.sin(np.pi / (4 * n - 2))) for n in WORKERS]
     worst = float(max(ratios, key=lambda ratio: abs(np.log(ratio))))
     what = "exact gradients, async over the closed form, worst of 1 to 32 workers"
-    return Row(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))
+    return ClaimRow(what, 1.0, worst, bool(abs(np.log2(worst)) <= 0.5))

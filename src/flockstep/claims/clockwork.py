@@ -12,7 +12,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.virtual import Simulation
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model, Views
-from flockstep.records.events import Event, Update
+from flockstep.records.events import Event, UpdateEvent
 from flockstep.testing.strategies import Watched, run_strategy
 
 
@@ -63,7 +63,7 @@ class Updates(Watched):
     """A simulation that stores updates only, for runs with hundreds of thousands of messages."""
 
     def note(self, event: Event) -> None:
-        if isinstance(event, Update):
+        if isinstance(event, UpdateEvent):
             self.log.append(event)
 
     send = Simulation.send
@@ -89,7 +89,7 @@ class Trace:
         return Trace(self.t[:first], self.rank[:first], self.staleness[:first])
 
 
-def trace_of(updates: list[Update]) -> Trace:
+def trace_of(updates: list[UpdateEvent]) -> Trace:
     """The trace of a run's update events."""
     columns = [(update.t, update.source, update.staleness) for update in updates]
     t, rank, staleness = (np.array(column) for column in zip(*columns, strict=True))
@@ -104,7 +104,7 @@ def timed(
         strategy, workers, steps, job=still_job(), compute=compute, network="ideal", simulation=simulation
     )
     assert isinstance(run.simulation, Updates)
-    return trace_of(run.of(Update)), run.simulation
+    return trace_of(run.of(UpdateEvent)), run.simulation
 
 
 def harmonic(n: int) -> float:

@@ -13,7 +13,7 @@ from flockstep.claims.spans import GUESSING, SAMPLES
 from flockstep.codecs.base import Codec
 from flockstep.errors import Diverged
 from flockstep.feedback.base import Feedback
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.testing.strategies import run_strategy
 from flockstep.workloads.sampler import steps_for
@@ -69,6 +69,6 @@ def _trained(strategy: ParameterServer, seed: int, batch: int, lr: float) -> tup
         run = run_strategy(strategy, WORKERS, steps, job=job, compute="constant(1)", network="ideal", seed=seed)
     except Diverged:
         return GUESSING, np.inf, np.nan
-    losses = [event.loss for event in run.of(Step) if event.step > steps - 30 and event.loss is not None]
+    losses = [event.loss for event in run.of(StepEvent) if event.step > steps - 30 and event.loss is not None]
     bits = 8 * sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * steps * len(run.result))
     return 100 * (1 - run.evaluation.metric), float(np.mean(losses)), bits

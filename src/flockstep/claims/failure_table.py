@@ -1,8 +1,8 @@
 """Expected behavior under faults, family by family: the table that claim C19 checks cell by cell.
 
 A family stands for methods of the literature that fail in the same way; its `examples` are the strategies that are run.
-Each of the four `Cell`s describes the expectation, and names the observations of `testing.failures` that fulfill it.
-The expectation may depend on the kind of a lost message. Pipelines are missing, because flockstep has none.
+Each of the four `Expectation`s has the text of the expectation and the observations of `testing.failures` that
+fulfill it. An expectation may depend on the kind of a lost message. Pipelines are missing, because flockstep has none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Short:
 
 
 @dataclass(frozen=True)
-class Cell:
+class Expectation:
     """An expectation, and the observations that fulfill it; a word that ends in … matches as a prefix."""
 
     expected: str
@@ -48,17 +48,17 @@ class Family:
 
     name: str
     examples: tuple[str, ...]
-    equal: Cell
-    dead: Cell
-    lost: tuple[Cell, ...]
-    slow: Cell
+    equal: Expectation
+    dead: Expectation
+    lost: tuple[Expectation, ...]
+    slow: Expectation
 
 
-AT_EVERY_STEP = Cell("at every step, bit for bit", (f.EVERY_STEP,))
-AFTER_DRAIN = Cell("once all updates have arrived", (f.DRAINED,))
-ON_THE_SERVER = Cell("on the server only", (f.COPIES,))
-AS_LR_FADES = Cell("as lr → 0", (f.DRAWN,))
-NOT_AT_ONCE = Cell("never", (f.NEVER, f.DRAWN))
+AT_EVERY_STEP = Expectation("at every step, bit for bit", (f.EVERY_STEP,))
+AFTER_DRAIN = Expectation("once all updates have arrived", (f.DRAINED,))
+ON_THE_SERVER = Expectation("on the server only", (f.COPIES,))
+AS_LR_FADES = Expectation("as lr → 0", (f.DRAWN,))
+NOT_AT_ONCE = Expectation("never", (f.NEVER, f.DRAWN))
 
 NO_REPAIR = Short(
     "nobody takes over what the dead worker held or did: the run ends with a sentence that names it", (f.ENDS,)
@@ -71,18 +71,18 @@ NO_SKIP = Short("the exchange is not closed without a message: it ends, or stall
 NOT_ASKED_AGAIN = Short("the server has everything, but a worker that is done does not ask again", (f.COPIES,))
 
 SURVIVORS_GO_ON = (f.GOES_ON, f.WAITS, f.EXACT)
-NONE = Cell("no effect on the others", (f.FREE,))
-EVERYONE = Cell("everyone s×", (f.EVERYONE,))
-STALL = Cell("everyone stalls, or it is noticed", (f.STALLS, f.ENDS))
-UNAFFECTED = Cell("the others go on", (f.GOES_ON,))
-EVICTED = Cell("everyone waits, until it is taken out", (f.WAITS,))
+NONE = Expectation("no effect on the others", (f.FREE,))
+EVERYONE = Expectation("everyone s×", (f.EVERYONE,))
+STALL = Expectation("everyone stalls, or it is noticed", (f.STALLS, f.ENDS))
+UNAFFECTED = Expectation("the others go on", (f.GOES_ON,))
+EVICTED = Expectation("everyone waits, until it is taken out", (f.WAITS,))
 
 FAMILIES = (
     Family(
         "all-reduce (DDP, Horovod, FireCaffe, CaffeOnSpark)",
         ("all_reduce", "bucketed", "powersgd", "tree_server"),
         AT_EVERY_STEP,
-        Cell("noticed; the ring is closed with P - 1", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("noticed; the ring is closed with P - 1", SURVIVORS_GO_ON, NO_REPAIR),
         (STALL,),
         EVERYONE,
     ),
@@ -90,7 +90,7 @@ FAMILIES = (
         "distributed server (BigDL)",
         ("scatter_reduce",),
         AT_EVERY_STEP,
-        Cell("its slice is taken over from a replica", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("its slice is taken over from a replica", SURVIVORS_GO_ON, NO_REPAIR),
         (STALL,),
         EVERYONE,
     ),
@@ -99,9 +99,9 @@ FAMILIES = (
             f"backup workers, b = {b}",
             (f"ps(consistency=backup(b={b}))",),
             AT_EVERY_STEP,
-            Cell(f"free up to {b} dead", (f"{f.GOES_ON}, up to {b} of 4",)),
-            (Cell("counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
-            Cell(f"hidden up to {b}", (f"hidden up to {b} of 4",)),
+            Expectation(f"free up to {b} dead", (f"{f.GOES_ON}, up to {b} of 4",)),
+            (Expectation("counts as a straggler", (f.CONTENT_LOST, f.NO_EFFECT)),),
+            Expectation(f"hidden up to {b}", (f"hidden up to {b} of 4",)),
         )
         for b in (1, 2)
     ),
@@ -109,28 +109,28 @@ FAMILIES = (
         "gradient coding, s = 1",
         ("gradient_coding",),
         AT_EVERY_STEP,
-        Cell("free up to 1 dead, and exact", (f"{f.EXACT}, up to 1 of 4",)),
+        Expectation("free up to 1 dead, and exact", (f"{f.EXACT}, up to 1 of 4",)),
         (
-            Cell("free up to 1", (f.NO_EFFECT,), kind="coded"),
-            Cell(
+            Expectation("free up to 1", (f.NO_EFFECT,), kind="coded"),
+            Expectation(
                 "free up to 1",
                 (f.NO_EFFECT,),
                 Short("who misses new parameters is a version behind and waits at the end", (f.LATE_STALL,)),
             ),
         ),
-        Cell("hidden up to 1", ("hidden up to 1 of 4",)),
+        Expectation("hidden up to 1", ("hidden up to 1 of 4",)),
     ),
     Family(
         "bounded staleness (SSP)",
         ("ps(consistency=ssp(s=3))", "ps(consistency=bounded_delay(tau=4))"),
-        Cell(
+        Expectation(
             AFTER_DRAIN.expected,
             (f.DRAINED,),
             NOT_ASKED_AGAIN,
         ),
         EVICTED,
-        (Cell("that clock stalls", (f.STALLS,)),),
-        Cell("free for s clocks, then s×", ("free for …",)),
+        (Expectation("that clock stalls", (f.STALLS,)),),
+        Expectation("free for s clocks, then s×", ("free for …",)),
     ),
     Family(
         "eager bounded staleness (ESSP)",
@@ -138,7 +138,7 @@ FAMILIES = (
         AFTER_DRAIN,
         EVICTED,
         (
-            Cell(
+            Expectation(
                 "that clock stalls",
                 (f.STALLS,),
                 Short(
@@ -147,26 +147,26 @@ FAMILIES = (
                 ),
             ),
         ),
-        Cell("free for s clocks, then s×", ("free for …",)),
+        Expectation("free for s clocks, then s×", ("free for …",)),
     ),
     Family(
         "bounded values (VAP)",
         ("ps(consistency=value_bound(delta=0.001))",),
-        Cell(
+        Expectation(
             AFTER_DRAIN.expected,
             (f.DRAINED, f.EVERY_STEP),
             NOT_ASKED_AGAIN,
         ),
-        Cell("everyone waits at the bound, until it is taken out", (f.WAITS,)),
-        (Cell("stalls", (f.STALLS,)),),
-        Cell("free up to the bound, then s×", ("free for …", f.EVERYONE)),
+        Expectation("everyone waits at the bound, until it is taken out", (f.WAITS,)),
+        (Expectation("stalls", (f.STALLS,)),),
+        Expectation("free up to the bound, then s×", ("free for …", f.EVERYONE)),
     ),
     Family(
         "asynchronous server (Downpour, ASGD, MXNet)",
         ("asgd", "downpour"),
         ON_THE_SERVER,
         UNAFFECTED,
-        (Cell("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
+        (Expectation("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
         NONE,
     ),
     Family(
@@ -174,23 +174,23 @@ FAMILIES = (
         ("ps(consistency=softsync(n=1))",),
         ON_THE_SERVER,
         UNAFFECTED,
-        (Cell("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
-        Cell("small", (f.FREE, f.PARTLY)),
+        (Expectation("that update is lost; repeated until acknowledged", (f.UPDATE_LOST, f.NO_EFFECT), NO_REPEAT),),
+        Expectation("small", (f.FREE, f.PARTLY)),
     ),
     Family(
         "everyone to everyone (FAST)",
         ("broadcast",),
         AFTER_DRAIN,
-        Cell("the others go on, and agree on what it had sent", (f.GOES_ON,)),
-        (Cell("replicas no longer agree", (f.UPDATE_LOST,)),),
+        Expectation("the others go on, and agree on what it had sent", (f.GOES_ON,)),
+        (Expectation("replicas no longer agree", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
         "partial, rest dropped",
         ("partial(rest='drop')",),
-        Cell("never", (f.NEVER,)),
+        Expectation("never", (f.NEVER,)),
         UNAFFECTED,
-        (Cell("the normal case", (f.UPDATE_LOST,)),),
+        (Expectation("the normal case", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -199,7 +199,7 @@ FAMILIES = (
         AFTER_DRAIN,
         UNAFFECTED,
         (
-            Cell(
+            Expectation(
                 "nothing: it is kept until acknowledged",
                 (f.NO_EFFECT,),
                 Short("a residual is dropped when it is sent", (f.UPDATES_LOST,)),
@@ -211,25 +211,25 @@ FAMILIES = (
         "SPARTA",
         ("sparta(p=0.3)",),
         NOT_AT_ONCE,
-        Cell("left out of the mean", SURVIVORS_GO_ON, NO_REPAIR),
-        (Cell("these coordinates are skipped", (f.CONTENT_LOST,), NO_SKIP),),
+        Expectation("left out of the mean", SURVIVORS_GO_ON, NO_REPAIR),
+        (Expectation("these coordinates are skipped", (f.CONTENT_LOST,), NO_SKIP),),
         EVERYONE,
     ),
     Family(
         "D-PSGD",
         ("dpsgd",),
         AS_LR_FADES,
-        Cell("the graph is rewired", (f.WAITS,)),
+        Expectation("the graph is rewired", (f.WAITS,)),
         (STALL,),
-        Cell("diffuses to all", (f.SPREADS,)),
+        Expectation("diffuses to all", (f.SPREADS,)),
     ),
     Family(
         "AD-PSGD",
         ("adpsgd",),
         AS_LR_FADES,
-        Cell("its partner gives it up", (f.WAITS, f.GOES_ON)),
+        Expectation("its partner gives it up", (f.WAITS, f.GOES_ON)),
         (
-            Cell(
+            Expectation(
                 "both halves of the average are lost, or none",
                 (f.NO_EFFECT, f.CONTENT_LOST),
                 Short("the partner of a lost half waits forever", (f.ONE_STALLS,)),
@@ -241,16 +241,16 @@ FAMILIES = (
         "SGP",
         ("sgp",),
         AS_LR_FADES,
-        Cell("its mass is lost, the others go on", (f.WAITS, f.GOES_ON)),
-        (Cell("parameters and weight are lost together", (f.UPDATE_LOST,)),),
-        Cell("out-peers wait", (f.SPREADS,)),
+        Expectation("its mass is lost, the others go on", (f.WAITS, f.GOES_ON)),
+        (Expectation("parameters and weight are lost together", (f.UPDATE_LOST,)),),
+        Expectation("out-peers wait", (f.SPREADS,)),
     ),
     Family(
         "GoSGD",
         ("gossip(p=0.5)",),
         AS_LR_FADES,
-        Cell("its weight is lost, the others go on", (f.GOES_ON,)),
-        (Cell("its weight is lost", (f.UPDATE_LOST,)),),
+        Expectation("its weight is lost, the others go on", (f.GOES_ON,)),
+        (Expectation("its weight is lost", (f.UPDATE_LOST,)),),
         NONE,
     ),
     Family(
@@ -259,8 +259,8 @@ FAMILIES = (
         NOT_AT_ONCE,
         UNAFFECTED,
         (
-            Cell("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST), kind="push"),
-            Cell(
+            Expectation("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST), kind="push"),
+            Expectation(
                 "the force acts on one side only",
                 (f.CONTENT_LOST, f.UPDATE_LOST),
                 Short("the worker that asked for the center waits for it", (f.ONE_STALLS,)),
@@ -273,32 +273,32 @@ FAMILIES = (
         ("tree_easgd(branching=2, up=2, down=2, upper=4)",),
         NOT_AT_ONCE,
         UNAFFECTED,
-        (Cell("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST)),),
+        (Expectation("the force acts on one side only", (f.CONTENT_LOST, f.UPDATE_LOST)),),
         NONE,
     ),
     Family(
         "local SGD (SparkNet, BMUF, DiLoCo)",
         ("local_sgd", "local_sgd(period=6, outer_optimizer=nesterov)"),
-        Cell("at every meeting", ("every …",)),
-        Cell("the mean of the survivors", SURVIVORS_GO_ON, NO_REPAIR),
-        (Cell("that round goes without it", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
-        Cell("free up to the meeting, then s×", ("free for …",)),
+        Expectation("at every meeting", ("every …",)),
+        Expectation("the mean of the survivors", SURVIVORS_GO_ON, NO_REPAIR),
+        (Expectation("that round goes without it", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
+        Expectation("free up to the meeting, then s×", ("free for …",)),
     ),
     Family(
         "Streaming DiLoCo",
         ("streaming_diloco(period=8, fragments=2, overlap=2)",),
-        Cell("never all at once", (f.NEVER, f.DRAWN)),
-        Cell("the mean of the survivors, by fragment", SURVIVORS_GO_ON, NO_REPAIR),
-        (Cell("that fragment is not merged", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
-        Cell("hidden up to the overlap", ("free for …",)),
+        Expectation("never all at once", (f.NEVER, f.DRAWN)),
+        Expectation("the mean of the survivors, by fragment", SURVIVORS_GO_ON, NO_REPAIR),
+        (Expectation("that fragment is not merged", (f.CONTENT_LOST, f.UPDATES_LOST), NO_SKIP),),
+        Expectation("hidden up to the overlap", ("free for …",)),
     ),
     Family(
         "MPCA-SGD",
         ("mpca",),
-        Cell("never", (f.NEVER, f.DRAWN)),
-        Cell("the tree gets another root", SURVIVORS_GO_ON, NO_REPAIR),
+        Expectation("never", (f.NEVER, f.DRAWN)),
+        Expectation("the tree gets another root", SURVIVORS_GO_ON, NO_REPAIR),
         (
-            Cell(
+            Expectation(
                 "that round is skipped",
                 (f.CONTENT_LOST, f.NO_EFFECT),
                 Short("the round never ends: everyone trains on, and waits at the end", (f.LATE_STALL,)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flockstep.claims.clockwork import still_job
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.testing.strategies import Run, run_strategy
+from flockstep.testing.strategies import SimulatedRun, run_strategy
 
 Program = Callable[[Worker], Awaitable[None]]
 
@@ -28,7 +28,7 @@ class Once(Strategy):
         await self.program(me)
 
 
-def run_once(program: Program, workers: int, network: str, unit: float = 0.0) -> Run:
+def run_once(program: Program, workers: int, network: str, unit: float = 0.0) -> SimulatedRun:
     """Run a program on `workers` workers; a gradient, which costs nothing to compute, takes `unit` virtual seconds."""
     return run_strategy(
         Once(program), workers, 1_000_000, job=still_job(), compute=f"constant({unit!r})", network=network

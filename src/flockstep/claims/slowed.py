@@ -17,12 +17,12 @@ from flockstep.costs.cluster_reading import read_cluster
 from flockstep.messages import HEADER_BYTES
 from flockstep.planning.prospect import Pace
 from flockstep.planning.rehearsal import rehearse
-from flockstep.planning.task import Site, Task
-from flockstep.records.events import Step, Update
-from flockstep.simulation.compute import ComputeModel, Constant
+from flockstep.planning.task import JobProfile, Site
+from flockstep.records.events import StepEvent, UpdateEvent
+from flockstep.simulation.compute import ComputeModel, ConstantTime
 from flockstep.simulation.law import late_of, mean_of
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import Run, run_strategy, small_job
+from flockstep.testing.strategies import SimulatedRun, run_strategy, small_job
 
 STEPS, REHEARSED = 240, 1000
 MODEL = 18 * 4
@@ -50,7 +50,7 @@ SPELLS = "slow_spells(constant(1), 0.02, 5, 10)"
 
 
 @dataclass(frozen=True)
-class Loss:
+class ThroughputLoss:
     """Shares of the pace that a fault costs."""
 
     victim: float
@@ -69,16 +69,16 @@ class Loss:
         return self.everyone / self.victim if self.exercised else math.nan
 
 
-def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> Loss:
+def measured(strategy: str, workers: int, fault: str, victim: int = VICTIM) -> ThroughputLoss:
     """Measure the loss caused by a fault of one worker."""
     whole, struck = (paces(ends(strategy, workers, faults)) for faults in ((), (fault,)))
-    return Loss(float(1 - struck[victim] / whole[victim]), float(1 - struck.sum() / whole.sum()))
+    return ThroughputLoss(float(1 - struck[victim] / whole[victim]), float(1 - struck.sum() / whole.sum()))
 
 
 def lateness(strategy: str, workers: int, fault: str) -> tuple[float, float]:
     """Mean staleness of the worker's updates without and with the fault, for a strategy in which no worker waits."""
     runs = (_run(strategy, workers, faults) for faults in ((), (fault,)))
-    found = [[event.staleness or 0 for event in run.of(Update) if event.source == VICTIM] for run in runs]
+    found = [[event.staleness or 0 for event in run.of(UpdateEvent) if event.source == VICTIM] for run in runs]
     return float(np.mean(found[0])), float(np.mean(found[1]))
 
 
@@ -92,11 +92,11 @@ def alone(strategy: str, workers: int) -> tuple[float, float, float]:
 
 def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
     """Virtual seconds at which each gradient of every worker ended."""
-    steps = _run(strategy, workers, faults).of(Step)
+    steps = _run(strategy, workers, faults).of(StepEvent)
     return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
 
 
-def _run(strategy: str, workers: int, faults: Sequence[str]) -> Run:
+def _run(strategy: str, workers: int, faults: Sequence[str]) -> SimulatedRun:
     return run_strategy(
         strategy, workers, STEPS, job=small_job(), compute="constant(1)", network=NETWORK, faults=faults
     )  # fmt: skip
@@ -118,11 +118,13 @@ def predicted(strategy: str, workers: int) -> tuple[float, float]:
     0: all workers lose the mean delay; 1: all workers lose the delay of the slowest worker in each step.
     """
     composed, law = Strategy.parse(strategy), ComputeModel.parse(SPELLS)
-    site = Site(Task("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even"))
+    site = Site(
+        JobProfile("stand-in", 10_000), read_cluster(CLUSTER.format(compute=SPELLS, workers=workers), name="even")
+    )
     plan = Pace(composed, site)
     network = site.cluster.network(workers)
     random, steady = (
         rehearse(composed, workers, site.task.nbytes, compute, network, steps=REHEARSED).seconds_per_step
-        for compute in (law, Constant(mean_of(law)))
+        for compute in (law, ConstantTime(mean_of(law)))
     )
     return plan.exposure, (random - steady) / late_of(law, workers)

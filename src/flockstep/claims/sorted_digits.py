@@ -11,7 +11,7 @@ from flockstep.claims.digits_perceptron import digits_job
 from flockstep.claims.spans import GUESSING
 from flockstep.errors import Diverged
 from flockstep.frameworks.base import Data, Job
-from flockstep.records.events import Replica
+from flockstep.records.events import ReplicaEvent
 from flockstep.strategies.base import ResultPolicy
 from flockstep.testing.strategies import equal_bits, run_strategy
 
@@ -68,7 +68,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
     replicas = run.replicas.astype(np.float64)
     return End(
         100 * (1 - run.evaluation.metric),
-        max(100 * (1 - event.metric) for event in run.of(Replica)),
+        max(100 * (1 - event.metric) for event in run.of(ReplicaEvent)),
         float(np.sqrt(np.mean(np.square(replicas - replicas.mean(0)).sum(1)))),
         equal_bits(*run.replicas),
         sum(run.totals[rank].messages_sent for rank in range(WORKERS)),

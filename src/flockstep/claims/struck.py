@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.claims.slowed import Loss
+from flockstep.claims.slowed import ThroughputLoss
 from flockstep.errors import RunError
 from flockstep.testing import failures
 
@@ -38,7 +38,7 @@ _TIME = re.compile(rb'"type":"step","t":([0-9.e+-]+)')
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainProcess:
     """A running `flockstep train`."""
 
     process: subprocess.Popen[str]
@@ -108,7 +108,7 @@ def wait(condition: Callable[[], bool], what: str) -> None:
 
 
 @contextlib.contextmanager
-def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Run]:
+def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[TrainProcess]:
     """Context manager: a run in separate processes, all of which are ended at the end."""
     with tempfile.TemporaryDirectory(prefix="fs-") as scratch:
         folder = Path(scratch) / "run"
@@ -118,7 +118,7 @@ def running(job: str, strategy: str, steps: int, *options: str) -> Iterator[Run]
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         try:
-            yield Run(process, folder)
+            yield TrainProcess(process, folder)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -160,7 +160,7 @@ def why_not() -> str:
     return f"the commands {', '.join(missing)} are missing" if missing else ""
 
 
-def narrowed(strategy: str) -> Loss:
+def narrowed(strategy: str) -> ThroughputLoss:
     """Loss of a worker, and of all workers, when its link is reduced to a tenth of its bandwidth."""
     with running("digits", strategy, LONG, "--transport", f"namespaces('{FULL}')") as run:
         run.wait_for(HELD_BACK)
@@ -168,10 +168,10 @@ def narrowed(strategy: str) -> Loss:
         squeeze(run.pid(VICTIM))
         run.gained(HELD_BACK)
         during = watched(run, HELD_BACK)
-    return Loss(float(1 - during[VICTIM] / before[VICTIM]), float(1 - during.sum() / before.sum()))
+    return ThroughputLoss(float(1 - during[VICTIM] / before[VICTIM]), float(1 - during.sum() / before.sum()))
 
 
-def watched(run: Run, steps: int) -> npt.NDArray[np.float64]:
+def watched(run: TrainProcess, steps: int) -> npt.NDArray[np.float64]:
     """Steps per second of every worker, from now until the victim has taken `steps` steps."""
     made = run.gained(steps)
     own = run.times(VICTIM)[made:]

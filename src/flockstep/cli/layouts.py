@@ -13,7 +13,7 @@ from flockstep.cli import show
 from flockstep.cli.layers import shape_named
 from flockstep.errors import ConfigurationError
 from flockstep.report import words
-from flockstep.report.layouts import Delays, Model, layouts_page
+from flockstep.report.layouts import Delays, ModelSize, layouts_page
 from flockstep.simulation import units
 
 MODELS = ("vgg-a", "resnet-152", "googlenet")
@@ -31,7 +31,7 @@ def show_layouts(
     if out is not None and out.suffix != ".html":
         raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
     shapes = [shape_named(name) for name in what or MODELS]
-    models = tuple(Model(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
+    models = tuple(ModelSize(shape.name, shape.parameters, shape.gradient_bytes()) for shape in shapes)
     delays = Delays(models, workers, units.bandwidth(units.with_unit(bandwidth, "--bandwidth", "1gbit"), "--bandwidth"))
     if out is not None:
         layouts_page(delays).write(out)

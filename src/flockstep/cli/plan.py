@@ -188,11 +188,11 @@ def _listing(tried: Tried) -> Listing:
 
 
 def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:
-    from flockstep.cli.search import Asked, tried
+    from flockstep.cli.search import SearchOptions, tried
     from flockstep.planning.search import TRIALS
 
     site = outlook.site
-    asked = Asked(
+    asked = SearchOptions(
         trials=TRIALS if given["trials"] is None else given["trials"],
         # A number of trials that was asked for is made in full.
         budget=BUDGET if given["budget"] is None and given["trials"] is None else given["budget"],

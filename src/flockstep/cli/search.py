@@ -16,10 +16,10 @@ from rich.table import Column, Table
 from flockstep.cli import show
 from flockstep.planning.advice import asked as all_needs
 from flockstep.planning.advice import unfit
-from flockstep.planning.kept import Kept, settings_of
+from flockstep.planning.kept import TrialStore, settings_of
 from flockstep.planning.plan import Outlook
-from flockstep.planning.search import TOP, Found, Search, Step, keenest
-from flockstep.planning.trials import LEFT_OUT, Bench, Trial, goal_of
+from flockstep.planning.search import TOP, Found, Search, SearchProgress, keenest
+from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
 from flockstep.planning.words import short
 from flockstep.report import words
 from flockstep.report.page import Listing
@@ -31,7 +31,7 @@ BAR = 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchOptions:
     """The options of `--simulate`."""
 
     trials: int
@@ -57,7 +57,7 @@ class Tried:
     """Strategies that were to be tried."""
 
 
-def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -> Tried:
+def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
     """Try the plan's most promising strategies, or all that are `named`.
 
     Raises:
@@ -77,19 +77,19 @@ def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -
     return _made(search, asked, None)
 
 
-def _made(search: Search, asked: Asked, interrupted: str | None) -> Tried:
+def _made(search: Search, asked: SearchOptions, interrupted: str | None) -> Tried:
     candidates = tuple(one.name for one in search.candidates)
     return Tried(search.found(), search.target, _notes(search, asked), interrupted, candidates)
 
 
-def _begun(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) -> Search:
+def _begun(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: SearchOptions) -> Search:
     """A search with what was kept, before its first trial."""
-    bench = Bench(outlook.site)
-    target = goal_of(bench.job(asked.seed), asked.target)
+    context = TrialContext(outlook.site)
+    target = goal_of(context.job(asked.seed), asked.target)
     whole = all_needs(outlook, needs)
     excluded = () if named else (one.name for one in outlook.prospects if unfit(one, outlook, whole))
     top = asked.top if asked.top is not None else len(outlook.prospects) if named else TOP
-    kept = Kept(settings_of(bench, outlook.workers, target, asked.seed, asked.split), asked.keep)
+    kept = TrialStore(settings_of(context, outlook.workers, target, asked.seed, asked.split), asked.keep)
     return Search(
         outlook,
         keenest(outlook, top, excluded),
@@ -99,11 +99,11 @@ def _begun(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: Asked) 
         target,
         asked.seed,
         asked.split,
-        bench,
+        context,
     )
 
 
-def _notes(search: Search, asked: Asked) -> tuple[str, ...]:
+def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
     said = [f"trials are kept in {asked.keep}"]
     if search.out_of_budget:
         said.append(
@@ -185,7 +185,7 @@ def document(tried: Tried) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Step], None]]:
+def _progress() -> Iterator[Callable[[SearchProgress], None]]:
     """A bar over all trials where somebody watches, else a line for each."""
     if not show.console.is_terminal:
         yield _line
@@ -195,25 +195,25 @@ def _progress() -> Iterator[Callable[[Step], None]]:
     with Progress(*columns, console=show.console, transient=True, expand=True) as progress:
         task = progress.add_task("starting", total=None)
 
-        def say(step: Step) -> None:
+        def say(step: SearchProgress) -> None:
             if step.trial is not None or int(step.steps) == step.steps:
                 progress.update(task, description=escape(_where(step)), completed=step.done, total=step.all_trials)
 
         yield say
 
 
-def _where(step: Step) -> str:
+def _where(step: SearchProgress) -> str:
     now = "" if step.trial is not None else f", virtual {words.seconds(step.seconds)}"
     return f"{step.strategy}: trial {step.number} of {step.trials}{now}; {_best(step)}"
 
 
-def _best(step: Step) -> str:
+def _best(step: SearchProgress) -> str:
     if step.best is None:
         return "target not reached so far"
     return f"best so far {outcome(step.best[1])} with {step.best[0]}"
 
 
-def _line(step: Step) -> None:
+def _line(step: SearchProgress) -> None:
     if step.trial is None:
         return
     what = f"{step.trial.strategy}, lr {step.trial.lr:g}: {outcome(step.trial)}"

@@ -114,7 +114,7 @@ class Dct(Codec):
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that transforms each of these tensors separately."""
-        return OnTensors(self.k, self.chunk, tuple(shapes))
+        return ShapedDct(self.k, self.chunk, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
         """Return the slices of the tensors that are sent unchanged for every dtype."""
@@ -122,7 +122,7 @@ class Dct(Codec):
 
 
 @dataclass(frozen=True)
-class OnTensors(Dct):
+class ShapedDct(Dct):
     """DeMo's compressor for arrays that are concatenated tensors of the given shapes."""
 
     shapes: tuple[Shape, ...] = ()

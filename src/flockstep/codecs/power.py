@@ -19,7 +19,7 @@ from flockstep.expression import searched
 
 
 @dataclass(frozen=True)
-class PowerSgd(Codec):
+class PowerSgdCodec(Codec):
     """PowerSGD (Vogels, Karimireddy & Jaggi 2019, section 3): one step of subspace iteration from a random start.
 
     Every tensor of more than one dimension is a matrix M (n, m) whose rows are its first dimension. With Gaussian Ω, P
@@ -120,7 +120,7 @@ class PowerSgd(Codec):
 
     def on(self, shapes: Sequence[Shape]) -> Codec:
         """Return the codec that factors the matrices among these tensors."""
-        return OnTensors(self.rank, tuple(shapes))
+        return ShapedPowerSgd(self.rank, tuple(shapes))
 
     def exact_parts(self, size: int) -> list[slice]:
         """Return the slices that are not factored for any dtype."""
@@ -128,7 +128,7 @@ class PowerSgd(Codec):
 
 
 @dataclass(frozen=True)
-class OnTensors(PowerSgd):
+class ShapedPowerSgd(PowerSgdCodec):
     """PowerSGD's compressor for arrays that are concatenated tensors of the given shapes."""
 
     shapes: tuple[Shape, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flockstep.arrays.schema import FlatArray
 from flockstep.collectives.base import Collective
 from flockstep.collectives.binomial_tree import BinomialTree
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.double_tree import DoubleTree
 from flockstep.collectives.group import Group
 from flockstep.collectives.pipelined import Pipelined
@@ -59,7 +59,7 @@ class Auto(Collective):
         if self.table:
             rows = nearest(read_table(self.table), workers, nbytes)
             return Collective.parse(min(rows, key=lambda row: row.seconds).collective)
-        link = Link(self.latency, 1 / self.bandwidth, HEADER_BYTES)
+        link = LinkModel(self.latency, 1 / self.bandwidth, HEADER_BYTES)
         return min(CANDIDATES, key=lambda candidate: candidate.cost(workers, nbytes, link))
 
     async def all_reduce(self, me: Group, array: FlatArray) -> None:
@@ -68,7 +68,7 @@ class Auto(Collective):
     async def average(self, me: Group, array: FlatArray) -> None:
         await self.choose(me.workers, array.nbytes).average(me, array)
 
-    def cost(self, workers: int, nbytes: float, link: Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
         return self.choose(workers, round(nbytes)).cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from flockstep.arrays.namespace import copied, zeros
 from flockstep.arrays.schema import FlatArray, slices
 from flockstep.codecs.base import Bytes, Codec
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.exchange import broadcast_on_tree, reduce_on_tree, signal_all
 from flockstep.collectives.group import Group
 from flockstep.expression import Component
@@ -113,7 +113,7 @@ class Collective(Component):
             codec.add_decoded(piece, total)
         return total
 
-    def cost(self, workers: int, nbytes: float, link: Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
         """Return the seconds that `all_reduce` of `nbytes` bytes takes on `link`; exact for P = 2^k that divides K."""
         raise NotImplementedError(f"{type(self).__name__} has no cost model")
 

@@ -23,7 +23,7 @@ class BinomialTree(Collective):
         await self.reduce(me, array)
         await self.broadcast(me, array)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         return costs.tree(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

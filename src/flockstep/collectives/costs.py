@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """The network: `latency` L in seconds, `per_byte` G in seconds per byte, and `header` bytes added to each
     message.
     """
@@ -51,14 +51,14 @@ def halvings(workers: int) -> int:
     return (workers - 1).bit_length()
 
 
-def tree(workers: int, nbytes: float, link: Link) -> float:
+def tree(workers: int, nbytes: float, link: LinkModel) -> float:
     """Return 2 L log2 P + 2 m G log2 P: reduce and broadcast along a binomial tree; with ⌈log2 P⌉ if P is not a power
     of two.
     """
     return 2 * halvings(workers) * link.message(nbytes)
 
 
-def butterfly(workers: int, nbytes: float, link: Link) -> float:
+def butterfly(workers: int, nbytes: float, link: LinkModel) -> float:
     """L log2 P + m G log2 P: recursive doubling; with folding, 2 L + 3 m G more if P is not a power of two.
 
     A worker's folded array and the first message of the other rounds arrive at the same network card, hence 3 m G for
@@ -68,12 +68,12 @@ def butterfly(workers: int, nbytes: float, link: Link) -> float:
     return doublings(workers) * link.message(nbytes) + folds
 
 
-def pipeline(workers: int, nbytes: float, link: Link) -> float:
+def pipeline(workers: int, nbytes: float, link: LinkModel) -> float:
     """Return 2 L (P-1) + 2 m G (P-1)/P: a ring of chunks."""
     return 2 * (workers - 1) * link.message(nbytes / workers)
 
 
-def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
+def halving_doubling(workers: int, nbytes: float, link: LinkModel) -> float:
     """Return 2 L log2 P + 2 m G (P-1)/P: reduce-scatter and gather; 2 L + 5/2 m G more if P is not a power of two."""
     rounds, power = doublings(workers), 1 << doublings(workers)
     share = nbytes * (power - 1) / power
@@ -81,7 +81,7 @@ def halving_doubling(workers: int, nbytes: float, link: Link) -> float:
     return moved + (2 * link.message(nbytes) + link.occupied(nbytes / 2) if _folds(workers) else 0)
 
 
-def lower_bound(workers: int, nbytes: float, link: Link) -> float:
+def lower_bound(workers: int, nbytes: float, link: LinkModel) -> float:
     """Return L log2 P + 2 m G (P-1)/P: a lower bound for every all-reduce (Ben-Nun & Hoefler), without headers."""
     return link.latency * math.log2(workers) + 2 * nbytes * link.per_byte * (workers - 1) / workers
 

@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Node:
+class TreeNode:
     """A rank's neighbors in a tree; None if there is none."""
 
     parent: int | None
@@ -25,7 +25,7 @@ class Node:
         return [child for child in (self.left, self.right) if child is not None]
 
 
-def trees(workers: int, rank: int) -> tuple[Node, Node]:
+def trees(workers: int, rank: int) -> tuple[TreeNode, TreeNode]:
     """Return the rank's nodes in both trees.
 
     The first tree is the in-order binary tree over the ranks, in which even ranks are leaves. The second tree is the
@@ -67,7 +67,7 @@ class DoubleTree(Collective):
                     await me.receive_array("down", place.parent, chunk)
                 me.send_all(place.children, "down", chunk)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """2 (d L + (c + d - 1) m G / c) for c chunks per half and trees of depth d = ⌊log2 P⌋; half the bytes if P = 2.
 
         This is a full pipeline: each network card passes two chunks of m / 2c per turn, and each level adds a turn. In
@@ -89,7 +89,7 @@ class DoubleTree(Collective):
         return 2 * costs.doublings(workers)
 
 
-def _place(workers: int, rank: int, shift: int) -> Node:
+def _place(workers: int, rank: int, shift: int) -> TreeNode:
     """Return a rank's node in the in-order tree over ranks shift, shift+1, …, shift-1."""
     wanted = (rank - shift) % workers
     first, size, parent = 0, workers, None
@@ -99,7 +99,7 @@ def _place(workers: int, rank: int, shift: int) -> Node:
         if root == wanted:
             left = _root(first, half - 1)
             right = _root(root + 1, size - half)
-            return Node(*(None if at is None else (at + shift) % workers for at in (parent, left, right)))
+            return TreeNode(*(None if at is None else (at + shift) % workers for at in (parent, left, right)))
         parent = root
         first, size = (first, half - 1) if wanted < root else (root + 1, size - half)
 

@@ -51,7 +51,7 @@ class HierarchicalCollective(Collective):
         if folded:
             me.send(me.rank + r, "unfold", array)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return the time of a ring of r workers and of an all-reduce of m/r over n/r groups; for folding 2 L + (2 +
         1/r) m G more.
         """

@@ -39,7 +39,7 @@ class Pipelined(Collective):
             if me.rank > 0:
                 me.send(me.rank - 1, "down", chunk)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return 2 (P-1) L + 2 (P-2+c) m G / c for c chunks; 0 for a single worker."""
         if workers == 1:
             return 0.0

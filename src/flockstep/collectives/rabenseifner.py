@@ -47,7 +47,7 @@ class Rabenseifner(Collective):
         """Gather for n = 2^k in k messages each, otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return the time of 2 log2 P messages, each of the two phases carrying (P-1)/P of the array; more with
         folding.
         """

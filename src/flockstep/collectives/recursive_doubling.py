@@ -38,7 +38,7 @@ class RecursiveDoubling(Collective):
         """Gather for n = 2^k in k messages each, of 1, 2, 4, … arrays; otherwise around a ring."""
         return await gathered_by_doubling(me, array) if is_power(me.workers) else await super().all_gather(me, array)
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return the time of log2 P messages of the whole array; more with folding."""
         return costs.butterfly(workers, nbytes, link)
 

@@ -54,7 +54,7 @@ class Ring(Collective):
         """Return chunk rank + 1, modulo the number of workers."""
         return slices(size, workers)[(rank + 1) % workers]
 
-    def cost(self, workers: int, nbytes: float, link: costs.Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: costs.LinkModel) -> float:
         """Return the time of 2 (P-1) messages of a P-th of the array."""
         return costs.pipeline(workers, nbytes, link)
 

@@ -12,7 +12,7 @@ from flockstep.arrays.kernels import numpy_dtype
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Bytes, Codec
 from flockstep.collectives.base import Collective
-from flockstep.collectives.costs import Link
+from flockstep.collectives.costs import LinkModel
 from flockstep.collectives.group import Group
 from flockstep.collectives.recursive_doubling import RecursiveDoubling
 from flockstep.collectives.ring import Ring
@@ -76,7 +76,7 @@ class Sparse(Collective):
         await RecursiveDoubling().all_reduce(me, count)
         return float(count[0]) / me.workers
 
-    def cost(self, workers: int, nbytes: float, link: Link) -> float:
+    def cost(self, workers: int, nbytes: float, link: LinkModel) -> float:
         return self.dense.cost(workers, nbytes, link)
 
     def sent_elements(self, workers: int, size: int, rank: int) -> int:

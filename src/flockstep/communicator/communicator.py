@@ -14,14 +14,14 @@ import numpy as np
 from flockstep.codecs.base import Codec
 from flockstep.communicator.calls import named
 from flockstep.communicator.collectives import Collectives
-from flockstep.communicator.encoded import REQUEST, SEND, Answer, Encoded, checked, unpacked
+from flockstep.communicator.encoded import REQUEST, SEND, Encoded, Reply, checked, unpacked
 from flockstep.communicator.engine import ProgressEngine
 from flockstep.communicator.rank import Rank
-from flockstep.communicator.requests import Handler, Request, Server
+from flockstep.communicator.requests import Handler, Request, RequestServer
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
 from flockstep.communicator.window import Window
 from flockstep.drivers.member import in_short
-from flockstep.drivers.place import Place
+from flockstep.drivers.place import Membership
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.bus import Bus
@@ -58,7 +58,7 @@ class Communicator(Collectives):
         sockets: Sockets,
         max_bytes: int,
         patience: float = 0.0,
-        place: Place | None = None,
+        place: Membership | None = None,
     ):
         """Create the communicator; called by `join`.
 
@@ -71,7 +71,7 @@ class Communicator(Collectives):
         """
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
         self._sockets, self._place = sockets, place
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, RequestServer] = {}
         self._arrays: dict[int, SharedArray] = {}
         self._closing = False
         if place is not None:
@@ -155,7 +155,9 @@ class Communicator(Collectives):
         with self._lock:
             if name in self._servers:
                 raise ConfigurationError(f"{name!r} is served already; choose another name")
-            server = self._servers[name] = Server(named(name), lambda message: self._handle(message, handler, name))
+            server = self._servers[name] = RequestServer(
+                named(name), lambda message: self._handle(message, handler, name)
+            )
         self._engine.ask(lambda: self._engine.node.handle(f"{REQUEST}{name}/", server.take))
 
     def next_request(self, name: str, source: int | None = None, timeout: float | None = None) -> Request:
@@ -290,12 +292,12 @@ class Communicator(Collectives):
             given = None if message.array is None else unpacked(message, self.max_bytes)
             self._reply(message, handler(message.source, given), None)
         except Exception as error:  # noqa: BLE001 - raised in the rank that asked
-            answer = Answer(error=f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"[:LONGEST])
+            answer = Reply(error=f"{node_name(self.rank)} could not answer {name!r}: {in_short(error)}"[:LONGEST])
             self._engine.ask(lambda: self._engine.node.reply(message, None, answer))
 
     def _reply(self, message: Message, array: Any, codec: str | Codec | None) -> None:
         """Answer a request, from any thread."""
-        data, note = self.packet_or_nothing(array, codec, Answer, "replies")
+        data, note = self.packet_or_nothing(array, codec, Reply, "replies")
         self._engine.ask(lambda: self._engine.node.reply(message, data, note))
 
     def _end(self) -> dict[int, int]:

@@ -51,7 +51,7 @@ What = Literal["put", "add", "get"]
 """The operations on another rank's window."""
 
 
-class Access(Encoded, frozen=True, omit_defaults=True):
+class WindowOperation(Encoded, frozen=True, omit_defaults=True):
     """Note of an operation on `size` elements of a window; for "get", `codec` encodes the answer."""
 
     what: What = "get"
@@ -60,7 +60,7 @@ class Access(Encoded, frozen=True, omit_defaults=True):
     scale: float = 1.0
 
 
-class Answer(Encoded, frozen=True, omit_defaults=True):
+class Reply(Encoded, frozen=True, omit_defaults=True):
     """Note of the reply to a request; `error` says why there is no answer."""
 
     error: str = ""
@@ -77,7 +77,7 @@ SEND, REQUEST, WINDOW, UNDONE, CALLED_OFF = "send:", "request:", "window:", "und
 """Prefixes of message tags, followed by the name; messages of collective calls have none of them."""
 CLOSING = "closing/"
 """Tag of the message of a rank that is closing: it sends no more arrays, but answers until all ranks are closing."""
-_KINDS: dict[str, type[Note]] = {WINDOW: Access, UNDONE: Failed, CALLED_OFF: Failed}
+_KINDS: dict[str, type[Note]] = {WINDOW: WindowOperation, UNDONE: Failed, CALLED_OFF: Failed}
 
 
 class _Notes(Mapping[str, type[Note]]):
@@ -85,7 +85,7 @@ class _Notes(Mapping[str, type[Note]]):
 
     def __getitem__(self, tag: str) -> type[Note]:
         if tag.startswith("reply to "):
-            return Answer
+            return Reply
         if "/" not in tag:  # no channel: one of the node's own messages
             raise KeyError(tag)
         return _KINDS.get(tag[: tag.find(":") + 1], Encoded)

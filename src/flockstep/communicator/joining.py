@@ -20,7 +20,7 @@ from flockstep.communicator.engine import Alone
 from flockstep.communicator.rank import Rank
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
-from flockstep.drivers.place import Place, place_here, take_place
+from flockstep.drivers.place import Membership, place_here, take_place
 from flockstep.drivers.reports import Reports
 from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -85,7 +85,7 @@ def _private(directory: Path) -> None:
         raise ConfigurationError(f"{directory} belongs to another user; remove it and start the run again")
 
 
-class ScriptPlace(Place):
+class ScriptPlace(Membership):
     """A script's part in a run without a strategy: admission, supervision, records, and its end."""
 
     def __init__(self, ticket: Ticket):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from flockstep.communicator.encoded import CALLED_OFF, CLOSING, NOTES, REQUEST, SEND, WINDOW, Answer, Encoded, Failed
+from flockstep.communicator.encoded import CALLED_OFF, CLOSING, NOTES, REQUEST, SEND, WINDOW, Encoded, Failed, Reply
 from flockstep.errors import ConfigurationError, FlockstepError, PeerLost, RunError, TimedOut
 from flockstep.messages import Address, Array, Beside, Message, Wanted, node_name, note_kind
 from flockstep.nodes import Cluster, Peer
@@ -23,7 +23,7 @@ KINDS = {kind.__name__: kind for kind in (ConfigurationError, PeerLost, TimedOut
 
 
 @dataclass(eq=False)
-class Call:
+class CollectiveCall:
     """A call in which every rank takes part, as far as this rank knows it."""
 
     what: str = ""
@@ -47,7 +47,7 @@ class Rank(Peer):
         self.reasons: dict[Address, str] = {}
         """Rank → how the rank died."""
         self._handlers: dict[str, Callable[[Message], None]] = {CLOSING: self._left}
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, CollectiveCall] = {}
         self._open: dict[Future[Any], Task] = {}
         self._closing = False
 
@@ -71,7 +71,7 @@ class Rank(Peer):
         """Start a call whose result goes into `future`; a call with a channel is made by all ranks, which must agree on
         `what`.
         """
-        call, channel = Call(), f"/{channel}"
+        call, channel = CollectiveCall(), f"/{channel}"
         if what:
             call = self._calls.setdefault(channel, call)
             call.what = what
@@ -132,7 +132,9 @@ class Rank(Peer):
         """Return a text that says how a rank ended."""
         return self.reasons.get(rank) or f"{node_name(rank)} has {'left' if self.gone(rank) else 'not answered'}"
 
-    async def _run(self, program: Callable[[Rank], Awaitable[T]], future: Future[T], call: Call, channel: str) -> None:
+    async def _run(
+        self, program: Callable[[Rank], Awaitable[T]], future: Future[T], call: CollectiveCall, channel: str
+    ) -> None:
         """Run a call to its end, passing its result or error to `future`."""
         try:
             if call.off is not None:
@@ -161,7 +163,7 @@ class Rank(Peer):
         """Fail a call that another rank makes differently; remember the other's call if this rank has not made
         it yet.
         """
-        call = self._calls.setdefault(channel, Call())
+        call = self._calls.setdefault(channel, CollectiveCall())
         if not call.what:
             call.theirs.setdefault(theirs, source)
         elif call.task is not None and theirs != call.what:
@@ -186,14 +188,14 @@ class Rank(Peer):
         self._advance_tasks()
 
     def _called_off(self, message: Message) -> None:
-        call = self._calls.setdefault(message.tag.removeprefix(CALLED_OFF), Call())
+        call = self._calls.setdefault(message.tag.removeprefix(CALLED_OFF), CollectiveCall())
         call.off = KINDS.get(message.note.kind, RunError)(message.note.why)
         if call.task is not None:
             self._fail(call.task, call.off)
 
     def _refuse(self, message: Message) -> None:
         how = "closed that window" if message.tag.startswith(WINDOW) else "left without an answer"
-        self.reply(message, None, Answer(error=f"{node_name(self.rank)} has {how}"))
+        self.reply(message, None, Reply(error=f"{node_name(self.rank)} has {how}"))
 
     def _ended(self, task: Task) -> None:
         """Do nothing: the call has reported its own end."""

@@ -24,7 +24,7 @@ class Request:
     message: Message
 
 
-class Server:
+class RequestServer:
     """Answers the requests of one name, one after another, on its own thread."""
 
     def __init__(self, name: str, answer: Callable[[Message], None]):

@@ -15,10 +15,10 @@ from flockstep.communicator.collectives import fence
 from flockstep.communicator.encoded import (
     UNDONE,
     WINDOW,
-    Access,
-    Answer,
     Failed,
+    Reply,
     What,
+    WindowOperation,
     add_unpacked,
     codec_of,
     packed,
@@ -105,7 +105,7 @@ class Window:
         """
         count = len(self._flat) - offset if size is None else size
         self._check(rank, offset, count)
-        note = Access(codec=str(codec_of(codec) or ""), what="get", offset=offset, size=count)
+        note = WindowOperation(codec=str(codec_of(codec) or ""), what="get", offset=offset, size=count)
         message = self._calls.asked(rank, self.tag, None, note, timeout, f"window {self.name!r} of worker {rank}")
         array = unpacked(message, self._calls.max_bytes)
         if array.shape != (count,) or array.dtype != self._flat.dtype:
@@ -165,7 +165,7 @@ class Window:
         except FlockstepError as error:
             why = f"{node_name(me.rank)} could not do 'window {what}': {error}"
             if what == "get":
-                me.reply(message, None, Answer(error=why))
+                me.reply(message, None, Reply(error=why))
             else:
                 me.send(message.source, self._undone, None, Failed(type(error).__name__, why))
 
@@ -173,7 +173,7 @@ class Window:
         part, codec = self._part(message), message.note.codec
         with self._lock:
             packet = packed(part, codec_of(codec) if codec else None, me.step, lambda: me.random)
-        me.reply(message, packet.data, packet.note.within(Answer))
+        me.reply(message, packet.data, packet.note.within(Reply))
 
     def _apply(self, message: Message) -> None:
         part, most = self._part(message), self._calls.max_bytes
@@ -203,7 +203,7 @@ class Window:
         if given.size == 0:
             return
         packet = self._calls.packet(given, codec, f"window {self.name}")
-        note = packet.note.within(Access, what=what, offset=offset, size=given.size, scale=float(scale))
+        note = packet.note.within(WindowOperation, what=what, offset=offset, size=given.size, scale=float(scale))
         self._calls.post(rank, self.tag, packet.data, note, closing=True)
 
     def _given(self, rank: int, array: Any, offset: int) -> Array:

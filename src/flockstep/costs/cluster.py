@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from flockstep.collectives import costs
-from flockstep.costs.machines import Group, Rates, Reach, Wire, WrongValue, listed
+from flockstep.costs.machines import ClusterLink, MachineGroup, Rates, Reach, WrongValue, listed
 from flockstep.errors import ConfigurationError
-from flockstep.simulation.compute import ComputeModel, Constant, SharedCores, Speeds
+from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores, Speeds
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Link, Network, TwoTier
 from flockstep.simulation.tiers import Tiers
@@ -29,9 +29,9 @@ class ClusterShape:
     """
 
     name: str
-    groups: tuple[Group, ...]
-    wires: tuple[Wire, ...] = ()
-    law: ComputeModel = field(default_factory=lambda: Constant(0.01))
+    groups: tuple[MachineGroup, ...]
+    wires: tuple[ClusterLink, ...] = ()
+    law: ComputeModel = field(default_factory=lambda: ConstantTime(0.01))
     """Seconds that a gradient takes on a machine of speed 1."""
     operations: float | None = None
     """Floating-point operations per second of one worker on a machine of speed 1; None if unknown."""
@@ -104,7 +104,7 @@ class ClusterShape:
         known = [group.memory / group.workers for group in self.groups if group.memory is not None]
         return min(known, default=None)
 
-    def placed(self, workers: int | None = None) -> tuple[tuple[Group, int], ...]:
+    def placed(self, workers: int | None = None) -> tuple[tuple[MachineGroup, int], ...]:
         """The machines in order of rank with the number of workers on each; another total is divided in proportion.
 
         Raises:
@@ -117,7 +117,7 @@ class ClusterShape:
             machine for group, size in zip(self.groups, sizes, strict=True) for machine in self._in(group, size)
         )
 
-    def _in(self, group: Group, size: int) -> list[tuple[Group, int]]:
+    def _in(self, group: MachineGroup, size: int) -> list[tuple[MachineGroup, int]]:
         """Place `size` workers on the machines of a group, or all on its only machine if no link connects it to similar
         ones.
         """
@@ -131,7 +131,7 @@ class ClusterShape:
             room = size
         return [(group, min(room, size - first)) for first in range(0, size, room)]
 
-    def groups_by_rank(self, workers: int | None = None) -> tuple[Group, ...]:
+    def groups_by_rank(self, workers: int | None = None) -> tuple[MachineGroup, ...]:
         """The group of every worker, in order of rank."""
         return tuple(group for group, size in self.placed(workers) for _ in range(size))
 
@@ -170,7 +170,7 @@ class ClusterShape:
             for _ in range(size)
         )
         if scale == 0:
-            return Constant(0.0)
+            return ConstantTime(0.0)
         law = _times(self.law, factors)
         return SharedCores(law, sum(_cores(*machine) for machine in machines), turns=True) if all(crowded) else law
 
@@ -200,7 +200,7 @@ class ClusterShape:
         return self._tiers(sizes, places, inside, among)
 
     def _tiers(
-        self, sizes: list[int], places: list[int], inside: list[Wire | None], among: list[Wire | None]
+        self, sizes: list[int], places: list[int], inside: list[ClusterLink | None], among: list[ClusterLink | None]
     ) -> Network:
         """The network in its general form."""
         used = sorted(set(places))
@@ -215,7 +215,7 @@ class ClusterShape:
             between=tuple(wire.network for wire in between.values()),
         )
 
-    def wire_between(self, one: int, other: int, workers: int | None = None) -> Wire:
+    def wire_between(self, one: int, other: int, workers: int | None = None) -> ClusterLink:
         """The slowest link that messages between two workers pass, with the latency of the whole path.
 
         Raises:
@@ -236,13 +236,13 @@ class ClusterShape:
         else:
             path = [self._joining(*tiers)]
             halves = [self._of("inside", name) for name in (here, there)]
-            path += [Wire("inside", w.groups, w.bandwidth, w.latency / 2) for w in halves if w is not None]
+            path += [ClusterLink("inside", w.groups, w.bandwidth, w.latency / 2) for w in halves if w is not None]
         known = [wire for wire in path if wire is not None]
         slowest = min(known, key=lambda wire: wire.bandwidth)
-        return Wire(slowest.reach, slowest.groups, slowest.bandwidth, sum(wire.latency for wire in known))
+        return ClusterLink(slowest.reach, slowest.groups, slowest.bandwidth, sum(wire.latency for wire in known))
 
     @functools.cached_property
-    def slowest(self) -> Wire:
+    def slowest(self) -> ClusterLink:
         """The slowest link between any two workers; see `wire_between`.
 
         Raises:
@@ -255,7 +255,7 @@ class ClusterShape:
         return max(found, key=lambda wire: (1 / wire.bandwidth, wire.latency))
 
     @property
-    def link(self) -> costs.Link:
+    def link(self) -> costs.LinkModel:
         """The link `slowest` for the closed forms."""
         return self.slowest.cost
 
@@ -267,10 +267,10 @@ class ClusterShape:
             yield from (first + one for one in sorted(wanted))
             first += group.size
 
-    def _of(self, reach: Reach, group: str) -> Wire | None:
+    def _of(self, reach: Reach, group: str) -> ClusterLink | None:
         return next((wire for wire in self.wires if wire.reach == reach and group in wire.groups), None)
 
-    def _joining(self, here: tuple[str, ...], there: tuple[str, ...]) -> Wire:
+    def _joining(self, here: tuple[str, ...], there: tuple[str, ...]) -> ClusterLink:
         for wire in self.wires:
             if wire.reach == "between":
                 a, b = wire.groups
@@ -337,7 +337,7 @@ def _check_joined(cluster: ClusterShape) -> None:
         cluster._joining(here, there)
 
 
-def _or_that_beside(wire: Wire | None, tier: int, between: Mapping[tuple[int, int], Wire]) -> Link:
+def _or_that_beside(wire: ClusterLink | None, tier: int, between: Mapping[tuple[int, int], ClusterLink]) -> Link:
     """The link of a tier; for a single machine without a link, one that never limits a message."""
     if wire is not None:
         return wire.network
@@ -366,7 +366,7 @@ def _shares(sizes: list[int], total: int) -> list[int]:
     return shares
 
 
-def _cores(group: Group, workers: int) -> int:
+def _cores(group: MachineGroup, workers: int) -> int:
     """Number of cores that `workers` workers on a machine of the group use."""
     return workers if group.cores is None else min(group.cores, workers)
 

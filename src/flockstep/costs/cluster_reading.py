@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.clusters import FOLDER, names
-from flockstep.costs.machines import DAY, MOST, Group, Path, Rates, Reach, Wire, WrongValue, shown
+from flockstep.costs.machines import DAY, MOST, ClusterLink, MachineGroup, Path, Rates, Reach, WrongValue, shown
 from flockstep.costs.toml_lines import Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
@@ -234,7 +234,7 @@ def _cluster(top: _Table, name: str) -> ClusterShape:
     )
 
 
-def _group(name: str, table: _Table) -> Group:
+def _group(name: str, table: _Table) -> MachineGroup:
     values = {
         "count": table.take("count", int, "a whole number of machines"),
         "workers": table.take("workers", int, "a whole number of workers per machine"),
@@ -247,10 +247,10 @@ def _group(name: str, table: _Table) -> Group:
     }
     table.finish()
     with table.document.telling(table.path):
-        return Group(name, **{key: value for key, value in values.items() if value is not None})
+        return MachineGroup(name, **{key: value for key, value in values.items() if value is not None})
 
 
-def _wire(table: _Table) -> Wire:
+def _wire(table: _Table) -> ClusterLink:
     kinds = [kind for kind in get_args(Reach) if kind in table]
     bandwidth = table.quantity("bandwidth", units.bandwidth, "1gbit")
     latency = table.quantity("latency", lambda text: units.duration(text, "latency"), "50us")
@@ -265,7 +265,7 @@ def _wire(table: _Table) -> Wire:
     if bandwidth is None:
         raise table.document.wrong("bandwidth of a link is missing; write bandwidth = '1gbit'", table.path)
     with table.document.telling(table.path):
-        return Wire(kinds[0], groups[0], bandwidth, latency or 0.0, fair or False)
+        return ClusterLink(kinds[0], groups[0], bandwidth, latency or 0.0, fair or False)
 
 
 def _rates(name: str, table: _Table) -> dict[str, float]:

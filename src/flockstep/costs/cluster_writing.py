@@ -8,7 +8,7 @@ from typing import Any
 import tomli_w
 
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import DAY, Group, Wire
+from flockstep.costs.machines import DAY, ClusterLink, MachineGroup
 
 
 def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
@@ -32,9 +32,9 @@ def to_toml(shape: ClusterShape, notes: tuple[str, ...] = ()) -> str:
     return head + ("\n" if head else "") + tomli_w.dumps(data) + links
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: MachineGroup) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    for field in dataclasses.fields(Group):
+    for field in dataclasses.fields(MachineGroup):
         value = getattr(group, field.name)
         if field.name != "name" and value != field.default:
             told[field.name] = value
@@ -47,7 +47,7 @@ def _group(group: Group) -> dict[str, Any]:
     return told
 
 
-def _wire(wire: Wire) -> dict[str, Any]:
+def _wire(wire: ClusterLink) -> dict[str, Any]:
     groups = list(wire.groups) if len(wire.groups) > 1 else wire.groups[0]
     told: dict[str, Any] = {wire.reach: groups, "bandwidth": _scaled(wire.bandwidth * 8, "bit")}
     if wire.latency:

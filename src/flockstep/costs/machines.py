@@ -31,7 +31,7 @@ class WrongValue(ConfigurationError):
 
 
 @dataclass(frozen=True)
-class Group:
+class MachineGroup:
     """A group of equal machines."""
 
     name: str
@@ -83,7 +83,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Wire:
+class ClusterLink:
     """A link: within each machine of some groups (node), among all machines of some groups (inside), or between two
     tiers.
     """
@@ -116,9 +116,9 @@ class Wire:
             raise WrongValue(f"{self.reach} must name a group, got none; leave the link out", self.reach)
 
     @property
-    def cost(self) -> costs.Link:
+    def cost(self) -> costs.LinkModel:
         """The link for the closed forms."""
-        return costs.Link(self.latency, 1 / self.bandwidth)
+        return costs.LinkModel(self.latency, 1 / self.bandwidth)
 
     @property
     def network(self) -> Link:

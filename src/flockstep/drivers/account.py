@@ -10,7 +10,7 @@ import numpy as np
 from flockstep.arrays.namespace import on_host
 from flockstep.arrays.schema import FlatArray
 from flockstep.messages import Address
-from flockstep.records.events import Event, Figure, Node, Span, Step, Update
+from flockstep.records.events import Event, NodeEvent, ScalarEvent, SpanEvent, StepEvent, UpdateEvent
 from flockstep.transports.bus import Traffic
 
 Emit = Callable[[Event], None]
@@ -46,7 +46,7 @@ class Account:
         self.seconds[kind] += end - start
         if self._spans < SPANS and self.steps < SPAN_STEPS and self.emit is not None:
             self._spans += 1
-            self.emit(Span(self.address, kind, start, end))
+            self.emit(SpanEvent(self.address, kind, start, end))
 
     def waited_for(self, start: float, sent: float, end: float) -> None:
         """Count the time spent waiting for a message: until it was sent (wait), then until it arrived (comm)."""
@@ -67,7 +67,7 @@ class Account:
         compute, wait, comm, sent, received, out, into = self._at_last_step
         self._at_last_step = a, b, c, d, e, f, g = self._totals()
         self.emit(
-            Step(
+            StepEvent(
                 t,
                 self.address,
                 self.steps,
@@ -87,12 +87,12 @@ class Account:
     ) -> None:
         """Record updates that took effect on this node."""
         if self.emit is not None:
-            self.emit(Update(t, self.address, source, count, staleness, weight))
+            self.emit(UpdateEvent(t, self.address, source, count, staleness, weight))
 
     def figure(self, t: float, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
         if self.emit is not None:
-            self.emit(Figure(t, self.address, name, value))
+            self.emit(ScalarEvent(t, self.address, name, value))
 
     def close(self, t: float, params: FlatArray) -> None:
         """Write the node's totals."""
@@ -101,7 +101,7 @@ class Account:
         totals = self._totals()
         if self.estimated_bytes:
             self.figure(t, "bytes_by_formula", self.estimated_bytes)
-        self.emit(Node(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
+        self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:
         seconds, traffic = self.seconds, self.traffic

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 B = TypeVar("B")
 
 
-class Shard(Generic[B]):
+class ShardedBatches(Generic[B]):
     """Every n-th batch of an iterable, with the iterable's attributes; equally many batches on every worker."""
 
     def __init__(self, batches: Iterable[B], rank: int, workers: int):

@@ -20,7 +20,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account, fingerprint
 from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
-from flockstep.drivers.place import Place, place_here, take_place
+from flockstep.drivers.place import Membership, place_here, take_place
 from flockstep.drivers.real import Seat
 from flockstep.drivers.renewal import Reception, common, end_tasks, meet, notes_of, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
@@ -31,8 +31,8 @@ from flockstep.expression import to_data, to_text
 from flockstep.messages import SCRIPT, Address, Fields, server
 from flockstep.nodes import Cluster, Server, Worker
 from flockstep.optimizers.base import Optimizer, OptimizerState
-from flockstep.programs import Effect, Stepper, Watch
-from flockstep.records.events import Diverged
+from flockstep.programs import Effect, ParameterGuard, Stepper
+from flockstep.records.events import DivergedEvent
 from flockstep.strategies.base import Strategy
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Loop:
     _shown = 0
     """Step up to which gradients have been reported to the supervisor."""
 
-    watch: Watch | None = None
+    watch: ParameterGuard | None = None
     """Checks the model between two steps."""
     _diverged = False
 
@@ -224,7 +224,7 @@ class Loop:
             f"parameters of worker {self.rank} are not finite after step {step}, {name} first; lower the learning rate"
         )
         if self._seat is not None:
-            self._seat.reports.write(Diverged(self._runner.clock(), self.rank, reason))
+            self._seat.reports.write(DivergedEvent(self._runner.clock(), self.rank, reason))
         warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
     def renew(self, optimizer: OptimizerState | None) -> None:
@@ -354,7 +354,7 @@ class Loop:
         self._seat = Seat(self._member, worker, strategy)
         self._seat.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
-        take_place(Place(self._member, self._runner.figure))
+        take_place(Membership(self._member, self._runner.figure))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,

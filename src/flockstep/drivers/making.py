@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flockstep.arrays.factors import Layer
+from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.messages import Address, server
@@ -33,7 +33,7 @@ def make_worker(
     steps: int | None = None,
     train_size: int = 0,
     samples: int = 0,
-    layers: Callable[[], tuple[Layer, ...]] = tuple,
+    layers: Callable[[], tuple[FactoredWeight, ...]] = tuple,
 ) -> Worker:
     """Create a worker whose live replica is `params` (K,).
 

@@ -44,7 +44,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.bus import LAUNCHER, Backlog, Traffic
 from flockstep.transports.shared_group import needed, room_for, warm_up
 from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.wire import HANDED_ON, PROTOCOL, Identity
+from flockstep.transports.wire import HANDED_ON, PROTOCOL, SenderIdentity
 
 LONGEST = 4000
 """Longest reason or traceback in a message's header, in characters."""
@@ -83,7 +83,7 @@ class Welcome(Note, frozen=True):
     memory: str = ""
 
 
-class Loss(Note, frozen=True):
+class NodeLost(Note, frozen=True):
     """A node is lost, with the reason; `view` lists the remaining nodes."""
 
     address: int
@@ -91,7 +91,7 @@ class Loss(Note, frozen=True):
     view: View
 
 
-SAID: Notes = {"welcome": Welcome, "lost": Loss}
+SAID: Notes = {"welcome": Welcome, "lost": NodeLost}
 """Notes of the supervisor's messages that hold more than names with numbers and texts."""
 
 
@@ -146,7 +146,7 @@ class Member:
         self.ticket = ticket
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
-        me = Identity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
+        me = SenderIdentity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
         transport, folder = Transport.parse(ticket.transport), Path(ticket.directory)
         name = node_name(ticket.address).replace(" ", "-")
         with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux

@@ -8,7 +8,7 @@ from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member
 
 
-class Place:
+class Membership:
     """This process's part in a run, which may have a communicator."""
 
     def __init__(self, member: Member, figure: Callable[[str, float], None]):
@@ -30,15 +30,15 @@ class Place:
         """Handle a communicator that could not be created; the strategy may continue without it."""
 
 
-_places: list[Place] = []
+_places: list[Membership] = []
 """At most one entry: a process takes part in one run, because its environment holds one ticket."""
 
 
-def take_place(place: Place) -> None:
+def take_place(place: Membership) -> None:
     """Set this process's part in a run."""
     _places[:] = [place]
 
 
-def place_here() -> Place | None:
+def place_here() -> Membership | None:
     """This process's part in a run; None if it has none."""
     return _places[0] if _places else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flockstep.arrays.factors import Layer
+from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.namespace import namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.making import make_worker
@@ -57,7 +57,7 @@ class Plan:
         """Number of samples that a worker has used in its first `step` gradients."""
         return step * self.batch if self.timetable is None else self.timetable.samples_at(step)
 
-    def layers(self, engine: Engine) -> tuple[Layer, ...]:
+    def layers(self, engine: Engine) -> tuple[FactoredWeight, ...]:
         """The layers whose gradients can be computed as factors.
 
         Raises:

@@ -19,7 +19,7 @@ from flockstep.errors import FlockstepError, PeerLost
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Node, Server, Worker
 from flockstep.programs import NeedGradient, NeedWork, Rendezvous, Work
-from flockstep.records.events import Lost
+from flockstep.records.events import LostEvent
 from flockstep.strategies.base import Strategy
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.shared_group import SUMMED, SharedGroup, room_for
@@ -225,7 +225,7 @@ class Seat(Messenger):
 
     def note_loss(self, address: Address, reason: str) -> None:
         """Record a loss, and end the run if the strategy needs that node."""
-        self.reports.write(Lost(self.now(), address, reason))
+        self.reports.write(LostEvent(self.now(), address, reason))
         if not self._survives or address < 0:
             raise PeerLost(f"{reason}; {self._doing()}")
 

@@ -28,7 +28,7 @@ CHANNEL = f"/{SCRIPT}servers"
 STOPPED, READ, RECALL = "stopped" + CHANNEL, "read" + CHANNEL, "recall" + CHANNEL
 
 
-class Memory(Note, frozen=True):
+class OptimizerStateHeader(Note, frozen=True):
     """Optimizer state without its slots, each of which travels as a message tagged with its name."""
 
     steps: float
@@ -36,11 +36,11 @@ class Memory(Note, frozen=True):
     slots: tuple[str, ...]
 
 
-class Stopped(Note, frozen=True):
+class ProgramStopped(Note, frozen=True):
     """A program has ended. Rank 0 gives the steps of the run so far, and new state for the servers' optimizers."""
 
     before: int = 0
-    memory: Memory | None = None
+    memory: OptimizerStateHeader | None = None
 
 
 class Recall(Note, frozen=True):
@@ -49,7 +49,7 @@ class Recall(Note, frozen=True):
     last: bool = False
 
 
-NOTES: Notes = {STOPPED: Stopped, RECALL: Recall, f"reply to {RECALL}": Memory}
+NOTES: Notes = {STOPPED: ProgramStopped, RECALL: Recall, f"reply to {RECALL}": OptimizerStateHeader}
 
 
 def notes_of(strategy: Strategy) -> Notes:
@@ -107,7 +107,7 @@ class Reception:
         others = {server(index) for index in range(node.cluster.servers)} - {node.address}
         if not self.stopped:
             self.stopped = True
-            node.send_all(sorted(others), STOPPED, None, Stopped())
+            node.send_all(sorted(others), STOPPED, None, ProgramStopped())
         if others <= self._stopped.keys():
             raise Renewed
 
@@ -148,11 +148,11 @@ def end_tasks(node: Node) -> None:
         node.tasks.pop().close()
 
 
-def _memory(state: OptimizerState) -> Memory:
-    return Memory(float(state.steps), state.numbers, tuple(state.slots))
+def _memory(state: OptimizerState) -> OptimizerStateHeader:
+    return OptimizerStateHeader(float(state.steps), state.numbers, tuple(state.slots))
 
 
-def _state(memory: Memory, slots: dict[str, FlatArray]) -> OptimizerState:
+def _state(memory: OptimizerStateHeader, slots: dict[str, FlatArray]) -> OptimizerState:
     return OptimizerState(memory.steps, slots, numbers=dict(memory.numbers))
 
 
@@ -191,14 +191,14 @@ async def renewed(me: Worker, held: Sequence[slice], optimizer: OptimizerState |
     root = min([me.rank, *me.peers])
     for index, part in enumerate(held):
         if me.rank != root:
-            me.send(server(index), "stopped", note=Stopped())
+            me.send(server(index), "stopped", note=ProgramStopped())
             continue
         if optimizer is not None:
             for name, slot in optimizer.slots.items():
                 me.send(server(index), name, slot[part])
         memory = None if optimizer is None else _memory(optimizer)
-        me.send(server(index), "stopped", me.params[part], Stopped(before, memory))
-    me.send_all(me.peers, "stopped", me.params if me.rank == root else None, Stopped(before))
+        me.send(server(index), "stopped", me.params[part], ProgramStopped(before, memory))
+    me.send_all(me.peers, "stopped", me.params if me.rank == root else None, ProgramStopped(before))
     for peer in me.peers:
         with contextlib.suppress(PeerLost):
             message = await me.receive("stopped", peer)
@@ -244,7 +244,7 @@ async def remembered(me: Worker, held: Sequence[slice], last: bool = False) -> O
     whole, indices = OptimizerState(), deciding(held)
     asked = [(server(index), None, Recall(last)) for index in indices]
     for index, reply in zip(indices, await me.ask_all("recall", asked), strict=True):
-        memory: Memory = reply.note
+        memory: OptimizerStateHeader = reply.note
         whole.steps, whole.numbers = memory.steps, whole.numbers | memory.numbers
         for name in memory.slots:
             slot = on_host((await me.receive(name, server(index))).payload)

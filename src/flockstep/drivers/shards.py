@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TypeVar
 
-from flockstep.drivers.every_nth import Shard
+from flockstep.drivers.every_nth import ShardedBatches
 from flockstep.drivers.ticket import place_of_script, require_own_process, ticket_from_environment
 from flockstep.errors import ConfigurationError
 
@@ -46,6 +46,6 @@ def shard(loader: Iterable[B], epoch: int | None = None) -> Iterable[B]:
             if epoch is not None:
                 set_epoch(part, epoch)
             return part
-    plain = Shard(loader, ticket.address, ticket.workers)
+    plain = ShardedBatches(loader, ticket.address, ticket.workers)
     plain.epoch = epoch or 0
     return plain

@@ -14,7 +14,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.torch_flat import FlatModule
 
 
-class Backward:
+class BackwardHooks:
     """Watches the backward pass for a strategy that asks for the gradient in parts, from the end of the flat array.
 
     As soon as every parameter of the awaited part has its gradient, the part is passed to the strategy, from within the

@@ -241,7 +241,7 @@ def _tensors(of: object) -> list[torch.Tensor]:
     return tensors
 
 
-class Watch:
+class GradientChangeDetector:
     """Warns once if a script changes gradients between backward and `step`, although the strategy combines them in
     `step`.
     """

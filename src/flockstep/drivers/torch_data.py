@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from flockstep.drivers.every_nth import Shard
+from flockstep.drivers.every_nth import ShardedBatches
 from flockstep.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -44,7 +44,7 @@ def set_epoch(part: Iterable[Any], epoch: int) -> None:
     """Set the number of the next epoch of a worker's part, on which the order of shuffled samples depends."""
     drawn: Any = part
     if isinstance(part, DataLoader):
-        drawn = part.batch_sampler if isinstance(part.batch_sampler, Shard) else part.sampler
+        drawn = part.batch_sampler if isinstance(part.batch_sampler, ShardedBatches) else part.sampler
     drawn.epoch = epoch
 
 
@@ -53,9 +53,9 @@ def _split(loader: DataLoader[B], rank: int, workers: int) -> Iterable[B]:
     part = copy.copy(loader)
     _replace(part, "_iterator", None)  # worker processes of a loader in use would continue with all samples
     if isinstance(loader.dataset, IterableDataset):
-        return Shard(part, rank, workers)
+        return ShardedBatches(part, rank, workers)
     if loader.batch_size is None and loader.batch_sampler is not None:
-        _replace(part, "batch_sampler", Shard(loader.batch_sampler, rank, workers))
+        _replace(part, "batch_sampler", ShardedBatches(loader.batch_sampler, rank, workers))
         return part
     _require_plain(loader)
     shuffled = isinstance(loader.sampler, RandomSampler)

@@ -12,9 +12,9 @@ import torch
 from flockstep.arrays.namespace import as_tensor, beside, copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.drivers.loop import Loop
-from flockstep.drivers.torch_backward import Backward
+from flockstep.drivers.torch_backward import BackwardHooks
 from flockstep.drivers.torch_buffers import Buffers, Policy, all_packed, first_packed
-from flockstep.drivers.torch_clipping import Clipping, Watch
+from flockstep.drivers.torch_clipping import Clipping, GradientChangeDetector
 from flockstep.drivers.torch_guard import Guard, require_same_parameters
 from flockstep.drivers.torch_join import Consent
 from flockstep.drivers.torch_memory import ServerMemory, WorkerMemory
@@ -81,9 +81,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.clipping = Clipping(self.flat, strategy, alone=self.loop.workers == 1)
         self._take_first_buffers()
         self.flat.move_gradients(self.loop.gradients)
-        self._backward = Backward(self.flat, self.loop)
+        self._backward = BackwardHooks(self.flat, self.loop)
         combined = strategy.traits.clips != "own" and self.loop.workers > 1
-        self._watch = Watch(self.flat, strategy) if combined else None
+        self._watch = GradientChangeDetector(self.flat, strategy) if combined else None
         self._consent = Consent(self.flat, self.loop)
         self.loop.watch = self._guard = Guard(self.flat, optimizer)
         self._memory = (

@@ -19,7 +19,7 @@ from flockstep.drivers.account import Emit, fingerprint
 from flockstep.frameworks.base import Engine, Evaluation
 from flockstep.messages import Address, Message, server
 from flockstep.nodes import Cluster
-from flockstep.records.events import Replica, Snapshot
+from flockstep.records.events import EvaluationEvent, ReplicaEvent
 from flockstep.strategies.base import ResultPolicy
 
 FINAL = math.inf
@@ -190,7 +190,7 @@ class Tracker:
         if tick >= self._latest:
             self._latest, self.evaluation = tick, evaluation
         self._emit(
-            Snapshot(
+            EvaluationEvent(
                 entry.t,
                 entry.steps / entry.workers,
                 entry.samples,
@@ -207,7 +207,7 @@ class Tracker:
         if digest not in self._own:
             self._own[digest] = self._engine.evaluate(params, [rank])
         own = self._own[digest]
-        self._emit(Replica(t, rank, own.loss, own.metric))
+        self._emit(ReplicaEvent(t, rank, own.loss, own.metric))
 
     def _chosen(self, tick: float, entry: Tick, params: FlatArray) -> None:
         """Hook before the model of a tick is evaluated."""

@@ -31,7 +31,7 @@ from flockstep.messages import HEADER_BYTES, Address, Mailbox, Message, node_nam
 from flockstep.nodes import Node, Server, View, Worker
 from flockstep.optimizers.base import OptimizerState
 from flockstep.programs import NeedGradient
-from flockstep.records.events import Lost
+from flockstep.records.events import LostEvent
 from flockstep.simulation.collector import seldom
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
@@ -314,7 +314,7 @@ class Simulation:
         """Notify the other nodes of a death, which ends the run if the strategy needs the dead node."""
         if address not in self._dead:
             return
-        self._emit(Lost(self.now, address, f"{node_name(address)} died"))
+        self._emit(LostEvent(self.now, address, f"{node_name(address)} died"))
         self.tracker.lose(address)
         others = [runner for runner in self.runners.values() if not runner.done]
         if others and (address < 0 or not self.plan.strategy.traits.survives):

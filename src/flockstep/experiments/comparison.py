@@ -21,7 +21,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.records.owner import owned
 from flockstep.records.summary import Summary
 from flockstep.report.html import write_report
-from flockstep.report.medians import Group, best, caveats
+from flockstep.report.medians import RepeatedRuns, best, caveats
 from flockstep.report.ranking import rank
 from flockstep.simulation import USUAL_COMPUTE, USUAL_NETWORK
 
@@ -100,9 +100,9 @@ class Comparison:
 
     runs: tuple[RunResult, ...]
     """Every run, in the given order of strategies, learning rates and seeds."""
-    groups: tuple[Group, ...]
+    groups: tuple[RepeatedRuns, ...]
     """The runs' summaries; runs that differ only in their seed form one group."""
-    chosen: tuple[Group, ...]
+    chosen: tuple[RepeatedRuns, ...]
     """For each strategy, the group of the learning rate by which the strategy is ranked."""
     report: Path
     """Path of the HTML page with the ranked table and the figures."""
@@ -345,7 +345,7 @@ def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comp
     """Rank the runs that have a record so far, and write the report."""
     there = [[run.folder for run in group if RunFolder(run.folder).config_file.exists()] for group in groups]
     read = {folder: RunFolder(folder).read() for group in there for folder in group}
-    made = [Group(tuple(read[folder].summary for folder in group)) for group in there if group]
+    made = [RepeatedRuns(tuple(read[folder].summary for folder in group)) for group in there if group]
     found = Comparison(
         tuple(RunResult(folder, record.config, record.summary) for folder, record in read.items()),
         tuple(made),
@@ -361,7 +361,7 @@ def _ranked(groups: Sequence[Sequence[_Planned]], grid: Grid, out: Path) -> Comp
     return found
 
 
-def _by_strategy(groups: Sequence[Group]) -> list[list[Group]]:
+def _by_strategy(groups: Sequence[RepeatedRuns]) -> list[list[RepeatedRuns]]:
     """The groups of each strategy, one for each learning rate."""
     texts = list(dict.fromkeys(group.runs[0].strategy for group in groups))
     return [[group for group in groups if group.runs[0].strategy == text] for text in texts]

@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.feedback.base import Feedback
 
 
-class Memory(NamedTuple):
+class MomentumMemory(NamedTuple):
     """A sender's memory, two arrays of shape (K,): its momentum u, and v, the sum of momenta not sent yet."""
 
     u: FlatArray
@@ -66,7 +66,7 @@ class Momentum(Feedback):
     def encode(self, codec: Codec, array: FlatArray, memory: Any, random: np.random.Generator) -> tuple[Bytes, Any]:
         """Encode v + u; the memory is u and v."""
         gradient, zeros = self._clipped(array.reshape(-1)), namespace(array).zeros_like
-        kept = Memory(zeros(gradient), zeros(gradient)) if memory is None else memory
+        kept = MomentumMemory(zeros(gradient), zeros(gradient)) if memory is None else memory
         u, v = kept
         if self.nesterov:
             u += gradient

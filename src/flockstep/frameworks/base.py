@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.factors import Layer
+from flockstep.arrays.factors import FactoredWeight
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.optimizers.base import Optimizer
@@ -170,14 +170,20 @@ class Engine(ABC):
             steps: the R numbers of steps, as in `gradient`.
         """
 
-    def layers(self, batch: int) -> tuple[Layer, ...]:
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
         """Return the fully connected layers whose gradient over `batch` samples can be computed as factors; none if in
         doubt.
         """
         return ()
 
     def factored(
-        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+        self,
+        params: FlatArray,
+        indices: Indices,
+        layers: Sequence[FactoredWeight],
+        out: FlatArray,
+        replica: int,
+        step: int,
     ) -> float:
         """As `gradient`, with the gradients of `layers` as factors: `Packing(K, layers)` at the beginning of `out`.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job, Lesson, metric_of
@@ -60,7 +60,7 @@ class Model(ABC):
         """Return the mean loss of one model over the samples with the given `outputs`."""
 
 
-class Quadratic(Model):
+class QuadraticModel(Model):
     """The quadratic bowl ½ (w - x)ᵀ H (w - x), whose minimum over the data is the mean of the samples x.
 
     `hessian` is (d, d) and symmetric, or (d,) for a diagonal matrix. The samples, (N, d), scatter around the optimum,
@@ -218,15 +218,21 @@ class NumpyEngine(Engine):
         losses = self.model.gradients(self._rows(params), x, y, self._rows(out))
         return np.asarray(losses, np.float64)
 
-    def layers(self, batch: int) -> tuple[Layer, ...]:
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
         """Return the layers for which the model computes factors."""
         indices = np.arange(batch) % self.train_size
         factors = self._factors(self._start, indices)
         offsets = {entry.name: entry.offset for entry in self.schema.entries}
-        return tuple(Layer(offsets[name], u.shape[1], v.shape[1], len(u)) for name, (u, v) in factors.items())
+        return tuple(FactoredWeight(offsets[name], u.shape[1], v.shape[1], len(u)) for name, (u, v) in factors.items())
 
     def factored(
-        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+        self,
+        params: FlatArray,
+        indices: Indices,
+        layers: Sequence[FactoredWeight],
+        out: FlatArray,
+        replica: int,
+        step: int,
     ) -> float:
         dense = np.empty_like(params)
         loss = self.gradient(params, indices, dense, replica, step)

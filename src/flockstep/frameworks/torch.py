@@ -20,7 +20,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Evaluation, Indices, Job, Lesson, metric_of
 from flockstep.frameworks.torch_evaluation import combined, distance, evaluate
 from flockstep.frameworks.torch_factors import FactoringEngine
-from flockstep.frameworks.torch_flat import Backward, FlatModule
+from flockstep.frameworks.torch_flat import FlatBackward, FlatModule
 from flockstep.frameworks.torch_job import accuracy, optimizer_of, tensors_of
 from flockstep.frameworks.torch_optimizers import from_torch
 
@@ -76,7 +76,7 @@ class TorchEngine(FactoringEngine):
         self.schema = self.flat.schema
         self._start: FlatArray | None = None  # None while the module's own parameters are the initial ones
         self._given_away = False
-        self._backward = Backward(self.flat)
+        self._backward = FlatBackward(self.flat)
         self.optimizer = optimizer_of(job, self.flat)
         self.higher_is_better = job.higher_is_better
         self._data = tensors_of(data, reduce(torch.promote_types, (p.dtype for p in self.flat.parameters)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray
 from flockstep.frameworks.base import Engine, Indices
 from flockstep.frameworks.torch_flat import FlatModule
@@ -25,18 +25,24 @@ class FactoringEngine(Engine):
 
     module: torch.nn.Module
     flat: FlatModule
-    _layers: dict[int, tuple[Layer, ...]]
+    _layers: dict[int, tuple[FactoredWeight, ...]]
 
-    def layers(self, batch: int) -> tuple[Layer, ...]:
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
         """Return the Linear modules whose weight has no other use, as a trial with the first samples shows."""
         known = self.__dict__.setdefault("_layers", {})
         if batch not in known:
             known[batch] = self._find(np.arange(batch, dtype=np.int64) % self.train_size)
-        found: tuple[Layer, ...] = known[batch]
+        found: tuple[FactoredWeight, ...] = known[batch]
         return found
 
     def factored(
-        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+        self,
+        params: FlatArray,
+        indices: Indices,
+        layers: Sequence[FactoredWeight],
+        out: FlatArray,
+        replica: int,
+        step: int,
     ) -> float:
         """As `gradient`, packed; the layers' matrices are also computed, but not packed."""
         dense = np.empty(self.schema.size, out.dtype)
@@ -58,7 +64,7 @@ class FactoringEngine(Engine):
             if isinstance(module, torch.nn.Linear) and id(module.weight) in offsets and uses[id(module.weight)] == 1:
                 yield offsets[id(module.weight)], module
 
-    def _find(self, indices: Indices) -> tuple[Layer, ...]:
+    def _find(self, indices: Indices) -> tuple[FactoredWeight, ...]:
         buffers, dense = self.buffers(0), np.empty_like(self.flat.params)
         candidates = sorted(self._linear(), key=lambda pair: pair[0])
         with captured([module for _, module in candidates]) as factors:
@@ -67,7 +73,7 @@ class FactoringEngine(Engine):
         found = []
         for (offset, _), get in zip(candidates, factors, strict=True):
             u, v = get()
-            layer = Layer(offset, u.shape[1], v.shape[1], len(u))
+            layer = FactoredWeight(offset, u.shape[1], v.shape[1], len(u))
             slope = dense[offset : offset + layer.dense].reshape(layer.rows, layer.columns)
             distance = np.linalg.norm((u.T @ v - slope).astype(np.float64))
             if len(u) and distance <= TOLERANCE[self.schema.dtype] * np.linalg.norm(slope.astype(np.float64)):
@@ -75,7 +81,7 @@ class FactoringEngine(Engine):
         return tuple(found)
 
 
-class Trace:
+class FactorRecorder:
     """The factors of one module in one forward and backward pass: a pair of arrays for each time the module is used."""
 
     def __init__(self, module: torch.nn.Linear):
@@ -106,9 +112,9 @@ class Trace:
 
 
 @contextmanager
-def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[Trace]]:
+def captured(modules: Sequence[torch.nn.Linear]) -> Iterator[list[FactorRecorder]]:
     """Record the inputs and gradients of the modules inside the context; yield a trace for each module, in order."""
-    traces = [Trace(module) for module in modules]
+    traces = [FactorRecorder(module) for module in modules]
     handles = [m.register_forward_hook(trace.hook) for m, trace in zip(modules, traces, strict=True)]
     try:
         yield traces

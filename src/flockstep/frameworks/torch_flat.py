@@ -344,7 +344,7 @@ def native(flat: torch.Tensor) -> FlatArray:
     return array  # type: ignore[no-any-return]
 
 
-class Backward:
+class FlatBackward:
     """Backward passes that write gradients into a flat array one by one, so that there is no second array of
     that size.
     """
@@ -380,7 +380,7 @@ class Backward:
         parameter.grad = None
 
 
-def _take(of: weakref.ref[Backward], index: int, parameter: torch.Tensor) -> None:
+def _take(of: weakref.ref[FlatBackward], index: int, parameter: torch.Tensor) -> None:
     backward = of()
     if backward is not None:
         backward.take(index, parameter)

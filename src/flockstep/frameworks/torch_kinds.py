@@ -20,7 +20,7 @@ from flockstep.costs.layers import NOTHING, Layer, Number, Pass, log2_ceil
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a leaf module: its inputs and outputs for `batch` samples; `data` means that no input has a
     gradient.
     """
@@ -57,10 +57,10 @@ class Call:
         return self.each(sum(one.numel() for one in self.outputs))
 
 
-Formula = Callable[[Call], Layer | None]
+Formula = Callable[[ModuleCall], Layer | None]
 
 
-def layer_of(call: Call) -> Layer | None:
+def layer_of(call: ModuleCall) -> Layer | None:
     """Return the layer for this call of a module; None if there is no formula."""
     formula = _formula(call.module)
     return None if formula is None or not call.inputs or not call.outputs else formula(call)
@@ -84,12 +84,12 @@ def _formula(module: nn.Module) -> Formula | None:
     return None
 
 
-def _linear(call: Call) -> Layer:
+def _linear(call: ModuleCall) -> Layer:
     rows = call.each(call.x.numel() // call.module.in_features)
     return formulas.linear(call.name, call.module.in_features, call.module.out_features, rows, data=call.data)
 
 
-def _convolution(call: Call) -> Layer:
+def _convolution(call: ModuleCall) -> Layer:
     m: Any = call.module
     dims = len(m.kernel_size)
     inputs, outputs = call.x.shape[-dims:], call.y.shape[-dims:]
@@ -107,7 +107,7 @@ def _convolution(call: Call) -> Layer:
     return _times(layer, call.each(call.x.numel() // (m.in_channels * math.prod(inputs))))
 
 
-def _pooling(call: Call, dims: int) -> Layer:
+def _pooling(call: ModuleCall, dims: int) -> Layer:
     size: Any = getattr(call.module, "kernel_size", None)
     if isinstance(size, int):
         window: Sequence[int] = (size,) * dims
@@ -118,7 +118,7 @@ def _pooling(call: Call, dims: int) -> Layer:
     return formulas.pooling(call.name, call.reads, call.each(call.y.numel()), window, call.data)
 
 
-def _activation(call: Call) -> Layer:
+def _activation(call: ModuleCall) -> Layer:
     layer = formulas.activation(call.name, call.reads, call.data)
     layer = dataclasses.replace(layer, writes=call.writes)
     if not _weighed(call):
@@ -126,53 +126,53 @@ def _activation(call: Call) -> Layer:
     return dataclasses.replace(layer, by_weight=Pass(other=call.reads, sums=1, summed=call.reads))
 
 
-def _dropout(call: Call) -> Layer:
+def _dropout(call: ModuleCall) -> Layer:
     return formulas.activation(call.name, call.reads, call.data, "dropout") if call.module.training else _reshape(call)
 
 
-def _reshape(call: Call) -> Layer:
+def _reshape(call: ModuleCall) -> Layer:
     return Layer(call.name, "reshape", reads=call.reads, writes=call.writes)
 
 
-def _softmax(call: Call) -> Layer:
+def _softmax(call: ModuleCall) -> Layer:
     dim = getattr(call.module, "dim", None)
     return formulas.softmax(call.name, call.reads, call.x.shape[-1 if dim is None else dim], call.data)
 
 
-def _batch_norm(call: Call) -> Layer:
+def _batch_norm(call: ModuleCall) -> Layer:
     channels = call.module.num_features
     return formulas.batch_norm(
         call.name, channels, call.each(call.x.numel() // channels), call.module.affine, call.data
     )
 
 
-def _instance_norm(call: Call, dims: int) -> Layer:
+def _instance_norm(call: ModuleCall, dims: int) -> Layer:
     over = math.prod(call.x.shape[-dims:])
     weights = call.module.num_features if call.module.affine else 0
     return formulas.group_norm(call.name, call.reads, over, weights, data=call.data)
 
 
-def _layer_norm(call: Call) -> Layer:
+def _layer_norm(call: ModuleCall) -> Layer:
     over = math.prod(call.module.normalized_shape)
     return formulas.group_norm(call.name, call.reads, over, over if _weighed(call) else 0, data=call.data)
 
 
-def _group_norm(call: Call) -> Layer:
+def _group_norm(call: ModuleCall) -> Layer:
     m = call.module
     over = math.prod(call.x.shape[1:]) // m.num_groups
     return formulas.group_norm(call.name, call.reads, over, m.num_channels if m.affine else 0, data=call.data)
 
 
-def _weighed(call: Call) -> bool:
+def _weighed(call: ModuleCall) -> bool:
     return next(call.module.parameters(), None) is not None
 
 
-def _embedding(call: Call) -> Layer:
+def _embedding(call: ModuleCall) -> Layer:
     m = call.module
     return formulas.embedding(call.name, m.num_embeddings, m.embedding_dim, call.each(call.x.numel()))
 
 
-def _attention(call: Call) -> Layer | None:
+def _attention(call: ModuleCall) -> Layer | None:
     """Return the projections of queries, keys and values, the attention, and the output projection as one layer."""
     m = call.module
     if len(call.inputs) < 3:
@@ -191,7 +191,7 @@ def _attention(call: Call) -> Layer | None:
     return _times(_together(call, "attention", parts, [0, 3, 4]), times)
 
 
-def _recurrent(call: Call) -> Layer | None:
+def _recurrent(call: ModuleCall) -> Layer | None:
     """Return the stacked layers as one layer, with the directions of each in parallel."""
     m = call.module
     if m.proj_size:
@@ -206,13 +206,13 @@ def _recurrent(call: Call) -> Layer | None:
     return _together(call, "recurrent", parts, range(0, len(parts), ways))
 
 
-def _cell(call: Call) -> Layer:
+def _cell(call: ModuleCall) -> Layer:
     m = call.module
     steps, gates = call.each(call.x.numel() // m.input_size), m.weight_hh.shape[0] // m.hidden_size
     return formulas.recurrent(call.name, m.input_size, m.hidden_size, steps, gates, data=call.data)
 
 
-def _together(call: Call, kind: str, parts: Sequence[Layer], chained: Sequence[int]) -> Layer:
+def _together(call: ModuleCall, kind: str, parts: Sequence[Layer], chained: Sequence[int]) -> Layer:
     """Return `parts` as one layer; the parts at the indices `chained` run one after another."""
 
     def joined(passes: Sequence[Pass]) -> Pass:
@@ -255,7 +255,7 @@ def _times(layer: Layer, times: Number) -> Layer:
     )
 
 
-def unknown(call: Call, flops: int, weighed: bool) -> Layer:
+def unknown(call: ModuleCall, flops: int, weighed: bool) -> Layer:
     """Return the layer for a call of a module without a formula: torch's own count of its products, or no work.
 
     Each product is assumed to have two gradients, of weights and inputs (`weighed`) or of two inputs. The depth is that

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flockstep.costs.layers import NOTHING, Layer, ModelShape, Pass
 from flockstep.errors import ConfigurationError, FlockstepError
-from flockstep.frameworks.torch_kinds import Call, is_known, layer_of, unknown
+from flockstep.frameworks.torch_kinds import ModuleCall, is_known, layer_of, unknown
 
 NOTE = "found by running the module; layers are taken one after the other"
 WHOLE = "(model)"
@@ -150,7 +150,7 @@ class _Finder:
         reads, writes = _tensors(inputs), _tensors(outputs)
         # what a module computes besides its children works on their outputs, whatever its inputs
         data = module in self._leaves and not any(one.requires_grad for one in reads)
-        call = Call(name, module, reads, writes, self.batch, data)
+        call = ModuleCall(name, module, reads, writes, self.batch, data)
         layer = layer_of(call) if module in self._leaves else None
         layer = unknown(call, flops, bool(own)) if layer is None else layer
         new = {id(one): one for one in own if id(one) not in self._owners}

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from flockstep.communicator.joining import COMMUNICATOR, NOTHING
-from flockstep.drivers.member import Loss
+from flockstep.drivers.member import NodeLost
 from flockstep.errors import ConfigurationError
-from flockstep.launchers.link import Link
+from flockstep.launchers.link import ProcessLink
 from flockstep.messages import Address, Fields, node_name
 from flockstep.transports.links import Control
 
@@ -22,11 +22,13 @@ class Communicators:
     """The communicators that exist, and those that are connected to all others."""
 
     workers: int
-    lost: Mapping[Address, Loss]
+    lost: Mapping[Address, NodeLost]
     done: set[Address]
     met: set[Address] = field(default_factory=set)
 
-    def hear(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control, at: Path) -> None:
+    def hear(
+        self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, control: Control, at: Path
+    ) -> None:
         """Handle a process's report that its communicator exists or is connected; `at` is the folder of the sockets.
 
         Raises:
@@ -44,7 +46,7 @@ class Communicators:
             peers = {address: one.beside.hello.bus for address, one in there.items() if one.beside is not None}
             self._tell(there, COMMUNICATOR, {"peers": msgspec.json.encode(peers).decode()})
 
-    def _add(self, link: Link, links: Mapping[Address, Link], note: Fields, control: Control) -> None:
+    def _add(self, link: ProcessLink, links: Mapping[Address, ProcessLink], note: Fields, control: Control) -> None:
         hello, largest = link.hello, int(note["largest"])
         for other in links.values():
             if other.beside is not None and other.beside.hello.largest != largest:
@@ -55,13 +57,13 @@ class Communicators:
         own = msgspec.structs.replace(
             hello, line=str(note["line"]), bus=str(note["bus"]), schema=NOTHING, largest=largest
         )
-        link.beside = Link(control, own)
+        link.beside = ProcessLink(control, own)
         for lost in self.lost.values():
             link.beside.tell("lost", lost)
         for address in self.done:
             link.beside.tell("left", {"address": address, "step": 0})
 
-    def _tell(self, links: Mapping[Address, Link], tag: str, note: Fields) -> None:
+    def _tell(self, links: Mapping[Address, ProcessLink], tag: str, note: Fields) -> None:
         for link in links.values():
             if link.beside is not None:
                 link.beside.tell(tag, note)

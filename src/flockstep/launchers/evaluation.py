@@ -32,7 +32,7 @@ from flockstep.errors import FlockstepError, RunError, of_kind
 from flockstep.launchers.children import Child, fork, how_it_ended, reap
 from flockstep.launchers.entry import limit_process
 from flockstep.messages import Address
-from flockstep.records.events import Result
+from flockstep.records.events import ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.handed_in import LAST, SNAPSHOTS, HandedIn
 
@@ -42,7 +42,7 @@ YIELD = 10
 """Niceness of evaluations while workers train (on Linux): a worker gets nine tenths of a core that both want."""
 
 
-class Evaluation:
+class SnapshotHandler:
     """The supervisor's interface to the evaluation of snapshots. This class evaluates nothing."""
 
     def take(self, item: HandedIn) -> None:
@@ -71,7 +71,7 @@ class Told(msgspec.Struct):
     trace: str = ""
 
 
-class Evaluator(Evaluation):
+class Evaluator(SnapshotHandler):
     """Sends snapshots to the evaluating process, which starts with the first snapshot."""
 
     def __init__(self, record: Path, threads: int):
@@ -171,7 +171,7 @@ def _evaluate(record: RunFolder, feed: socket.socket) -> None:
 
     def keep(tick: FiledTick, params: FlatArray) -> None:
         record.write_result(params, engine.schema)
-        events.write(Result(tick.t, tick.steps / tick.workers, tick.workers))
+        events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
     with EventWriter(record.node_events_file(None)) as events:
         desk = _Desk(FiledTracker(engine, plan, events.write, keep))

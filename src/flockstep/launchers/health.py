@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flockstep.launchers.children import Child, how_it_ended
-from flockstep.launchers.link import Link
+from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.want_of_memory import WantOfMemory
 from flockstep.messages import Address, node_name
 
@@ -27,7 +27,7 @@ class Health:
     def __init__(
         self,
         children: Mapping[Address, Child],
-        links: Mapping[Address, Link],
+        links: Mapping[Address, ProcessLink],
         heartbeat: float,
         memory: WantOfMemory | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -67,7 +67,7 @@ class Health:
             else how
         )
 
-    def _is_broken(self, address: Address, link: Link) -> bool:
+    def _is_broken(self, address: Address, link: ProcessLink) -> bool:
         if link.disconnected():
             self._broken.add(address)
         return address in self._broken

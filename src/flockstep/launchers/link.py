@@ -9,21 +9,21 @@ from flockstep.drivers.member import Hello
 from flockstep.messages import Address, Beside, Message
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import Control
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 
 FOR_ALL = ("lost", "left", "stop")
 """Tags of messages that a process must receive at once, on its link or on its communicator's."""
 
 
-class Link:
+class ProcessLink:
     """A process of the run: what it reported at its start, and the connection to it."""
 
     def __init__(self, control: Control, hello: Hello):
         self.hello = hello
         self.address = hello.address
-        self.beside: Link | None = None
+        self.beside: ProcessLink | None = None
         """The link to the process's communicator, if it has opened one."""
-        me = Identity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
+        me = SenderIdentity(hello.run, LAUNCHER, hello.schema.hash, hello.largest)
         self.wire = control.link(hello.address, hello.line, me)
 
     def tell(self, tag: str, note: Beside | None = None, array: FlatArray | None = None) -> None:

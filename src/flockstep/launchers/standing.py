@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flockstep.records.events import Step
+from flockstep.records.events import StepEvent
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Standing:
     step: int = 0
     loss: float | None = None
 
-    def progress(self, event: Step) -> None:
+    def progress(self, event: StepEvent) -> None:
         """Update the state with a step of the node."""
         self.step = event.step
         self.loss = self.loss if event.loss is None else event.loss

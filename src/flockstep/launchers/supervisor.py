@@ -19,24 +19,24 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.communicator.joining import rule_of
 from flockstep.drivers.account import fingerprint
 from flockstep.drivers.filed import Newest
-from flockstep.drivers.member import WINDOW, Failure, Hello, Loss, Ticket, Welcome, in_short
+from flockstep.drivers.member import WINDOW, Failure, Hello, NodeLost, Ticket, Welcome, in_short
 from flockstep.drivers.reports import MOST, events_in
 from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
 from flockstep.launchers.draws import Draws
-from flockstep.launchers.evaluation import Evaluation
+from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.handles import require_handles
 from flockstep.launchers.health import Health
-from flockstep.launchers.link import Link
+from flockstep.launchers.link import ProcessLink
 from flockstep.launchers.scratch import scratch
 from flockstep.launchers.standing import Standing
 from flockstep.launchers.waits import Waits, on_stderr
 from flockstep.messages import Address, Beside, Fields, Message, node_name, server
 from flockstep.nodes import View
 from flockstep.records import owner
-from flockstep.records.events import Event, Lost, Node, Step
+from flockstep.records.events import Event, LostEvent, NodeEvent, StepEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.handed_in import LAST, Arriving, places
 from flockstep.strategies.base import Strategy
@@ -63,7 +63,7 @@ class Outcome:
     strategy: Strategy | None = None
     newest: Newest = field(default_factory=Newest)
     warnings: list[str] = field(default_factory=list)
-    lost: dict[Address, Lost] = field(default_factory=dict)
+    lost: dict[Address, LostEvent] = field(default_factory=dict)
     error: FlockstepError | None = None
     nodes: set[Address] = field(default_factory=set)
     """Nodes whose events are written to files."""
@@ -83,7 +83,7 @@ class Supervisor:
         show: Callable[[dict[Address, Standing]], None] = lambda standings: None,
         patience: float | None = GRACE,
         step_timeout: float | None = None,
-        evaluation: Evaluation | None = None,
+        evaluation: SnapshotHandler | None = None,
     ):
         """`start_worker` and `start_server` return the started process, or None if the process is started by something
         else.
@@ -103,9 +103,9 @@ class Supervisor:
         self._show = show
         self._patience = patience
         self._run = secrets.token_hex(8)
-        self._evaluation, self._places = evaluation or Evaluation(), places(record, self._run)
+        self._evaluation, self._places = evaluation or SnapshotHandler(), places(record, self._run)
         self._directory, self._open = Path(), contextlib.ExitStack()
-        self._links: dict[Address, Link] = {}
+        self._links: dict[Address, ProcessLink] = {}
         self._writers: dict[Address, EventWriter] = {}
         self._arriving: dict[Address, Arriving] = {}
         self._health = Health(self.children, self._links, heartbeat)
@@ -116,7 +116,7 @@ class Supervisor:
         self._gone: set[Address] = set()
         self._waits = Waits(workers, step_timeout)
         self._view = View(0, tuple(range(workers)))
-        self._losses: dict[Address, Loss] = {}
+        self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)
         self._draws = Draws(workers)
 
@@ -211,7 +211,7 @@ class Supervisor:
         self._waits.look(self._links.keys(), self._done | self._gone)
         self._evaluation.go_on()
 
-    def _hear(self, link: Link, most: int = -1) -> None:
+    def _hear(self, link: ProcessLink, most: int = -1) -> None:
         """Handle the messages of a node that have arrived, at most `most` of them."""
         try:
             while most and (message := link.receive()) is not None:
@@ -238,7 +238,7 @@ class Supervisor:
         if hello.protocol != PROTOCOL:
             raise ConfigurationError(f"{node_name(hello.address)} speaks protocol {hello.protocol}, this is {PROTOCOL}")
         self._check_hello(hello)
-        link = self._links[hello.address] = Link(self._control, hello)
+        link = self._links[hello.address] = ProcessLink(self._control, hello)
         self._open.callback(link.close)
         link.tell("linked")
         self._start_servers()
@@ -313,7 +313,7 @@ class Supervisor:
             case "failed":
                 self._fail(address, str(note["kind"]), str(note["reason"]), str(note["trace"]))
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: ProcessLink) -> None:
         """All nodes are ready: tell this one to begin."""
         node, record = link.address, RunFolder(self._record)
         self._writers[node] = self._open.enter_context(EventWriter(record.node_events_file(node), MOST))
@@ -328,15 +328,15 @@ class Supervisor:
             raise ProtocolError("it sent events before the run began")
         for event in events:
             writer.write(event)
-            if isinstance(event, Step):
+            if isinstance(event, StepEvent):
                 self.standings[address].progress(event)
-            elif isinstance(event, Node):
+            elif isinstance(event, NodeEvent):
                 self._hashes[address] = event.hash
         writer.flush()
-        if address >= 0 and any(isinstance(event, Step) for event in events):
+        if address >= 0 and any(isinstance(event, StepEvent) for event in events):
             self._waits.hear(address, {"step": self.standings[address].step})
 
-    def _begin_snapshot(self, link: Link, note: Fields) -> None:
+    def _begin_snapshot(self, link: ProcessLink, note: Fields) -> None:
         with self._warned(float(note["tick"])):
             self._arriving[link.address] = Arriving(self._places, link.address, note, link.hello.largest)
             self._take(link.address, np.empty(0, np.uint8))
@@ -393,7 +393,7 @@ class Supervisor:
         if (link := self._links.pop(address, None)) is not None:
             link.close()  # the node may only have been stopped: messages that it sends later belong to no run
         since = time.monotonic() - self._went if self._went is not None else 0.0
-        self.outcome.lost[address] = Lost(since, address, reason)
+        self.outcome.lost[address] = LostEvent(since, address, reason)
         if (arriving := self._arriving.pop(address, None)) is not None:
             arriving.drop()
         self.standings[address].state = "lost"
@@ -403,7 +403,7 @@ class Supervisor:
                 refuse_unguarded(child)
             raise PeerLost(f"{reason} before the run started")
         self._view = self._view.without(address)
-        loss = self._losses[address] = Loss(address, reason, self._view)
+        loss = self._losses[address] = NodeLost(address, reason, self._view)
         traits = None if self.outcome.strategy is None else self.outcome.strategy.traits
         if address >= 0 and self._view.ranks and traits is not None and traits.survives and traits.results:
             on_stderr(f"{reason}; {len(self._view.ranks)} of {self._workers} workers go on")

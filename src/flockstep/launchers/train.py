@@ -27,7 +27,7 @@ from flockstep.messages import Address
 from flockstep.optimizers.base import Optimizer
 from flockstep.records import owner
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Result, Snapshot
+from flockstep.records.events import EvaluationEvent, Event, ResultEvent
 from flockstep.records.folder import EventWriter, RunFolder
 from flockstep.records.summary import Status, Summary, reaches, summarize
 from flockstep.strategies.base import ResultPolicy
@@ -132,7 +132,7 @@ def keep_newest(record: RunFolder, policy: ResultPolicy, outcome: Outcome) -> No
     if params is not None and outcome.schema is not None:
         record.write_result(params, outcome.schema)
         with EventWriter(record.node_events_file(None)) as events:
-            events.write(Result(tick.t, tick.steps / tick.workers, tick.workers))
+            events.write(ResultEvent(tick.t, tick.steps / tick.workers, tick.workers))
 
 
 def newest_model(tick: FiledTick, policy: ResultPolicy, outcome: Outcome) -> FlatArray | None:
@@ -153,7 +153,7 @@ def until_target(config: RunConfig, emit: Emit) -> Emit:
 
     def heard(event: Event) -> None:
         emit(event)
-        if isinstance(event, Snapshot) and reaches(config, event.metric):
+        if isinstance(event, EvaluationEvent) and reaches(config, event.metric):
             raise TargetReached
 
     return heard

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_writing import to_toml
-from flockstep.costs.machines import Group, Rates, Wire
+from flockstep.costs.machines import ClusterLink, MachineGroup, Rates
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.threads import limit_threads
 from flockstep.launchers.train import train
@@ -21,7 +21,7 @@ from flockstep.planning.rates import CODECS, OPTIMIZERS, measure_operations, mea
 from flockstep.planning.task import identity, task_of
 from flockstep.planning.words import many
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Figure, Step
+from flockstep.records.events import Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report import words
 from flockstep.simulation.law import mean_of
@@ -137,7 +137,7 @@ def _described(
             "links were measured one pair at a time: what many messages at once cost each other is not in them"
         )
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    group = Group("here", 1, workers, cores=cores, memory=memory)
+    group = MachineGroup("here", 1, workers, cores=cores, memory=memory)
     overhead = 0.0
     if machine.work is not None:
         overhead = max(0.0, mean_of(fit.law) - machine.work / machine.operations)
@@ -163,7 +163,9 @@ def _described(
 
 def _computed(events: Sequence[Event], first: int, last: int) -> list[float]:
     """Seconds of the gradients number `first` to `last` of all workers."""
-    return [one.compute for one in events if isinstance(one, Step) and first <= one.step <= last and one.compute > 0]
+    return [
+        one.compute for one in events if isinstance(one, StepEvent) and first <= one.step <= last and one.compute > 0
+    ]
 
 
 def _sharing(alone: list[float], together: list[float], workers: int, notes: list[str]) -> tuple[int, list[float]]:
@@ -190,7 +192,7 @@ def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]
     """Pair of workers → message size in bytes → seconds one way."""
     found: dict[tuple[str, str], dict[int, float]] = {}
     for event in events:
-        if isinstance(event, Figure) and event.name.startswith("one way "):
+        if isinstance(event, ScalarEvent) and event.name.startswith("one way "):
             first, second, nbytes = event.name.split()[2:]
             found.setdefault((first, second), {})[int(nbytes)] = event.value
     return found
@@ -198,11 +200,11 @@ def _figures(events: Sequence[Event]) -> dict[tuple[str, str], dict[int, float]]
 
 def _message(events: Sequence[Event]) -> float:
     """Seconds that a node spends on a message; 0 if not measured."""
-    found = [event.value for event in events if isinstance(event, Figure) and event.name.startswith("message ")]
+    found = [event.value for event in events if isinstance(event, ScalarEvent) and event.name.startswith("message ")]
     return float(f"{statistics.median(found):.4g}") if found else 0.0
 
 
-def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> Wire:
+def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes: list[str]) -> ClusterLink:
     """The link of the median pair, from a small and a large message: t = L + b / B + twice the handling time.
 
     Raises:
@@ -238,4 +240,4 @@ def _wire(found: dict[tuple[str, str], dict[int, float]], message: float, notes:
     latency, bandwidth = statistics.median(latencies), statistics.median(bandwidths)
     if not latency:
         notes.append("latency is 0: a small message takes no longer than its handling at both ends")
-    return Wire("node", ("here",), float(f"{bandwidth:.4g}"), float(f"{latency:.4g}"))
+    return ClusterLink("node", ("here",), float(f"{bandwidth:.4g}"), float(f"{latency:.4g}"))

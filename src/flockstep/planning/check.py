@@ -15,11 +15,11 @@ from flockstep.frameworks.job import import_components
 from flockstep.planning.fit import first_counted, shortest, steps_by_worker, usual_seconds
 from flockstep.planning.prospect import FEW, prospect
 from flockstep.planning.rehearsal import STEPS, rehearse
-from flockstep.planning.task import BATCH, Site, Task, task_of
+from flockstep.planning.task import BATCH, JobProfile, Site, task_of
 from flockstep.planning.trust import NotAskedFor, trusted
 from flockstep.planning.words import short
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Snapshot, Step, Update
+from flockstep.records.events import EvaluationEvent, Event, StepEvent, UpdateEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report.prediction import Prediction
 from flockstep.report.words import NONE, number, seconds, size
@@ -120,7 +120,7 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
 
 
-def _all_samples(config: RunConfig, task: Task, seconds: float) -> float | None:
+def _all_samples(config: RunConfig, task: JobProfile, seconds: float) -> float | None:
     """Samples per second if every worker takes a step in `seconds` seconds."""
     return config.workers * task.batch / seconds if seconds else None
 
@@ -180,7 +180,7 @@ def _by_record(record: RunFolder) -> Check | None:
         return None
     schema = record.read_result()[1]
     tensors = tuple(entry.shape for entry in schema.entries)
-    task = Task(config.job, schema.size, tensors, schema.dtype, int(config.batch or BATCH))
+    task = JobProfile(config.job, schema.size, tensors, schema.dtype, int(config.batch or BATCH))
     measured = measure(record.read_events(), config.workers)
     predicted = _in_virtual_time(strategy, task, config)
     where = f"{config.network or 'ideal'}, {config.compute}"
@@ -202,8 +202,8 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
         )
     counted = [one for mine in steps for one in mine[first_counted(length) :]]
     took = sum(one.compute + one.wait + one.comm for one in counted)
-    late = [one.staleness for one in events if isinstance(one, Update) and one.staleness is not None]
-    samples = max((one.samples for one in events if isinstance(one, Snapshot)), default=0)
+    late = [one.staleness for one in events if isinstance(one, UpdateEvent) and one.staleness is not None]
+    samples = max((one.samples for one in events if isinstance(one, EvaluationEvent)), default=0)
     end = max(one.t for mine in steps for one in mine)
     return Figures(
         seconds,
@@ -214,7 +214,7 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
     )
 
 
-def _busy(steps: Sequence[Step]) -> float:
+def _busy(steps: Sequence[StepEvent]) -> float:
     return sum(one.compute for one in steps)
 
 
@@ -227,7 +227,7 @@ def _rehearsed_steps(config: RunConfig) -> int | None:
     return None if config.steps is None or config.steps > STEPS else max(2, int(config.steps))
 
 
-def _in_virtual_time(strategy: Strategy, task: Task, config: RunConfig) -> Figures:
+def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) -> Figures:
     """The figures of a simulated run in which only gradients and messages take time."""
     found = rehearse(
         strategy,

@@ -22,7 +22,7 @@ from flockstep.planning.prospect import Pace, Prospect, codecs_of
 from flockstep.planning.stand_in import Unrehearsed
 from flockstep.planning.task import Site
 from flockstep.report.words import number
-from flockstep.strategies.base import Cell, Traits
+from flockstep.strategies.base import TaxonomyEntry, Traits
 
 NOISE = 3.0
 """r: noise scale B_noise / B, the relative number of additional samples that plain training needs because its batches
@@ -107,17 +107,17 @@ def _exposure(pace: Pace) -> float | None:
         return None
 
 
-def is_central(cell: Cell | None) -> bool:
+def is_central(cell: TaxonomyEntry | None) -> bool:
     """Whether all workers' gradients optimize one model."""
     return cell is not None and cell.optimization == "central"
 
 
-def is_synchronous(cell: Cell | None, traits: Traits) -> bool:
+def is_synchronous(cell: TaxonomyEntry | None, traits: Traits) -> bool:
     """Whether all workers wait for each other, so that no gradient is stale."""
     return cell.scheduling == "sync" if cell is not None else traits.completeness == 1
 
 
-def is_repeatable(cell: Cell | None, traits: Traits) -> bool:
+def is_repeatable(cell: TaxonomyEntry | None, traits: Traits) -> bool:
     """Whether a run can be repeated; if servers drop gradients, the order of arrival decides which ones."""
     return is_synchronous(cell, traits) and not (is_central(cell) and traits.completeness == 4)
 

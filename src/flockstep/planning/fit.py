@@ -23,7 +23,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.costs.cluster import ClusterShape
-from flockstep.costs.machines import Group, Wire
+from flockstep.costs.machines import ClusterLink, MachineGroup
 from flockstep.drivers.setup import prepare
 from flockstep.errors import ConfigurationError
 from flockstep.planning.calibrate import Calibration
@@ -32,11 +32,11 @@ from flockstep.planning.rehearsal import LEFT_OUT, rehearse
 from flockstep.planning.task import identity
 from flockstep.planning.trust import trusted
 from flockstep.records.config import RunConfig
-from flockstep.records.events import Event, Step
+from flockstep.records.events import Event, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.fair import FairLink
-from flockstep.simulation.handling import Work
+from flockstep.simulation.handling import Overheads
 from flockstep.simulation.network import Ideal, Link
 from flockstep.strategies.base import Strategy
 
@@ -122,7 +122,7 @@ class _Run:
             steps=self.steps,
             quick=True,
             seed=self.config.seed,
-            work=Work(self.message),
+            work=Overheads(self.message),
             listen=events.append,
         )
         return usual_seconds(steps_by_worker(events, self.config.workers), self.steps)
@@ -165,11 +165,11 @@ def fit_records(
     notes += [f"{one.config.strategy}: {one.seconds:.4g} s a step" for one in runs]
     groups, law, why = _machines(runs)
     notes.append(f"compute is {why}")
-    wires: tuple[Wire, ...] = ()
+    wires: tuple[ClusterLink, ...] = ()
     if first.config.workers > 1:
         found = _link(runs, latency, bandwidth, notes)
         names = tuple(group.name for group in groups)
-        wires = (Wire("inside", names, found[1], found[0], all(run.fair for run in runs)),)
+        wires = (ClusterLink("inside", names, found[1], found[0], all(run.fair for run in runs)),)
         errors = [math.exp(_misfit([run], *found)) - 1 for run in runs]
         notes.append(
             f"with these a step takes longer than in the record(s) by {', '.join(f'{e:+.1%}' for e in errors)}"
@@ -203,7 +203,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
     )
 
 
-def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[Step]]:
+def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the record") -> list[list[StepEvent]]:
     """The steps of every worker, in order.
 
     Raises:
@@ -214,9 +214,9 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
             f"{where} must hold three steps or more of every worker, got {len(events)} events of {workers} workers; "
             "run longer, or correct workers in config.toml"
         )
-    steps: list[list[Step]] = [[] for _ in range(workers)]
+    steps: list[list[StepEvent]] = [[] for _ in range(workers)]
     for event in events:
-        if not isinstance(event, Step):
+        if not isinstance(event, StepEvent):
             continue
         if not 0 <= event.rank < workers:
             raise ConfigurationError(
@@ -233,7 +233,7 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
     return steps
 
 
-def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
+def shortest(steps: Sequence[Sequence[StepEvent]], where: str) -> int:
     """Smallest number of steps of a worker.
 
     Raises:
@@ -245,7 +245,7 @@ def shortest(steps: Sequence[Sequence[Step]], where: str) -> int:
     return length
 
 
-def usual_seconds(steps: Sequence[Sequence[Step]], length: int) -> float:
+def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int) -> float:
     """Usual seconds of a step: the median, over spans of steps, of the mean over all workers; outliers have no effect.
 
     Steps at the beginning are ignored, because processes warm up.
@@ -263,7 +263,7 @@ def first_counted(steps: int) -> int:
     return max(1, int(LEFT_OUT * steps))
 
 
-def _machines(runs: Sequence[_Run]) -> tuple[tuple[Group, ...], ComputeModel, str]:
+def _machines(runs: Sequence[_Run]) -> tuple[tuple[MachineGroup, ...], ComputeModel, str]:
     """Groups of workers by speed, the compute model at speed 1, and the reason for that model."""
     workers = len(runs[0].compute)
     times = [[one for run in runs for one in run.counted(rank) if one > 0] for rank in range(workers)]
@@ -274,11 +274,11 @@ def _machines(runs: Sequence[_Run]) -> tuple[tuple[Group, ...], ComputeModel, st
     medians = [statistics.median(mine) for mine in times]
     if max(medians) < ALIKE * min(medians):
         fit = fit_law([one for mine in times for one in mine])
-        return (Group("machines", workers),), fit.law, fit.why
+        return (MachineGroup("machines", workers),), fit.law, fit.why
     usual = statistics.median(medians)
     speeds = [float(f"{usual / one:.4g}") for one in medians]
     fit = fit_law([one * speed for mine, speed in zip(times, speeds, strict=True) for one in mine])
-    groups = tuple(Group(f"worker-{rank}", speed=speed) for rank, speed in enumerate(speeds))
+    groups = tuple(MachineGroup(f"worker-{rank}", speed=speed) for rank, speed in enumerate(speeds))
     return groups, fit.law, fit.why
 
 

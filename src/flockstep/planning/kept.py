@@ -16,15 +16,15 @@ from flockstep import __version__
 from flockstep.costs.cluster_writing import to_toml
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data
-from flockstep.planning.trials import Bench, Trial
+from flockstep.planning.trials import Trial, TrialContext
 
 FILE = "trials.jsonl"
 """Name of the file in the given folder: the settings on the first line, then one trial per line."""
 
 
-def settings_of(bench: Bench, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
+def settings_of(context: TrialContext, workers: int, target: float, seed: int, split: str) -> dict[str, Any]:
     """Settings that must be equal for a trial to have the same result, besides those in the trial itself."""
-    site, task, job = bench.site, bench.site.task, bench.job(seed)
+    site, task, job = context.site, context.site.task, context.job(seed)
     return {
         "flockstep": __version__,
         "job": task.name,
@@ -77,7 +77,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass
-class Kept:
+class TrialStore:
     """The finished trials of a search, in memory and, if there is a folder, on disk."""
 
     settings: dict[str, Any]

@@ -10,7 +10,7 @@ import numpy as np
 
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
-from flockstep.simulation.compute import ComputeModel, Constant, Empirical, Lognormal
+from flockstep.simulation.compute import ComputeModel, ConstantTime, Empirical, Lognormal
 
 STEADY = 1e-3
 """Standard deviation, as a share of the mean, below which durations count as constant."""
@@ -43,7 +43,7 @@ def fit_law(seconds: Sequence[float] | FlatArray) -> Fit:
         )
     mean = _short(float(times.mean()))
     if times.std() < STEADY * times.mean():
-        return Fit(Constant(mean), f"constant, for {len(times)} durations differ by less than {STEADY:.1%}")
+        return Fit(ConstantTime(mean), f"constant, for {len(times)} durations differ by less than {STEADY:.1%}")
     logs = np.log(times)
     law = Lognormal(mean, _short(float(logs.std())))
     distance = _distance(logs, math.log(law.mean) - law.sigma**2 / 2, law.sigma)

@@ -9,7 +9,7 @@ from flockstep.drivers.runner import Runner
 from flockstep.drivers.tracker import FINAL
 from flockstep.drivers.virtual import Simulation
 from flockstep.messages import server
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 
 NOW = ("server", "mean", "rank0")
 """Result policies whose model is available at any moment."""
@@ -45,7 +45,7 @@ class LiveSimulation(Simulation):
             else 0.0
         )
         samples = len(workers) * self.plan.samples_at(steps)
-        self._emit(Snapshot(self.now, steps, samples, sent, found.loss, found.metric, apart))
+        self._emit(EvaluationEvent(self.now, steps, samples, sent, found.loss, found.metric, apart))
 
     def _model(self) -> FlatArray:
         replicas = self._gradients.params

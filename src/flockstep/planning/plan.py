@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.planning.criteria import Criteria, criteria, departures, need, worth
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
-from flockstep.planning.task import Site, Task
+from flockstep.planning.task import JobProfile, Site
 from flockstep.report import words
 from flockstep.strategies.base import Strategy
 
@@ -63,7 +63,7 @@ class Outlook:
     """Steps of a worker in a run of the job; None if only sizes are known, or no machine fails."""
 
     @property
-    def task(self) -> Task:
+    def task(self) -> JobProfile:
         """The task of the plan."""
         return self.site.task
 
@@ -130,7 +130,7 @@ class Outlook:
 
 
 def plan(
-    task: Task,
+    task: JobProfile,
     cluster: ClusterShape,
     workers: int | None = None,
     *,

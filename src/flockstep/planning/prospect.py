@@ -18,7 +18,7 @@ from flockstep.planning.rehearsal import LEFT_OUT, Rehearsal, rehearse
 from flockstep.planning.task import Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.report.words import seconds as told
-from flockstep.simulation.compute import ComputeModel, Constant, SharedCores
+from flockstep.simulation.compute import ComputeModel, ConstantTime, SharedCores
 from flockstep.simulation.handling import Handled, Longer
 from flockstep.simulation.law import drawn, late_of, mean_of
 from flockstep.simulation.network import Link
@@ -477,5 +477,5 @@ def faster(cluster: ClusterShape, factor: float) -> ClusterShape:
 
 def _steady(law: ComputeModel) -> ComputeModel:
     """The compute model with its mean as a constant for all workers."""
-    steady = Constant(mean_of(law))
+    steady = ConstantTime(mean_of(law))
     return replace(law, base=steady) if isinstance(law, SharedCores) else steady

@@ -24,9 +24,9 @@ from flockstep.errors import ConfigurationError
 from flockstep.nodes import Cluster
 from flockstep.optimizers.base import Optimizer
 from flockstep.planning.stand_in import Lessons, Shrunk, StandIn, Unrehearsed, longest_cycle, scaled, shrunk
-from flockstep.records.events import Event, Node, Step, Update
-from flockstep.simulation.compute import ComputeModel, Constant
-from flockstep.simulation.handling import Handled, Longer, Work
+from flockstep.records.events import Event, NodeEvent, StepEvent, UpdateEvent
+from flockstep.simulation.compute import ComputeModel, ConstantTime
+from flockstep.simulation.handling import Handled, Longer, Overheads
 from flockstep.simulation.law import late_of, mean_of
 from flockstep.simulation.network import Ideal, Network
 from flockstep.strategies.base import Strategy, choose_result
@@ -113,8 +113,8 @@ class _Books:
     """The events of a run that a rehearsal uses."""
 
     workers: int
-    steps: list[Step] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    steps: list[StepEvent] = field(default_factory=list)
+    nodes: list[NodeEvent] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     late: float = 0.0
     """Seconds from the last step of any worker to the last message."""
@@ -132,18 +132,18 @@ class _Books:
 
     def take(self, event: Event) -> None:
         """Store an event."""
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self.steps.append(event)
-        elif isinstance(event, Node):
+        elif isinstance(event, NodeEvent):
             self.nodes.append(event)
-        elif isinstance(event, Update):
+        elif isinstance(event, UpdateEvent):
             self.updates = True
             if event.staleness is not None:
                 self.staleness.append(event.staleness)
 
-    def by_worker(self) -> list[list[Step]]:
+    def by_worker(self) -> list[list[StepEvent]]:
         """The steps of each worker, in order."""
-        found: list[list[Step]] = [[] for _ in range(self.workers)]
+        found: list[list[StepEvent]] = [[] for _ in range(self.workers)]
         for step in self.steps:
             found[step.rank].append(step)
         return [mine for mine in found if mine]
@@ -163,7 +163,7 @@ class _Stage:
     optimizer: Optimizer | None
     seed: int
     lessons: Lessons
-    work: Work
+    work: Overheads
     quick: bool
     listen: Callable[[Event], None]
 
@@ -223,7 +223,7 @@ def rehearse(
     quick: bool = False,
     seed: int = 0,
     lessons: Lessons | None = None,
-    work: Work = Work(),  # noqa: B008
+    work: Overheads = Overheads(),  # noqa: B008
     listen: Callable[[Event], None] = _nothing,
 ) -> Rehearsal:
     """Run `strategy` in virtual time on a stand-in for a model of `model_bytes` bytes.
@@ -388,7 +388,7 @@ def _length(counted: int) -> int:
     return counted + max(2, math.ceil(LEFT_OUT * counted))
 
 
-def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step]]]:
+def _together(steps: list[list[StepEvent]], cycle: int) -> tuple[bool, list[list[StepEvent]]]:
     """Whether workers keep up with each other; if not, the steps that they took while all trained.
 
     All steps count of a worker that has hardly begun by then.
@@ -401,7 +401,7 @@ def _together(steps: list[list[Step]], cycle: int) -> tuple[bool, list[list[Step
     return False, [few if len(few) >= FEW else mine for few, mine in zip(found, steps, strict=True)]
 
 
-def _whole(steps: list[Step], count: int, cycle: int) -> list[Step]:
+def _whole(steps: list[StepEvent], count: int, cycle: int) -> list[StepEvent]:
     """The last `count` steps, in whole cycles if possible, without the beginning."""
     kept = count if len(steps) >= _length(count) else min(count, max(1, math.floor(len(steps) * (1 - LEFT_OUT))))
     return steps[-(kept - kept % cycle if kept >= cycle else kept) :]
@@ -413,7 +413,7 @@ def _sends(stage: _Stage) -> bool:
     return stage.workers > 1 and (cell is None or (cell.exchange != "none" and cell.topology != "shared memory"))
 
 
-def _agree(counted: list[list[Step]], cycle: int, by_law: bool) -> bool:
+def _agree(counted: list[list[StepEvent]], cycle: int, by_law: bool) -> bool:
     """Whether both halves of all workers' steps took equally long and sent equally much; one cycle has no halves.
 
     If computing times follow a known compute model (`by_law`), differences between them are ignored.
@@ -423,7 +423,7 @@ def _agree(counted: list[list[Step]], cycle: int, by_law: bool) -> bool:
     return abs(told[0] - told[1]) <= AGREE * max(took) and abs(sent[0] - sent[1]) <= BYTES * max(sent)
 
 
-def _by_law(stage: _Stage, counted: list[list[Step]]) -> bool:
+def _by_law(stage: _Stage, counted: list[list[StepEvent]]) -> bool:
     """Whether each step computes one gradient to its end, with a core of its own."""
     if stage.compute.sharing is not None:
         return False
@@ -435,32 +435,32 @@ def _by_law(stage: _Stage, counted: list[list[Step]]) -> bool:
     return True
 
 
-def _halves(counted: list[list[Step]], cycle: int, measure: Callable[[Step], float]) -> tuple[float, float]:
+def _halves(counted: list[list[StepEvent]], cycle: int, measure: Callable[[StepEvent], float]) -> tuple[float, float]:
     """Sum over the workers of the mean of a measure per step, in the first half and in the second half."""
     halves = [(mine[: len(mine) // 2], mine[len(mine) // 2 :]) for mine in counted if len(mine) >= 2 * cycle]
     first, second = (sum(statistics.fmean(map(measure, pair[i])) for pair in halves if all(pair)) for i in range(2))
     return first, second
 
 
-def _spread(counted: list[list[Step]], cycle: int) -> float:
+def _spread(counted: list[list[StepEvent]], cycle: int) -> float:
     """Ratio of the step times of the two halves, at least 1."""
     took = _halves(counted, cycle, _took)
     return max(took) / min(took) if min(took) else math.inf if max(took) else 1.0
 
 
-def _took(step: Step) -> float:
+def _took(step: StepEvent) -> float:
     return step.compute + step.wait + step.comm
 
 
-def _waited(step: Step) -> float:
+def _waited(step: StepEvent) -> float:
     return step.wait + step.comm
 
 
-def _period(steps: list[Step]) -> float:
+def _period(steps: list[StepEvent]) -> float:
     return statistics.fmean(map(_took, steps))
 
 
-def _sent(step: Step) -> float:
+def _sent(step: StepEvent) -> float:
     return step.sent
 
 
@@ -469,7 +469,7 @@ def _busiest(books: _Books) -> int:
     return max((node.sent for node in books.nodes if node.node < 0), default=0)
 
 
-def _summary(counted: list[list[Step]], books: _Books, engine: StandIn, cycle: int, steps: int) -> Rehearsal:
+def _summary(counted: list[list[StepEvent]], books: _Books, engine: StandIn, cycle: int, steps: int) -> Rehearsal:
     """The result of a rehearsal; `counted`: the counted steps of each worker."""
     periods = [_period(mine) for mine in counted]
     busy = [statistics.fmean(step.compute for step in mine) for mine in counted]
@@ -513,7 +513,7 @@ def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons
     """Reason why a stand-in is unreliable: a smaller one sends a different share of its bytes; None if it does not."""
     nbytes = 4 * sum(map(math.prod, shapes))
     stage = _Stage(
-        strategy, workers, nbytes, Constant(1.0), Ideal(), shapes, 4, None, 0, lessons, Work(), True, _nothing
+        strategy, workers, nbytes, ConstantTime(1.0), Ideal(), shapes, 4, None, 0, lessons, Overheads(), True, _nothing
     )
     try:
         begun = _begun(stage, ELEMENTS, 2)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flockstep.errors import ConfigurationError, RunError
-from flockstep.planning.kept import Kept
+from flockstep.planning.kept import TrialStore
 from flockstep.planning.plan import Outlook, combines
 from flockstep.planning.prospect import Prospect
 from flockstep.planning.space import Knob, changed, knobs, learning_rate
-from flockstep.planning.trials import Bench, Trial, trial
+from flockstep.planning.trials import Trial, TrialContext, trial
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.base import require
 
@@ -74,7 +74,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchProgress:
     """Progress of a search: in or after trial `number` of a strategy."""
 
     strategy: str
@@ -115,14 +115,14 @@ class Search:
 
     outlook: Outlook
     candidates: Sequence[Prospect]
-    kept: Kept
+    kept: TrialStore
     trials: int = TRIALS
     budget: float | None = None
     """Real seconds after which no further trial begins, except one trial of one worker; stored trials cost nothing."""
     target: float | None = None
     seed: int = 0
     split: str = "iid"
-    bench: Bench | None = None
+    context: TrialContext | None = None
     """The data and engines that trials share."""
     out_of_budget: bool = False
     _studies: list[_Candidate] = field(default_factory=list)
@@ -133,8 +133,8 @@ class Search:
                 f"trials must be >= 1 and a budget > 0 s, got {self.trials} and {self.budget}; 8 trials are usual"
             )
         require("optuna", "search", "a search for hyper-parameters")
-        self._bench = self.bench or Bench(self.outlook.site)
-        lr = self._bench.engine(self._bench.job(self.seed), self.seed).optimizer.lr
+        self._context = self.context or TrialContext(self.outlook.site)
+        lr = self._context.engine(self._context.job(self.seed), self.seed).optimizer.lr
         self._studies = [
             _Candidate(one, lr, self.outlook.workers, self.seed, _guess(self.outlook, one)) for one in self.candidates
         ]
@@ -155,7 +155,7 @@ class Search:
         reached = [(one.strategy, one.best) for one in self.found() if one.best is not None and one.seconds is not None]
         return min(reached, key=lambda pair: _cost(pair[1]), default=None)
 
-    def run(self, say: Callable[[Step], None] = lambda step: None) -> tuple[Found, ...]:
+    def run(self, say: Callable[[SearchProgress], None] = lambda step: None) -> tuple[Found, ...]:
         """Try every strategy in turn until trials or budget are used up; `say` is called at every gradient and trial.
 
         Raises:
@@ -171,11 +171,15 @@ class Search:
             self.out_of_budget = True
         return self.found()
 
-    def _turn(self, one: _Candidate, number: int, began: float, say: Callable[[Step], None]) -> None:
+    def _turn(self, one: _Candidate, number: int, began: float, say: Callable[[SearchProgress], None]) -> None:
         def heed(steps: float, seconds: float, done: Trial | None = None, again: bool = False) -> None:
             at = self.done
             whole = self.trials * len(self._studies)
-            say(Step(one.prospect.name, number, self.trials, at, whole, steps, seconds, done, again, self.best))
+            say(
+                SearchProgress(
+                    one.prospect.name, number, self.trials, at, whole, steps, seconds, done, again, self.best
+                )
+            )
             if self.budget is not None and at and time.monotonic() - began > self.budget:
                 raise _OutOfBudget
 
@@ -210,7 +214,7 @@ class Search:
             seed=self.seed,
             within=within,
             split=self.split,
-            bench=self._bench,
+            context=self._context,
             heed=heed,
         )
 

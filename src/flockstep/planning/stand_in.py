@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec, Shape
 from flockstep.collectives.base import Collective
@@ -40,7 +40,7 @@ class Lessons:
     batch: int = 1
     samples: int | None = None
     """Number of training samples; None if unknown."""
-    layers: tuple[Layer, ...] | None = None
+    layers: tuple[FactoredWeight, ...] | None = None
     """Layers whose gradients can be computed as factors; None if unknown."""
 
 
@@ -79,7 +79,7 @@ class StandIn(NumpyEngine):
         np.multiply(self._slopes, params, out=out)
         return np.asarray(np.einsum("ij,ij->i", out, params) / 2, np.float64)
 
-    def layers(self, batch: int) -> tuple[Layer, ...]:
+    def layers(self, batch: int) -> tuple[FactoredWeight, ...]:
         """The job's layers.
 
         Raises:
@@ -94,7 +94,13 @@ class StandIn(NumpyEngine):
         return self._lessons.layers
 
     def factored(
-        self, params: FlatArray, indices: Indices, layers: Sequence[Layer], out: FlatArray, replica: int, step: int
+        self,
+        params: FlatArray,
+        indices: Indices,
+        layers: Sequence[FactoredWeight],
+        out: FlatArray,
+        replica: int,
+        step: int,
     ) -> float:
         """Compute a gradient, and pack it with factors that are zero."""
         dense = np.empty_like(params)

@@ -28,7 +28,7 @@ from flockstep.optimizers.base import Optimizer
 from flockstep.planning.stand_in import Lessons
 from flockstep.report import words
 from flockstep.simulation.compute import ComputeModel
-from flockstep.simulation.handling import Work
+from flockstep.simulation.handling import Overheads
 from flockstep.simulation.law import mean_of
 from flockstep.strategies.base import Strategy
 from flockstep.workloads.base import Workload
@@ -43,7 +43,7 @@ WORK = {"encode": 100.0, "decode": 20.0, "optimizer": 10.0, "reduce": 2.0}
 
 
 @dataclass(frozen=True)
-class Task:
+class JobProfile:
     """A job, described by its sizes."""
 
     name: str
@@ -96,7 +96,7 @@ class Task:
         job = self.job(0)
         return max(job.least_steps, steps_for(job.epochs, len(job.data().train_x), workers, self.batch))
 
-    def scaled(self, factor: float) -> Task:
+    def scaled(self, factor: float) -> JobProfile:
         """The task with `factor` times the parameters, in one tensor, and the same work."""
         return replace(self, elements=max(1, round(self.elements * factor)), tensors=(), job=None)
 
@@ -105,7 +105,7 @@ class Task:
 class Site:
     """A task on a cluster: everything that a prediction depends on, except strategy and number of workers."""
 
-    task: Task
+    task: JobProfile
     cluster: ClusterShape
 
     @property
@@ -166,7 +166,7 @@ class Site:
         feedback = getattr(strategy, "feedback", None) or NoFeedback()
         return fitted(codec, feedback, shapes, 0).wire_bytes(task.elements, task.dtype)
 
-    def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Work:
+    def work(self, strategy: Strategy, workers: int, share: float = 1.0) -> Overheads:
         """Costs of nodes besides gradients; a worker encodes in a `share` of its steps."""
         task, traits = self.task, strategy.traits
         add, update = 1 / self.rate("reduce", ""), task.elements / self.rate("optimizer", self.optimizer)
@@ -180,7 +180,7 @@ class Site:
         if traits.server_optimizer:
             each = update / workers if traits.completeness == 1 else update
             serve += each / (once or task.nbytes)
-        return Work(self.cluster.message, receive, serve, step)
+        return Overheads(self.cluster.message, receive, serve, step)
 
     def assumptions(self) -> list[str]:
         """Sentences about assumptions, where neither job nor cluster has the information."""
@@ -206,7 +206,7 @@ class Site:
         return said
 
 
-def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> Task:
+def task_of(what: str, batch: int | None = None, imported: Job | None = None) -> JobProfile:
     """The task that a command names: a workload, a file with `job()` or `model()` and `inputs()`, or a reference model.
 
     Raises:
@@ -255,11 +255,11 @@ def _has_job(path: Path) -> bool:
     return not path.is_file() or "def job(" in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _of_shape(model: ModelShape, batch: int | None) -> Task:
+def _of_shape(model: ModelShape, batch: int | None) -> JobProfile:
     size = batch or BATCH
     dtype = {8: "float64", 2: "float16"}.get(model.itemsize, "float32")
     tensors = tuple((layer.gradients,) for layer in model.layers if layer.gradients)
-    return Task(model.name, model.gradients, tensors, dtype, size, slots=1, work=_work(model, size))
+    return JobProfile(model.name, model.gradients, tensors, dtype, size, slots=1, work=_work(model, size))
 
 
 def _work(model: ModelShape, batch: int) -> float | None:
@@ -268,7 +268,7 @@ def _work(model: ModelShape, batch: int) -> float | None:
     return None if unknown else float(model.work(batch)) or None
 
 
-def _of_job(job: Job, batch: int | None) -> Task:
+def _of_job(job: Job, batch: int | None) -> JobProfile:
     size = batch or job.batch
     model = build_model(job)
     schema, parameters = _schema(job, model)
@@ -280,7 +280,7 @@ def _of_job(job: Job, batch: int | None) -> Task:
     slots = 1 if optimizer is None else _slots(optimizer, schema)
     tensors = tuple(entry.shape for entry in schema.entries)
     usual = size == job.batch
-    return Task(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer)
+    return JobProfile(job.name, schema.size, tensors, schema.dtype, size, usual, slots, work, optimizer)
 
 
 def _schema(job: Job, model: Any) -> tuple[Schema, list[Any]]:

@@ -22,8 +22,8 @@ from flockstep.nodes import Cluster
 from flockstep.planning.live import LiveSimulation
 from flockstep.planning.prospect import ALONE
 from flockstep.planning.task import Site
-from flockstep.records.events import Event, Snapshot
-from flockstep.simulation.compute import ComputeModel, Constant, Speeds
+from flockstep.records.events import EvaluationEvent, Event
+from flockstep.simulation.compute import ComputeModel, ConstantTime, Speeds
 from flockstep.simulation.handling import Longer
 from flockstep.simulation.law import mean_of
 from flockstep.simulation.network import Link, Network
@@ -78,7 +78,7 @@ class Trial:
 
 
 @dataclass
-class Bench:
+class TrialContext:
     """What the trials of a job share: its data and, if gradients leave no state behind, its engine."""
 
     site: Site
@@ -128,7 +128,7 @@ def trial(
     split: str | Split = "iid",
     every: int | None = None,
     live: bool = False,
-    bench: Bench | None = None,
+    context: TrialContext | None = None,
     heed: Callable[[float, float], None] = lambda steps, seconds: None,
 ) -> Trial:
     """Train until the target is reached; a `strategy` of None stands for one worker on the fastest machine.
@@ -146,16 +146,16 @@ def trial(
         every: steps between two evaluations; None for few evaluations.
         live: evaluate the current model, as `LiveSimulation` does, instead of the model after equally many steps of all
             nodes.
-        bench: data and engines that trials share.
+        context: data and engines that trials share.
         heed: called after every gradient with the mean steps of a worker and the virtual seconds; an exception that it
             raises ends the trial without a result.
 
     Raises:
         ConfigurationError: the task has no data or no target, or the strategy cannot run on so many workers.
     """
-    bench = bench or Bench(site)
-    job = bench.job(seed)
-    goal, engine = goal_of(job, target), bench.engine(job, seed)
+    context = context or TrialContext(site)
+    job = context.job(seed)
+    goal, engine = goal_of(job, target), context.engine(job, seed)
     optimizer = engine.optimizer if lr is None else dataclasses.replace(engine.optimizer, lr=lr)  # type: ignore[type-var]
     count = 1 if strategy is None else workers
     chosen = AllReduce() if strategy is None else strategy
@@ -209,7 +209,7 @@ def averaging(site: Site, workers: int) -> tuple[float, float]:
     latency, bandwidth = site.link
     if workers == 1 or bandwidth == math.inf:
         return 0.0, 0.0
-    link, task = costs.Link(latency, 1 / bandwidth, HEADER_BYTES), site.task
+    link, task = costs.LinkModel(latency, 1 / bandwidth, HEADER_BYTES), site.task
     ways = Ring(), RecursiveDoubling()
     best = min(ways, key=lambda way: way.cost(workers, task.nbytes, link))
     return best.cost(workers, task.nbytes, link), task.itemsize * best.sent_elements(workers, task.elements, 0)
@@ -221,7 +221,7 @@ def _fastest(site: Site) -> ComputeModel:
     law, mean = site.cluster.law, mean_of(site.cluster.law)
     if site.seconds is None:
         return Speeds(law, (1 / speed,))
-    return Constant(site.seconds / speed) if mean == 0 else Speeds(law, (site.seconds / mean / speed,))
+    return ConstantTime(site.seconds / speed) if mean == 0 else Speeds(law, (site.seconds / mean / speed,))
 
 
 def _every(job: Job, workers: int, steps: int) -> int:
@@ -246,15 +246,15 @@ class _Watch:
     averaged: float
     """Bytes of averaging the replicas."""
     now: float = 0.0
-    seen: list[Snapshot] = field(default_factory=list)
-    hit: tuple[float, Snapshot, float] | None = None
+    seen: list[EvaluationEvent] = field(default_factory=list)
+    hit: tuple[float, EvaluationEvent, float] | None = None
     """Time at which the target is reached, the evaluation, and the bytes sent; a later evaluation may need no
     averaging.
     """
 
     def emit(self, event: Event) -> None:
         """Handle evaluations, and ignore other events."""
-        if not isinstance(event, Snapshot):
+        if not isinstance(event, EvaluationEvent):
             return
         self.step(event.t)
         self.seen.append(event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class StepEvent(msgspec.Struct, tag="step", frozen=True):
     """A worker used its gradient number `step`; the amounts cover the time since the worker's previous step event."""
 
     t: float
@@ -25,7 +25,7 @@ class Step(msgspec.Struct, tag="step", frozen=True):
     messages_received: int
 
 
-class Update(msgspec.Struct, tag="update", frozen=True):
+class UpdateEvent(msgspec.Struct, tag="update", frozen=True):
     """`count` updates of worker `source` took effect on `node`; a `source` of None stands for every other worker.
 
     `weight`: multiple of the learning rate at which each of these gradients was applied (1/n under `bsp`, 1 under
@@ -40,7 +40,7 @@ class Update(msgspec.Struct, tag="update", frozen=True):
     weight: float | None = None
 
 
-class Span(msgspec.Struct, tag="span", frozen=True):
+class SpanEvent(msgspec.Struct, tag="span", frozen=True):
     """What a node did from `start` to `end`: compute, wait or comm. Spans are recorded for the first steps only."""
 
     node: int
@@ -49,7 +49,7 @@ class Span(msgspec.Struct, tag="span", frozen=True):
     end: float
 
 
-class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
+class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True):
     """Evaluation of the model that the run would return if the run ended at `t`.
 
     Evaluating takes no time on the run's clock.
@@ -67,7 +67,7 @@ class Snapshot(msgspec.Struct, tag="evaluation", frozen=True):
     divergence: float | None
 
 
-class Replica(msgspec.Struct, tag="replica", frozen=True):
+class ReplicaEvent(msgspec.Struct, tag="replica", frozen=True):
     """Evaluation of a worker's own replica at the end of its program; evaluating takes no time on the run's clock."""
 
     t: float
@@ -76,7 +76,7 @@ class Replica(msgspec.Struct, tag="replica", frozen=True):
     metric: float
 
 
-class Node(msgspec.Struct, tag="node", frozen=True):
+class NodeEvent(msgspec.Struct, tag="node", frozen=True):
     """Totals of one node at the end of its program; `hash` is the hash of its final parameters."""
 
     node: int
@@ -93,7 +93,7 @@ class Node(msgspec.Struct, tag="node", frozen=True):
     hash: str
 
 
-class Lost(msgspec.Struct, tag="lost", frozen=True):
+class LostEvent(msgspec.Struct, tag="lost", frozen=True):
     """A node died or stopped responding."""
 
     t: float
@@ -101,7 +101,7 @@ class Lost(msgspec.Struct, tag="lost", frozen=True):
     reason: str
 
 
-class Diverged(msgspec.Struct, tag="diverged", frozen=True):
+class DivergedEvent(msgspec.Struct, tag="diverged", frozen=True):
     """The parameters of a node are no longer finite."""
 
     t: float
@@ -109,7 +109,7 @@ class Diverged(msgspec.Struct, tag="diverged", frozen=True):
     reason: str
 
 
-class Figure(msgspec.Struct, tag="figure", frozen=True):
+class ScalarEvent(msgspec.Struct, tag="figure", frozen=True):
     """A scalar that a strategy records, such as the number of lost updates."""
 
     t: float
@@ -118,7 +118,7 @@ class Figure(msgspec.Struct, tag="figure", frozen=True):
     value: float
 
 
-class Result(msgspec.Struct, tag="result", frozen=True):
+class ResultEvent(msgspec.Struct, tag="result", frozen=True):
     """result.npy holds the run's model at `t`; `step`: mean local steps of its `workers` workers."""
 
     t: float
@@ -126,6 +126,17 @@ class Result(msgspec.Struct, tag="result", frozen=True):
     workers: int
 
 
-Event = Step | Update | Span | Snapshot | Node | Lost | Diverged | Figure | Replica | Result
-HELD_BACK = (Step, Update, Span)
+Event = (
+    StepEvent
+    | UpdateEvent
+    | SpanEvent
+    | EvaluationEvent
+    | NodeEvent
+    | LostEvent
+    | DivergedEvent
+    | ScalarEvent
+    | ReplicaEvent
+    | ResultEvent
+)
+HELD_BACK = (StepEvent, UpdateEvent, SpanEvent)
 """Frequent events: a writer may buffer these before writing them."""

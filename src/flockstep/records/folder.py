@@ -24,7 +24,7 @@ from flockstep.errors import ConfigurationError, RunError, SchemaMismatch
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
-from flockstep.records.events import HELD_BACK, Event, Figure, Replica, Snapshot
+from flockstep.records.events import HELD_BACK, EvaluationEvent, Event, ReplicaEvent, ScalarEvent
 from flockstep.records.full_disk import FULL, HALF, replace, say_full, write_whole
 from flockstep.records.handed_in import SNAPSHOTS
 from flockstep.records.owner import OWNER, owned
@@ -377,9 +377,9 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
 def _not_finite(data: dict[str, Any]) -> Event:
     """Decode an evaluation or scalar with numbers that were not finite: JSON has none, so they were written as null."""
     kinds: dict[str, tuple[type[Event], tuple[str, ...]]] = {
-        "evaluation": (Snapshot, ("loss", "metric")),
-        "replica": (Replica, ("loss", "metric")),
-        "figure": (Figure, ("value",)),
+        "evaluation": (EvaluationEvent, ("loss", "metric")),
+        "replica": (ReplicaEvent, ("loss", "metric")),
+        "figure": (ScalarEvent, ("value",)),
     }
     if data.get("type") not in kinds:
         raise msgspec.ValidationError

@@ -12,17 +12,17 @@ import msgspec
 from flockstep.messages import Address, node_name
 from flockstep.records.config import Clock, RunConfig
 from flockstep.records.events import (
-    Diverged,
+    DivergedEvent,
+    EvaluationEvent,
     Event,
-    Figure,
-    Lost,
-    Node,
-    Replica,
-    Result,
-    Snapshot,
-    Span,
-    Step,
-    Update,
+    LostEvent,
+    NodeEvent,
+    ReplicaEvent,
+    ResultEvent,
+    ScalarEvent,
+    SpanEvent,
+    StepEvent,
+    UpdateEvent,
 )
 
 Status = Literal["finished", "interrupted", "diverged", "failed"]
@@ -169,7 +169,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Node ("worker 0", "server 0", …) → hash of its final parameters."""
     per_worker: list[WorkerTotals]
     """Totals of each worker, in order of rank."""
-    lost: list[Lost]
+    lost: list[LostEvent]
     """First report of each node that died or stopped responding."""
     result_step: float | None = None
     """Mean local steps of the workers whose model is in result.npy; `result_seconds` is the time of that model."""
@@ -198,7 +198,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def time_of(event: Event) -> float:
     """Time at which an event was complete, in seconds."""
-    return event.end if isinstance(event, Span) else event.t
+    return event.end if isinstance(event, SpanEvent) else event.t
 
 
 def summarize(
@@ -217,16 +217,16 @@ def summarize(
         The summary, with every figure computed from the events alone.
     """
     ordered = sorted(events, key=time_of)
-    updates = [event for event in ordered if isinstance(event, Update)]
-    quality = _quality(config, [event for event in ordered if isinstance(event, Snapshot)])
+    updates = [event for event in ordered if isinstance(event, UpdateEvent)]
+    quality = _quality(config, [event for event in ordered if isinstance(event, EvaluationEvent)])
     if status == "finished" and (reason := _why_diverged(quality, ordered)) is not None:
         status, error = "diverged", reason
-    nodes = {event.node: event for event in ordered if isinstance(event, Node)}
+    nodes = {event.node: event for event in ordered if isinstance(event, NodeEvent)}
     workers, completeness = _completed(_totals(config.workers, nodes, ordered), updates, nodes)
     workers, effective_rate = _weighted(_with_replicas(workers, ordered), updates)
     agree = _replicas_agree(config.workers, nodes)
     staleness, hit = _staleness(config.workers, updates), quality.hit
-    result = next((event for event in reversed(ordered) if isinstance(event, Result)), None)
+    result = next((event for event in reversed(ordered) if isinstance(event, ResultEvent)), None)
     return Summary(
         **{name: getattr(config, name) for name in _IDENTITY},
         status=status,
@@ -270,7 +270,7 @@ def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
 class _Quality(NamedTuple):
     """Evaluation figures of a run: target hit, best and final metric, final loss, samples, divergence."""
 
-    hit: Snapshot | None = None
+    hit: EvaluationEvent | None = None
     best: float | None = None
     metric: float | None = None
     loss: float | None = None
@@ -282,10 +282,10 @@ class _Quality(NamedTuple):
 def _why_diverged(quality: _Quality, events: Sequence[Event]) -> str | None:
     if quality.diverged:
         return "loss or metric of the last evaluation is not finite; lower the learning rate"
-    return next((event.reason for event in events if isinstance(event, Diverged)), None)
+    return next((event.reason for event in events if isinstance(event, DivergedEvent)), None)
 
 
-def _quality(config: RunConfig, snapshots: Sequence[Snapshot]) -> _Quality:
+def _quality(config: RunConfig, snapshots: Sequence[EvaluationEvent]) -> _Quality:
     if not snapshots:
         return _Quality()
     hit = next((s for s in snapshots if reaches(config, s.metric)), None)
@@ -312,16 +312,16 @@ def _mean(values: Iterable[float]) -> float | None:
     return math.fsum(found) / len(found) if found else None
 
 
-def _totals(workers: int, nodes: dict[Address, Node], events: Sequence[Event]) -> list[WorkerTotals]:
-    steps: dict[int, list[Step]] = {rank: [] for rank in range(workers) if rank not in nodes}
+def _totals(workers: int, nodes: dict[Address, NodeEvent], events: Sequence[Event]) -> list[WorkerTotals]:
+    steps: dict[int, list[StepEvent]] = {rank: [] for rank in range(workers) if rank not in nodes}
     for event in events:
-        if isinstance(event, Step) and event.rank in steps:
+        if isinstance(event, StepEvent) and event.rank in steps:
             steps[event.rank].append(event)
     return [_of_node(nodes[rank]) if rank in nodes else _of_steps(rank, steps[rank]) for rank in range(workers)]
 
 
 def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list[WorkerTotals]:
-    own = {event.rank: event for event in events if isinstance(event, Replica)}
+    own = {event.rank: event for event in events if isinstance(event, ReplicaEvent)}
     return [
         msgspec.structs.replace(w, loss=_finite(own[w.rank].loss), metric=_finite(own[w.rank].metric))
         if w.rank in own
@@ -330,19 +330,19 @@ def _with_replicas(workers: list[WorkerTotals], events: Sequence[Event]) -> list
     ]
 
 
-def _of_node(node: Node) -> WorkerTotals:
+def _of_node(node: NodeEvent) -> WorkerTotals:
     same = ("steps", *_SECONDS, *_COUNTS, "header_bytes")
     return WorkerTotals(rank=node.node, **{name: getattr(node, name) for name in same})
 
 
-def _of_steps(rank: int, steps: Sequence[Step]) -> WorkerTotals:
+def _of_steps(rank: int, steps: Sequence[StepEvent]) -> WorkerTotals:
     sums: dict[str, Any] = {name: math.fsum(getattr(step, name) for step in steps) for name in _SECONDS}
     sums |= {name: sum(getattr(step, name) for step in steps) for name in _COUNTS}
     return WorkerTotals(rank=rank, steps=max((step.step for step in steps), default=0), **sums, header_bytes=0)
 
 
 def _completed(
-    workers: list[WorkerTotals], updates: Sequence[Update], nodes: dict[Address, Node]
+    workers: list[WorkerTotals], updates: Sequence[UpdateEvent], nodes: dict[Address, NodeEvent]
 ) -> tuple[list[WorkerTotals], float | None]:
     """The workers with their communication completeness, and the completeness of the run."""
     total = sum(worker.steps for worker in workers)
@@ -364,7 +364,7 @@ def _completed(
     return complete, arrived.total() / sum(of_others) if sum(of_others) else None
 
 
-def _weighted(workers: list[WorkerTotals], updates: Sequence[Update]) -> tuple[list[WorkerTotals], float | None]:
+def _weighted(workers: list[WorkerTotals], updates: Sequence[UpdateEvent]) -> tuple[list[WorkerTotals], float | None]:
     """The workers with the weights of their gradients, and the effective rate of the run."""
     weights: dict[int, list[tuple[float, int]]] = {worker.rank: [] for worker in workers}
     servers = set()
@@ -390,12 +390,12 @@ def _spread(weights: Sequence[tuple[float, int]]) -> GradientWeight | None:
     return GradientWeight(count, mean, min(each), max(each))
 
 
-def _count(update: Update, nodes: int) -> int:
+def _count(update: UpdateEvent, nodes: int) -> int:
     """Number of updates that an event stands for: without a source, `count` updates of each of the other workers."""
     return update.count * (nodes - 1) if update.source is None else update.count
 
 
-def _staleness(workers: int, updates: Sequence[Update]) -> Counter[int]:
+def _staleness(workers: int, updates: Sequence[UpdateEvent]) -> Counter[int]:
     counts: Counter[int] = Counter()
     for update in updates:
         weight = _count(update, workers if update.node >= 0 else workers + 1)
@@ -404,14 +404,14 @@ def _staleness(workers: int, updates: Sequence[Update]) -> Counter[int]:
     return counts
 
 
-def _replicas_agree(workers: int, nodes: dict[Address, Node]) -> bool | None:
+def _replicas_agree(workers: int, nodes: dict[Address, NodeEvent]) -> bool | None:
     if any(rank not in nodes for rank in range(workers)):
         return None
     return len({nodes[rank].hash for rank in range(workers)}) == 1
 
 
 def _figures(events: Sequence[Event]) -> dict[str, float]:
-    last = {(event.name, event.node): event.value for event in events if isinstance(event, Figure)}
+    last = {(event.name, event.node): event.value for event in events if isinstance(event, ScalarEvent)}
     sums: Counter[str] = Counter()
     for (name, _), value in last.items():
         if math.isfinite(value):
@@ -419,9 +419,9 @@ def _figures(events: Sequence[Event]) -> dict[str, float]:
     return dict(sums)
 
 
-def _first_reports(events: Sequence[Event]) -> list[Lost]:
-    first: dict[Address, Lost] = {}
+def _first_reports(events: Sequence[Event]) -> list[LostEvent]:
+    first: dict[Address, LostEvent] = {}
     for event in events:
-        if isinstance(event, Lost):
+        if isinstance(event, LostEvent):
             first.setdefault(event.node, event)
     return list(first.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flockstep.messages import node_name
-from flockstep.records.events import Span
+from flockstep.records.events import SpanEvent
 from flockstep.report import words
 from flockstep.report.style import ACTIVITIES, GRID, Figure, Panels, Series, axis, heading, key, layout, ref, title_px
 
@@ -155,7 +155,7 @@ def timeline(series: Sequence[Series]) -> Figure | None:
     return {"data": data, "layout": layout(plot_px + 70, **more, xaxis={**x, "gridcolor": GRID}, **made)}
 
 
-def _spans(one: Series, many: bool) -> list[Span]:
+def _spans(one: Series, many: bool) -> list[SpanEvent]:
     """The spans of the run's first few nodes, at most `_MOST_SPANS`, in order of their start.
 
     There are fewer nodes if `many` runs are drawn.
@@ -163,14 +163,14 @@ def _spans(one: Series, many: bool) -> list[Span]:
     chosen = [
         event
         for event in one.record.events
-        if isinstance(event, Span)
+        if isinstance(event, SpanEvent)
         and -_MOST_SERVERS[many] <= event.node < _MOST_WORKERS[many]
         and event.kind in ACTIVITIES
     ]
     return sorted(chosen, key=lambda span: span.start)[:_MOST_SPANS]
 
 
-def _bars(spans: Sequence[Span], kind: str, nodes: Sequence[int], index: int) -> dict[str, Any] | None:
+def _bars(spans: Sequence[SpanEvent], kind: str, nodes: Sequence[int], index: int) -> dict[str, Any] | None:
     chosen = [span for span in spans if span.kind == kind]
     if not chosen:
         return None
@@ -191,7 +191,7 @@ def _bars(spans: Sequence[Span], kind: str, nodes: Sequence[int], index: int) ->
     }
 
 
-def _extent(shown: Sequence[tuple[Series, list[Span]]]) -> float:
+def _extent(shown: Sequence[tuple[Series, list[SpanEvent]]]) -> float:
     """Seconds that the time axis shows: the whole timeline, but at most 2.5 times the median run, so that a few slow
     runs do not hide the others.
     """

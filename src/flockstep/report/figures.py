@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.records.summary import Summary
 from flockstep.report.style import INK, Figure, Panels, Series, axis, key, layout, ref, title_px
 
-_X: tuple[tuple[str, Callable[[Snapshot], float]], ...] = (
+_X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
     ("seconds", lambda s: s.t),
     ("MB sent per worker", lambda s: s.bytes / 1e6),
     ("samples, all workers", lambda s: float(s.samples)),
@@ -46,7 +46,7 @@ def progress(series: Sequence[Series]) -> Figure:
 
 
 def _curves(one: Series) -> list[dict[str, Any]]:
-    snapshots = [event for event in one.record.events if isinstance(event, Snapshot)]
+    snapshots = [event for event in one.record.events if isinstance(event, EvaluationEvent)]
     summary = one.record.summary
     hit = next((s for s in snapshots if s.t == summary.time_to_target), None)
     data: list[dict[str, Any]] = []
@@ -74,16 +74,18 @@ def _curves(one: Series) -> list[dict[str, Any]]:
     return data
 
 
-def _metric(snapshot: Snapshot) -> float | None:
+def _metric(snapshot: EvaluationEvent) -> float | None:
     return snapshot.metric if math.isfinite(snapshot.metric) else None
 
 
-def _loss(snapshot: Snapshot) -> float | None:
+def _loss(snapshot: EvaluationEvent) -> float | None:
     return snapshot.loss if math.isfinite(snapshot.loss) else None
 
 
 def _losses(series: Sequence[Series]) -> list[float]:
-    return [e.loss for one in series for e in one.record.events if isinstance(e, Snapshot) and math.isfinite(e.loss)]
+    return [
+        e.loss for one in series for e in one.record.events if isinstance(e, EvaluationEvent) and math.isfinite(e.loss)
+    ]
 
 
 def _axes(first: Summary, losses: Sequence[float]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flockstep.records.events import Snapshot
+from flockstep.records.events import EvaluationEvent
 from flockstep.records.summary import Summary
 from flockstep.report import words
 from flockstep.report.style import ACTIVITIES, Series
@@ -54,7 +54,7 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
         s = one.record.summary
         if s.time_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
             continue
-        times = [e.t for e in one.record.events if isinstance(e, Snapshot) and e.t < s.time_to_target]
+        times = [e.t for e in one.record.events if isinstance(e, EvaluationEvent) and e.t < s.time_to_target]
         hits.append(_Hit(one, s.time_to_target, s.samples_to_target, s.bytes_to_target, max(times, default=0.0)))
     return sorted(hits, key=lambda hit: hit.time)
 

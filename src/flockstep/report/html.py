@@ -11,7 +11,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.folder import Record
 from flockstep.report import activity, figures, medians, words
 from flockstep.report.findings import findings
-from flockstep.report.medians import SPREAD, Group, caveats
+from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
 from flockstep.report.ranking import labels, order, require_comparable
@@ -56,7 +56,7 @@ def write_report(
     records: Sequence[Record],
     path: Path | str,
     predictions: Sequence[Prediction | None] = (),
-    spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
+    spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
 ) -> Path:
     """Write the page that compares runs to `path`, create its folder if it is missing, and return the path."""
     return write(render(records, predictions, spread), path)
@@ -65,7 +65,7 @@ def write_report(
 def render(
     records: Sequence[Record],
     predictions: Sequence[Prediction | None] = (),
-    spread: tuple[Sequence[Group], Sequence[Group]] | None = None,
+    spread: tuple[Sequence[RepeatedRuns], Sequence[RepeatedRuns]] | None = None,
 ) -> str:
     """The page that compares runs, as text.
 

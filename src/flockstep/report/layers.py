@@ -50,7 +50,7 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One layer at a given batch size and number of workers; sizes in bytes, work in floating-point operations."""
 
     layer: str
@@ -74,7 +74,7 @@ class Row:
     """Samples per worker above which data parallelism sends fewer bytes than splitting the layer."""
 
 
-def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
+def rows(model: ModelShape, batch: int, workers: int) -> list[LayerRow]:
     """One row for each layer of `model`, with `batch` samples per worker.
 
     Raises:
@@ -84,9 +84,9 @@ def rows(model: ModelShape, batch: int, workers: int) -> list[Row]:
     return [_row(model, layer, batch, workers) for layer in model.layers]
 
 
-def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> Row:
+def _row(model: ModelShape, layer: Layer, batch: int, workers: int) -> LayerRow:
     choice = bool(layer.gradients) and workers > 1
-    return Row(
+    return LayerRow(
         layer.name,
         layer.kind,
         layer.counted,
@@ -175,7 +175,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: LayerRow) -> tuple[str, ...]:
     """The texts of a row, in the order of `HEADINGS`."""
     marks = {"formula": "", "torch": " (counted by torch)", "unknown": " (unknown)"}
     missing = row.counted == "unknown"

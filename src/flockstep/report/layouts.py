@@ -31,7 +31,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """A model, described by its size in bytes."""
 
     name: str
@@ -43,7 +43,7 @@ class Model:
 class Delays:
     """Communication delays of models on `workers` workers, each with a link of `bandwidth` bytes per second."""
 
-    models: tuple[Model, ...]
+    models: tuple[ModelSize, ...]
     workers: int
     bandwidth: float
 
@@ -53,7 +53,7 @@ class Delays:
         if not 1 <= len(self.models) <= MOST:
             raise ConfigurationError(f"layouts need 1 to {MOST} models, got {len(self.models)}; vgg-a is one")
 
-    def seconds(self, model: Model, name: str) -> float:
+    def seconds(self, model: ModelSize, name: str) -> float:
         """Seconds per step of the layout `name` for one model."""
         return LAYOUTS[name](self.workers, Times.of(model.nbytes, self.bandwidth))
 
@@ -113,7 +113,7 @@ def layouts_page(delays: Delays) -> Page:
     )
 
 
-def _over_workers(delays: Delays, model: Model) -> Listing:
+def _over_workers(delays: Delays, model: ModelSize) -> Listing:
     times = Times.of(model.nbytes, delays.bandwidth)
     rows = [(name, *(words.seconds(form(n, times)) for n in WORKERS)) for name, form in LAYOUTS.items()]
     heading = f"{model.name}: a step over the number of workers"
@@ -149,7 +149,7 @@ def picture(delays: Delays) -> Figure:
     return {"data": data, "layout": {**whole, "margin": margin}}
 
 
-def _lines(delays: Delays, model: Model, row: int, place: int) -> list[dict[str, Any]]:
+def _lines(delays: Delays, model: ModelSize, row: int, place: int) -> list[dict[str, Any]]:
     made = []
     for index, (name, form) in enumerate(LAYOUTS.items()):
         if row == 0:

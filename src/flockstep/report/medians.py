@@ -27,7 +27,7 @@ SPREAD = ("strategy", "lr", "runs", "s to target", "final metric", "at target", 
 
 
 @dataclass(frozen=True)
-class Group:
+class RepeatedRuns:
     """The runs of one strategy at one learning rate, one run for each seed."""
 
     runs: tuple[Summary, ...]
@@ -99,7 +99,7 @@ def _apart(one: float | None, other: float | None) -> float:
     return abs(one - other)
 
 
-def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
+def caveats(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[str]:
     """Sentences about what medians and chosen learning rates leave open."""
     said = []
     if len(groups) > len(chosen):
@@ -125,7 +125,7 @@ def caveats(groups: Sequence[Group], chosen: Sequence[Group]) -> list[str]:
     return said
 
 
-def _missed(rates: Sequence[Group], chosen: Group) -> list[str]:
+def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
     """A sentence for a group in which most runs at the best learning rate missed the target, with the best metric
     reached.
     """
@@ -145,20 +145,20 @@ def _missed(rates: Sequence[Group], chosen: Group) -> list[str]:
     return [said]
 
 
-def best(groups: Sequence[Group]) -> Group:
+def best(groups: Sequence[RepeatedRuns]) -> RepeatedRuns:
     """The group whose medians rank first: by time to target, then by final metric."""
     medians = [group.median() for group in groups]
     return groups[medians.index(rank(medians)[0])]
 
 
-def title(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
+def title(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> str:
     """Title of the table of ranges."""
     seeds = max(len(group.runs) for group in groups)
     over = f"Medians over {seeds} seeds [least to largest]" if seeds > 1 else "Every learning rate"
     return f"{over}; * marks the learning rate that is ranked" if len(groups) > len(chosen) else over
 
 
-def rows(groups: Sequence[Group], chosen: Sequence[Group]) -> list[list[str]]:
+def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list[list[str]]:
     """Rows of the table of ranges, in the order of `SPREAD`.
 
     A star marks the learning rate that is ranked if there are several.
@@ -167,7 +167,7 @@ def rows(groups: Sequence[Group], chosen: Sequence[Group]) -> list[list[str]]:
     return [_row(group, several and group in chosen) for group in groups]
 
 
-def _row(group: Group, starred: bool) -> list[str]:
+def _row(group: RepeatedRuns, starred: bool) -> list[str]:
     first, told = group.runs[0], group.document(starred)
     lr = f"{words.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
     figures = [_range(group.spread("time_to_target")), _range(group.spread("final_metric"))]
@@ -175,7 +175,7 @@ def _row(group: Group, starred: bool) -> list[str]:
     return [first.system or first.strategy, lr, *counts]
 
 
-def spreads(groups: Sequence[Group], chosen: Sequence[Group]) -> Table:
+def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> Table:
     """The terminal table of every learning rate of every strategy with its ranges over seeds."""
     made = Table(title=escape(title(groups, chosen)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for heading in SPREAD:

@@ -121,7 +121,7 @@ def _above(value: float, least: float, what: str, way_out: str) -> None:
 
 
 @dataclass(frozen=True)
-class Constant(ComputeModel):
+class ConstantTime(ComputeModel):
     """Every gradient takes `mean` seconds; 0 makes computing free."""
 
     mean: float

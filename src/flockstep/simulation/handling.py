@@ -16,7 +16,7 @@ from flockstep.simulation.network import Fabric, Network, Transit
 
 
 @dataclass(frozen=True)
-class Work:
+class Overheads:
     """Seconds that a node spends on messages and steps besides gradients."""
 
     message: float = 0.0

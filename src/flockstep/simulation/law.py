@@ -11,7 +11,7 @@ import numpy as np
 
 from flockstep.simulation.compute import (
     ComputeModel,
-    Constant,
+    ConstantTime,
     Empirical,
     Exponential,
     Lognormal,
@@ -40,7 +40,7 @@ def mean_of(law: ComputeModel) -> float:
         return mean_of(law.base) * (1 - slow + slow * law.factor)
     if isinstance(law, Normal):
         return _truncated(law.mean, law.deviation)
-    if isinstance(law, (Constant, Exponential, Lognormal, Pareto, Empirical)):
+    if isinstance(law, (ConstantTime, Exponential, Lognormal, Pareto, Empirical)):
         return law.mean
     return statistics.fmean(itertools.islice(law.stream(0, 0), DRAWS))
 

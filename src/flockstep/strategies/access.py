@@ -22,7 +22,7 @@ class Pushed(Note, frozen=True):
     lr: float
 
 
-class Held(Note, frozen=True):
+class ParameterVersion(Note, frozen=True):
     """Note sent with parameters that answer a push or a fetch: the version of the parameters."""
 
     version: int
@@ -118,7 +118,7 @@ class Asks(Access):
     def answer(self, me: Server, state: ServerState, admitted: Sequence[Read], moved: bool) -> list[int]:
         if not admitted:
             return []
-        me.reply_all([read.message for read in admitted], me.params, Held(me.version))
+        me.reply_all([read.message for read in admitted], me.params, ParameterVersion(me.version))
         return [read.rank for read in admitted]
 
 
@@ -180,7 +180,7 @@ class GivesUp(Access):
 
 
 @dataclass(frozen=True)
-class Copies(Access):
+class CopyAccess(Access):
     """A worker computes on a copy, adds its own steps to the copy, and requests a new copy when its copy is too old."""
 
     slack: int
@@ -238,9 +238,9 @@ class Copies(Access):
 
 
 @dataclass(frozen=True)
-class SentCopies(Copies):
-    """As `Copies`, except that workers request nothing: when the slowest clock advances, the servers send every worker
-    a copy.
+class SentCopies(CopyAccess):
+    """As `CopyAccess`, except that workers request nothing: when the slowest clock advances, the servers send every
+    worker a copy.
     """
 
     async def _renew(self, me: Worker, state: PushState, clock: int) -> None:

@@ -15,12 +15,12 @@ from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 
 
 @dataclass
-class Kept:
+class AllReduceState:
     """A worker's state: the memory of its error feedback."""
 
     memory: Any = None
@@ -45,10 +45,10 @@ class AllReduce(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
-    def worker_state(self, me: Worker) -> Kept:
-        return Kept()
+    def worker_state(self, me: Worker) -> AllReduceState:
+        return AllReduceState()
 
     async def worker(self, me: Worker) -> None:
         while me.training:
@@ -62,7 +62,7 @@ class AllReduce(Strategy):
 
     async def _mean(self, me: Worker, gradient: FlatArray) -> FlatArray:
         """Return the mean of all workers' decoded gradients."""
-        kept: Kept = me.state
+        kept: AllReduceState = me.state
         data, kept.memory = encoded(me, self.codec, self.feedback, gradient, kept.memory)
         codec = codec_for(me, self.codec, self.feedback)
         total = await self.collective.sum_encoded(me, data, codec, len(gradient), name_of(gradient))

@@ -29,7 +29,7 @@ Places = Literal[
 
 
 @dataclass(frozen=True)
-class Cell:
+class TaxonomyEntry:
     """Position of a composed strategy in the taxonomy of Langer et al. (2020, section 3 and table 1)."""
 
     optimization: Optimization
@@ -64,7 +64,7 @@ class Strategy(Component):
         """The properties this strategy guarantees; checks and drivers read the traits, never the strategy's name."""
 
     @property
-    def cell(self) -> Cell | None:
+    def cell(self) -> TaxonomyEntry | None:
         """The strategy's cell in the taxonomy, or None if the taxonomy has no cell for the composition."""
         return None
 

@@ -11,7 +11,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 class Steps(Note, frozen=True):
@@ -48,7 +48,7 @@ class Broadcast(Strategy):
 
     # Complete, with unbounded delay; workers may die.
     traits = Traits(completeness=3, survives=True, results=("rank0", "mean", "best"))
-    cell = Cell("central", "async", "ad hoc", "p2p mesh")
+    cell = TaxonomyEntry("central", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> BroadcastState:
         return BroadcastState(Ledger.of(me.params) if me.workers > 1 else None)

@@ -12,7 +12,7 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SIZED
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Bucketed(Strategy):
 
     # Synchronous where every step exchanges: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
-    def worker_state(self, me: Worker) -> Held:
-        return Held()
+    def worker_state(self, me: Worker) -> GradientAccumulator:
+        return GradientAccumulator()
 
     async def worker(self, me: Worker) -> None:
-        held: Held = me.state
+        held: GradientAccumulator = me.state
         while me.training:
             if held.count < self.accumulate - 1:
                 held.add(await me.gradient())
@@ -66,7 +66,7 @@ class Bucketed(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Average and apply the accumulated gradients of an incomplete last step, then leave."""
-        held: Held = me.state
+        held: GradientAccumulator = me.state
         if held.total is not None:
             mean = held.total / held.count
             await self.collective.average(me, mean)
@@ -77,7 +77,7 @@ class Bucketed(Strategy):
 
 
 @dataclass
-class Held:
+class GradientAccumulator:
     """Sum and number of the gradients accumulated for the current step."""
 
     total: FlatArray | None = None

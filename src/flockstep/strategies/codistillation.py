@@ -9,7 +9,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Codistillation(Strategy):
 
     # Updates reach other workers through predictions only; workers may die.
     traits = Traits(4, survives=True, results=("best", "ensemble", "rank0"), needs_job=True)
-    cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
+    cell = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> Teachers:
         return Teachers()

@@ -76,7 +76,7 @@ class Report(Note, frozen=True):
     """Number of training samples."""
 
 
-class Work(Note, frozen=True):
+class PortionAssignment(Note, frozen=True):
     """Note that assigns a portion, -1 for none, with the range of its samples."""
 
     evaluation: int
@@ -209,4 +209,4 @@ class Coordinator:
 
     def _reply(self, me: Server, work: Message, portion: int) -> None:
         part = slices(self.size, self.portions.count)[portion] if portion >= 0 else slice(0, 0)
-        me.reply(work, None, Work(self.evaluation, portion, part.start, part.stop))
+        me.reply(work, None, PortionAssignment(self.evaluation, portion, part.start, part.stop))

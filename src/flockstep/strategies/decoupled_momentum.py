@@ -15,12 +15,12 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import ELEMENTS, searched
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for
 
 
 @dataclass
-class Momentum:
+class DecoupledMomentumState:
     """A worker's state: delta (K,), the part of its momentum that it has not sent."""
 
     delta: FlatArray
@@ -48,19 +48,19 @@ class DecoupledMomentum(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="sent later")
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     @property
     def coding(self) -> Codec:
         return Dct(self.k, self.chunk)
 
-    def worker_state(self, me: Worker) -> Momentum:
-        return Momentum(namespace(me.params).zeros_like(me.params))
+    def worker_state(self, me: Worker) -> DecoupledMomentumState:
+        return DecoupledMomentumState(namespace(me.params).zeros_like(me.params))
 
     async def worker(self, me: Worker) -> None:
         while me.training:
             gradient = await me.gradient()
-            state: Momentum = me.state
+            state: DecoupledMomentumState = me.state
             state.delta *= self.beta
             bound = codec_for(me, self.coding, NoFeedback())
             data = bound.encode_residual(me.lr * gradient, state.delta, me.random)

@@ -12,7 +12,7 @@ from flockstep.strategies.elastic_averaging import ElasticAveraging, largest_sta
 
 
 @dataclass
-class Window:
+class DeepSparkState:
     """A worker's progress: alpha, sum and number of the losses since the last exchange, and the mean loss
     before that.
     """
@@ -73,12 +73,12 @@ class AdaptiveElasticAveraging(ElasticAveraging):
         largest = max(self.alpha, min(0.5, 1.8 / workers)) if self.largest is None else self.largest
         return min(largest, largest_stable(lr)) if self.order == "paper" else largest
 
-    def worker_state(self, me: Worker) -> Window:
-        return Window(self.alpha)
+    def worker_state(self, me: Worker) -> DeepSparkState:
+        return DeepSparkState(self.alpha)
 
     def elasticity(self, me: Worker) -> float:
         """Return alpha, adapted to the losses since the last exchange."""
-        window: Window = me.state
+        window: DeepSparkState = me.state
         if window.count:
             now = window.total / window.count
             if window.before:
@@ -92,7 +92,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
 
     async def step(self, me: Worker) -> None:
         """Take one local step and record its loss."""
-        window: Window = me.state
+        window: DeepSparkState = me.state
         me.optimizer_step(await me.gradient())
         window.total += me.loss
         window.count += 1

@@ -13,8 +13,8 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.expression import SHOWN, searched
 from flockstep.messages import Address, Message, Notes, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Held, Pushed
-from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
+from flockstep.strategies.access import ParameterVersion, Pushed
+from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
@@ -23,7 +23,7 @@ from flockstep.strategies.server_updates.plain import Plain
 
 
 @dataclass
-class Shard:
+class DownpourServerState:
     """A server's state: the memory of its rule, and the key lists of each worker."""
 
     update_state: Any
@@ -31,7 +31,7 @@ class Shard:
 
 
 @dataclass
-class Replica:
+class DownpourState:
     """A Downpour worker's state between steps."""
 
     seen: list[int]
@@ -103,9 +103,9 @@ class Downpour(Strategy):
 
     notes: ClassVar[Notes] = {
         "push": Sum,
-        "reply to push": Held,
-        "reply to fetch": Held,
-        "parameters": Held,
+        "reply to push": ParameterVersion,
+        "reply to fetch": ParameterVersion,
+        "parameters": ParameterVersion,
     }
 
     n_push: int = field(default=1, metadata=SHOWN | searched(1, 32))
@@ -135,22 +135,24 @@ class Downpour(Strategy):
         return Traits(3, survives=True, results=results, server_optimizer=True, memory=self.server_update.memory)
 
     @property
-    def cell(self) -> Cell:
-        return Cell("central", "async", "ad hoc", "distributed PS" if self.shards > 1 else "single PS")
+    def cell(self) -> TaxonomyEntry:
+        return TaxonomyEntry("central", "async", "ad hoc", "distributed PS" if self.shards > 1 else "single PS")
 
     @property
     def servers(self) -> int:
         """One server per shard."""
         return self.shards
 
-    def worker_state(self, me: Worker) -> Replica:
-        return Replica([0] * self.shards, [0] * self.shards, [Outbox() for _ in range(self.shards)], 0 * me.params)
+    def worker_state(self, me: Worker) -> DownpourState:
+        return DownpourState(
+            [0] * self.shards, [0] * self.shards, [Outbox() for _ in range(self.shards)], 0 * me.params
+        )
 
-    def master_state(self, me: Server) -> Shard:
-        return Shard(self.server_update.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
+    def master_state(self, me: Server) -> DownpourServerState:
+        return DownpourServerState(self.server_update.start(me), {rank: Inbox() for rank in range(me.cluster.workers)})
 
     async def worker(self, me: Worker) -> None:
-        state: Replica = me.state
+        state: DownpourState = me.state
         while me.training:
             gradient = await me.gradient()
             state.since = state.since if state.count else list(state.seen)
@@ -173,7 +175,7 @@ class Downpour(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Receive the fetches in transit, then push the accumulated gradients and those that filters withheld."""
-        state: Replica = me.state
+        state: DownpourState = me.state
         await state.collect(me, wait=True)
         if state.count or any(outbox.pending is not None for outbox in state.outboxes):
             for to, data, note in self._pushes(me, state, flush=True):
@@ -182,18 +184,18 @@ class Downpour(Strategy):
 
     async def master(self, me: Server) -> None:
         """Apply every push at once; answer every fetch with the parameters."""
-        state: Shard = me.state
+        state: DownpourServerState = me.state
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
             if message.tag == "fetch" or (message.tag == "push" and message.note.fetch):
                 self.server_update.read(me, state.update_state, message.source)
                 if self.overlap:
-                    me.send(message.source, "parameters", me.params, Held(me.version))
+                    me.send(message.source, "parameters", me.params, ParameterVersion(me.version))
                 else:
-                    me.reply(message, me.params, Held(me.version))
+                    me.reply(message, me.params, ParameterVersion(me.version))
 
-    def _push(self, me: Server, state: Shard, message: Message) -> None:
+    def _push(self, me: Server, state: DownpourServerState, message: Message) -> None:
         note, rank, dtype = message.note, message.source, name_of(me.params)
         total = unpack(self.filters, self.codec, message.payload, len(me.params), dtype, state.inboxes[rank])
         count = note.count
@@ -204,7 +206,7 @@ class Downpour(Strategy):
         if count:
             me.record_update(rank, late, count, weight / count)
 
-    def _pushes(self, me: Worker, state: Replica, fetch: bool = False, flush: bool = False) -> list[Request]:
+    def _pushes(self, me: Worker, state: DownpourState, fetch: bool = False, flush: bool = False) -> list[Request]:
         """Return the push to each shard; `fetch` also requests the shard's parameters, `flush` bypasses the filters."""
         pushes: list[Request] = []
         for i, part in enumerate(slices(len(me.params), self.shards)):

@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass
@@ -45,7 +45,7 @@ class SynchronousElasticAveraging(Strategy):
 
     # Replicas are never equal; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("server", "mean", "rank0", "best"))
-    cell = Cell("decentral", "sync", "reduce", "dedicated master")
+    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
     servers = 1
 
     def check(self, workers: int) -> None:

@@ -10,7 +10,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import MASTER
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ElasticAveraging(Strategy):
 
     # The center receives part of every replica; workers may die.
     traits = Traits(completeness=4, survives=True, results=("server", "mean", "rank0", "best"))
-    cell = Cell("decentral", "async", "ad hoc", "dedicated master")
+    cell = TaxonomyEntry("decentral", "async", "ad hoc", "dedicated master")
     servers = 1
 
     async def worker(self, me: Worker) -> None:

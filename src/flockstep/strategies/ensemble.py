@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Ensemble(Strategy):
 
     # No update ever reaches another worker.
     traits = Traits(completeness=4, survives=True, results=("ensemble", "best", "rank0"))
-    cell = Cell("decentral", "async", "none", "none")
+    cell = TaxonomyEntry("decentral", "async", "none", "none")
 
     async def worker(self, me: Worker) -> None:
         while me.training:

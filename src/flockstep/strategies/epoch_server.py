@@ -11,7 +11,7 @@ from flockstep.expression import SHOWN, searched
 from flockstep.messages import BYE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
 from flockstep.strategies.access import Pushed
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.consistency import Push
 from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
@@ -80,7 +80,7 @@ class EpochServer(Strategy):
 
     # Asynchronous within an epoch; some batches are never used.
     traits = Traits(4, True, ("server", "mean", "rank0", "best"), True, fixed_steps=False, needs_job=True)
-    cell = Cell("central", "async", "ad hoc", "single PS")
+    cell = TaxonomyEntry("central", "async", "ad hoc", "single PS")
     servers = 1
 
     def worker_state(self, me: Worker) -> Reader:

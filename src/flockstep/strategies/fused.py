@@ -16,10 +16,10 @@ from flockstep.errors import ConfigurationError, ProtocolError
 from flockstep.expression import SIZED
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
-class News(Note, frozen=True):
+class TensorReady(Note, frozen=True):
     """Note to worker 0: the index of a tensor that is complete, or None if worker 0 has finished a buffer."""
 
     tensor: int | None
@@ -43,7 +43,7 @@ class Fused(Strategy):
     complete at once, after the backward pass.
     """
 
-    notes: ClassVar[Notes] = {"news/lead": News, "go/follow": Named}
+    notes: ClassVar[Notes] = {"news/lead": TensorReady, "go/follow": Named}
 
     fusion: float = field(default=64.0, metadata=SIZED)
     collective: Collective = field(default_factory=Ring)
@@ -54,7 +54,7 @@ class Fused(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     async def worker(self, me: Worker) -> None:
         while me.training:
@@ -73,13 +73,13 @@ class Fused(Strategy):
         """
         async for part, gradient in me.gradient_parts(me.tensors[::-1]):
             mean[part] = gradient[part]
-            me.send(0, "news/lead", None, News(me.tensors.index(part)))
+            me.send(0, "news/lead", None, TensorReady(me.tensors.index(part)))
 
     async def _lead(self, me: Worker) -> None:
         """On worker 0: name the tensors that are complete on every worker, one buffer after the other."""
         heard: Counter[int] = Counter()
         ready: list[int] = []
-        early: list[News] = []
+        early: list[TensorReady] = []
         left, busy = len(me.tensors), False
         while left or busy:
             note = (await me.receive("news")).note
@@ -120,4 +120,4 @@ class Fused(Strategy):
                 start += size
             left -= len(parts)
             if me.rank == 0:
-                me.send(0, "news/lead", None, News(None))
+                me.send(0, "news/lead", None, TensorReady(None))

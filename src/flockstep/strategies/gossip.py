@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 COLLECTOR = 0
 """Rank of the worker that collects who was sent messages, and tells the others at the end."""
@@ -20,7 +20,7 @@ TOTAL_MASS = 1 << 60
 """The mass of all workers together, in indivisible units: integers are conserved exactly, floats are not."""
 
 
-class Model(Note, frozen=True):
+class GossipedModel(Note, frozen=True):
     """Note sent with a model: its mass, and its number among the sender's models."""
 
     mass: int
@@ -83,7 +83,7 @@ class Gossip(Strategy):
     If worker 0 is lost, the workers it has not told ask every peer.
     """
 
-    notes: ClassVar[Notes] = {"model": Model, "have": Have, "receivers": Peers, "senders": Peers}
+    notes: ClassVar[Notes] = {"model": GossipedModel, "have": Have, "receivers": Peers, "senders": Peers}
 
     p: float = field(default=0.1, metadata=searched(0.01, 1.0, whole=False))
     acknowledged: bool = False
@@ -94,7 +94,7 @@ class Gossip(Strategy):
 
     # Random and one-way; workers may die.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = Cell("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
+    cell = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> GossipState:
         """Return equal masses; the units left over by the division go to the first ranks."""
@@ -121,7 +121,7 @@ class Gossip(Strategy):
                 if self.acknowledged:
                     state.loans.append(Loan(peer, state.sent, half, copied(me.params)))
                 state.receivers.add(peer)
-                me.send(peer, "model", me.params, Model(half, state.sent))
+                me.send(peer, "model", me.params, GossipedModel(half, state.sent))
 
     async def finish(self, me: Worker) -> None:
         """Absorb the models still in transit, until all peers that may send one have finished."""

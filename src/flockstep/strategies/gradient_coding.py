@@ -16,7 +16,7 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import WORKERS, searched
 from flockstep.messages import BYE, MASTER, Message, Note, Notes
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, ResultPolicy, Strategy, Traits
+from flockstep.strategies.base import ResultPolicy, Strategy, TaxonomyEntry, Traits
 
 Code = npt.NDArray[np.float64]
 
@@ -63,7 +63,7 @@ class GradientCoding(Strategy):
         results: tuple[ResultPolicy, ...] = ("server", "mean", "rank0")
         return Traits(1, self.s, results, True, needs_job=True, samples="others" if self.s else "own")
 
-    cell = Cell("central", "sync", "reduce", "single PS")
+    cell = TaxonomyEntry("central", "sync", "reduce", "single PS")
     servers = 1
 
     def check(self, workers: int) -> None:

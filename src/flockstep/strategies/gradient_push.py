@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import searched
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
 from flockstep.topologies.one_peer_exponential import OnePeerExponentialGraph
@@ -30,7 +30,7 @@ class Mass(Note, frozen=True):
 
 
 @dataclass
-class PushState:
+class PushSumState:
     """A worker's push-sum state between steps."""
 
     x: FlatArray
@@ -74,9 +74,9 @@ class GradientPush(Strategy):
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TaxonomyEntry:
         """Each worker pushes to its out-neighbors and waits for its in-neighbors, with tau > 0 tau steps later."""
-        return Cell("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
+        return TaxonomyEntry("decentral", "bounded async" if self.tau else "sync", "reduce", "graph")
 
     def check(self, workers: int) -> None:
         """Check that the mixing matrix is column-stochastic and that every worker keeps part of its mass.
@@ -91,9 +91,9 @@ class GradientPush(Strategy):
                 "leave its weights out, or let them sum to less than one"
             )
 
-    def worker_state(self, me: Worker) -> PushState:
+    def worker_state(self, me: Worker) -> PushSumState:
         """Return omega = 1 and a copy of the initial parameters."""
-        return PushState(copied(me.params))
+        return PushSumState(copied(me.params))
 
     async def worker(self, me: Worker) -> None:
         """Compute the gradient at z, step x, push fractions of x and sum the received ones."""
@@ -119,7 +119,7 @@ class GradientPush(Strategy):
         me.leave(peers=True)
 
 
-def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
+def push(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...]) -> int:
     """Send the fraction p_ji of x and omega to each live out-neighbor j; return the number of exchanges started."""
     weights = schedule[state.sent % len(schedule)]
     whole, kept = state.mass, state.mass
@@ -138,7 +138,7 @@ def push(me: Worker, state: PushState, schedule: tuple[Matrix, ...]) -> int:
     return state.sent
 
 
-async def take(me: Worker, state: PushState, schedule: tuple[Matrix, ...], rounds: int) -> None:
+async def take(me: Worker, state: PushSumState, schedule: tuple[Matrix, ...], rounds: int) -> None:
     """Receive and add the fractions pushed to this worker in the first `rounds` exchanges."""
     while state.rounds < rounds:
         heard = np.flatnonzero(schedule[state.rounds % len(schedule)][me.rank])
@@ -161,7 +161,7 @@ def fraction(x: FlatArray, share: int, whole: int) -> FlatArray:
     return part
 
 
-def debiased(state: PushState) -> FlatArray:
+def debiased(state: PushSumState) -> FlatArray:
     """Return z = x / omega."""
     z: FlatArray = state.x / (state.mass / UNIT)
     return z

@@ -12,8 +12,8 @@ from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.messages import BYE, MASTER, Address, Message, Note, Notes, node_name, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Held, Pushed
-from flockstep.strategies.base import Cell, Clips, ResultPolicy, Strategy, Traits
+from flockstep.strategies.access import ParameterVersion, Pushed
+from flockstep.strategies.base import Clips, ResultPolicy, Strategy, TaxonomyEntry, Traits
 
 
 class Summed(Note, frozen=True):
@@ -27,7 +27,7 @@ class Summed(Note, frozen=True):
     steps: int
 
 
-class News(Note, frozen=True):
+class RootParameters(Note, frozen=True):
     """Note sent with the root's parameters: their version, and for each rank the number of gradients that are new in
     them.
     """
@@ -38,11 +38,11 @@ class News(Note, frozen=True):
 
 NOTES: Notes = {
     "push": Pushed,
-    "reply to push": Held,
+    "reply to push": ParameterVersion,
     "sum": Summed,
-    "params": News,
-    "last": Held,
-    "reply to last": News,
+    "params": RootParameters,
+    "last": ParameterVersion,
+    "reply to last": RootParameters,
 }
 
 
@@ -86,18 +86,18 @@ async def serve_leaf(me: Server, workers: slice, sync: bool) -> None:
                 state.pushes.append(message)
                 state.clocks[message.source] = message.step
                 if not sync:
-                    me.reply(message, me.params, Held(state.version))
+                    me.reply(message, me.params, ParameterVersion(state.version))
             case "params":
                 _refresh(me, state, message)
                 state.under_way -= 1
-                me.reply_all(state.waiting, me.params, Held(state.version))
+                me.reply_all(state.waiting, me.params, ParameterVersion(state.version))
                 state.waiting = []
             case _:
                 members.discard(message.source)
         full = len(members) if sync or not members else workers.stop - workers.start
         if state.pushes and len(state.pushes) >= full:
             _pass_on(me, state, sync)
-    _refresh(me, state, await me.ask(MASTER, "last", note=Held(state.version)))
+    _refresh(me, state, await me.ask(MASTER, "last", note=ParameterVersion(state.version)))
     me.send(MASTER, BYE)
 
 
@@ -170,11 +170,11 @@ def _step(me: Server, state: RootState, full: int) -> None:
         me.send(message.source, "params", me.params, _news(me, state, message.source))
 
 
-def _news(me: Server, state: RootState, leaf: Address) -> News:
+def _news(me: Server, state: RootState, leaf: Address) -> RootParameters:
     """Return the note of an answer to a leaf: the version, and the number of new gradients of each rank."""
     told = state.told.get(leaf, [0] * len(state.applied))
     state.told[leaf] = list(state.applied)
-    return News(me.version, [now - then for now, then in zip(state.applied, told, strict=True)])
+    return RootParameters(me.version, [now - then for now, then in zip(state.applied, told, strict=True)])
 
 
 def _require_ranks(me: Server, message: Message) -> None:
@@ -251,9 +251,9 @@ class Hierarchical(Strategy):
         return Traits(completeness, survives, results, server_optimizer=True, clips=clips)
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TaxonomyEntry:
         sync = self.root == "synchronous"
-        return Cell("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
+        return TaxonomyEntry("central", "sync" if sync else "async", "reduce" if sync else "ad hoc", "hierarchical PS")
 
     def servers_for(self, workers: int) -> int:
         """One root, and one leaf for each group of workers."""

@@ -15,17 +15,17 @@ from flockstep.errors import PeerLost
 from flockstep.messages import Note, Notes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.transports.shared_memory import SharedMemory
 
 
-class Stopped(Note, frozen=True):
+class WriterStopped(Note, frozen=True):
     """Note of a worker that has stopped writing: the number of coordinate updates that it made."""
 
     updated: int
 
 
-class Place(Note, frozen=True):
+class SegmentAddress(Note, frozen=True):
     """Note with the address of the shared memory."""
 
     address: str
@@ -59,14 +59,14 @@ class Hogwild(Strategy):
     makes workers update one at a time, for comparison. In virtual time updates take no time, so that none is lost.
     """
 
-    notes: ClassVar[Notes] = {"stopped": Stopped, "memory": Place}
+    notes: ClassVar[Notes] = {"stopped": WriterStopped, "memory": SegmentAddress}
 
     count: bool = True
     locked: bool = False
 
     # Every worker sees an update as soon as it is written; workers may die.
     traits = Traits(3, True, ("rank0", "mean"), server_optimizer=True, restarts=False)
-    cell = Cell("central", "async", "ad hoc", "shared memory")
+    cell = TaxonomyEntry("central", "async", "ad hoc", "shared memory")
 
     def worker_state(self, me: Worker) -> HogwildState:
         assert me.optimizer is not None
@@ -116,7 +116,7 @@ class Hogwild(Strategy):
                 me.record_figure("updates", updated)
                 me.record_figure("lost_updates", updated - int(segment.counts.sum()))
         elif 0 in me.peers:
-            me.send(0, "stopped", None, Stopped(updated))
+            me.send(0, "stopped", None, WriterStopped(updated))
             with contextlib.suppress(PeerLost):
                 await me.receive("count", 0)
         me.params[:] = beside(segment.params, me.params)
@@ -137,7 +137,7 @@ async def attached(me: Worker) -> Segment:
     if me.rank == 0:
         memory = SharedMemory.create(offset + 8 * len(start))
         memory.array(start.dtype, len(start))[:] = start
-        me.send_all(me.peers, "memory", None, Place(memory.address))
+        me.send_all(me.peers, "memory", None, SegmentAddress(memory.address))
         for peer in me.peers:
             with contextlib.suppress(PeerLost):
                 await me.receive("attached", peer)

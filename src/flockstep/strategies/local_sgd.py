@@ -12,7 +12,7 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.outer_optimizers.average import Average
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 from flockstep.strategies.synchronization_schedules.base import SynchronizationSchedule
@@ -75,7 +75,7 @@ class LocalSGD(Strategy):
             needs_job=schedule.needs_job or self.weighting == "samples",
         )
 
-    cell = Cell("decentral", "sync", "reduce", "dedicated master")
+    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings:
         """Return the state before the first average; a period's state is kept when a new model replaces the old one."""

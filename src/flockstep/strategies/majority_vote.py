@@ -14,11 +14,11 @@ from flockstep.codecs.base import Bytes
 from flockstep.errors import ConfigurationError, Diverged, ProtocolError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass
-class Momentum:
+class MajorityVoteState:
     """A worker's state: the running mean (K,) of its gradients; None without momentum."""
 
     mean: FlatArray | None
@@ -42,10 +42,10 @@ class MajorityVote(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), approximation="lost")
-    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
-    def worker_state(self, me: Worker) -> Momentum:
-        return Momentum(namespace(me.params).zeros_like(me.params) if self.momentum else None)
+    def worker_state(self, me: Worker) -> MajorityVoteState:
+        return MajorityVoteState(namespace(me.params).zeros_like(me.params) if self.momentum else None)
 
     async def worker(self, me: Worker) -> None:
         parts = slices(len(me.params), me.workers)
@@ -74,7 +74,7 @@ class MajorityVote(Strategy):
         Raises:
             Diverged: an element is infinite or not a number.
         """
-        state: Momentum = me.state
+        state: MajorityVoteState = me.state
         if state.mean is not None:
             state.mean *= self.momentum
             state.mean += (1 - self.momentum) * gradient

@@ -11,11 +11,11 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import Message, Note, Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.tree_server import family
 
 
-class Snapshot(Note, frozen=True):
+class StillTraining(Note, frozen=True):
     """Note sent with a sum or mean of snapshots: whether any of the averaged workers was still training."""
 
     training: bool
@@ -55,7 +55,7 @@ class PenalizedAveraging(Strategy):
     has no rounds.
     """
 
-    notes: ClassVar[Notes] = {"snapshot/round": Snapshot, "mean/round": Snapshot}
+    notes: ClassVar[Notes] = {"snapshot/round": StillTraining, "mean/round": StillTraining}
 
     rho: float = field(default=0.5, metadata=searched(0.05, 5.0, whole=False))
     gamma: float = 0.5
@@ -68,7 +68,7 @@ class PenalizedAveraging(Strategy):
 
     # The penalty draws replicas together; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-    cell = Cell("decentral", "soft-bounded async", "binomial tree", "dedicated master")
+    cell = TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master")
 
     def worker_state(self, me: Worker) -> Rounds:
         return Rounds()
@@ -119,9 +119,9 @@ class PenalizedAveraging(Strategy):
             training |= heard.note.training
         if parent is None:
             total /= me.workers
-            mean = Message(me.rank, "mean", total, Snapshot(training))
+            mean = Message(me.rank, "mean", total, StillTraining(training))
         else:
-            me.send(parent, "snapshot", total, Snapshot(training))
+            me.send(parent, "snapshot", total, StillTraining(training))
             mean = await whole(me, "mean", parent)
         me.send_all(reversed(children), "mean", mean.payload, mean.note)  # the largest subtree first
         return mean

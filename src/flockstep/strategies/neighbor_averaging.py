@@ -13,7 +13,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE, Notes, node_name
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.rewiring import Bridge, Bridges, within_reach
 from flockstep.topologies.base import Topology
 from flockstep.topologies.facts import Matrix, hearing, mixing
@@ -40,10 +40,12 @@ class NeighborAveraging(Strategy):
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TaxonomyEntry:
         """Each replica averages with its neighbors; the taxonomy has a separate entry for the ring."""
         ring = isinstance(self.topology, RingGraph)
-        return Cell("decentral", "sync", "2:1 reduce" if ring else "reduce", "closed ring" if ring else "graph")
+        return TaxonomyEntry(
+            "decentral", "sync", "2:1 reduce" if ring else "reduce", "closed ring" if ring else "graph"
+        )
 
     def check(self, workers: int) -> None:
         """Check that the mixing matrix is symmetric and doubly stochastic, so that mixing keeps the mean.

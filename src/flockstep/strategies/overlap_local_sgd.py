@@ -11,7 +11,7 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass
@@ -49,7 +49,7 @@ class OverlapLocalSGD(Strategy):
 
     # Replicas move part of the way to an old average; a dead worker stops all workers.
     traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
-    cell = Cell("decentral", "bounded async", "reduce", "dedicated master")
+    cell = TaxonomyEntry("decentral", "bounded async", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Anchor:
         return Anchor(copied(me.params), 0 * me.params, copied(me.params))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from flockstep.errors import PeerLost
 from flockstep.messages import BYE
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.topologies.base import Topology
 from flockstep.topologies.requirements import sides
 from flockstep.topologies.ring import RingGraph
@@ -32,7 +32,7 @@ class PairwiseAveraging(Strategy):
 
     # Random pairs; a request to a dead worker fails, and later requests skip that worker.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = Cell("decentral", "soft-bounded async", "ad hoc", "graph")
+    cell = TaxonomyEntry("decentral", "soft-bounded async", "ad hoc", "graph")
 
     def check(self, workers: int) -> None:
         """Check that the graph is bipartite.

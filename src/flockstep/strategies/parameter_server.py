@@ -18,9 +18,9 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.messages import BYE, Address, Message, Notes, node_name, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.access import Access, Copies, Fresh, GivesUp, Held, Pushed, SentCopies
-from flockstep.strategies.base import Cell, Clips, Exchange, ResultPolicy, Scheduling, Strategy, Traits
-from flockstep.strategies.consistency import BulkSynchronous, Consistency, Push, Read, View
+from flockstep.strategies.access import Access, CopyAccess, Fresh, GivesUp, ParameterVersion, Pushed, SentCopies
+from flockstep.strategies.base import Clips, Exchange, ResultPolicy, Scheduling, Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.consistency import BulkSynchronous, Consistency, ConsistencyView, Push, Read
 from flockstep.strategies.encoding import decoded, encoded
 from flockstep.strategies.filters.base import Filter
 from flockstep.strategies.filters.packet import Inbox, Outbox, check_filters, pack, unpack
@@ -42,7 +42,7 @@ class ParameterServer(Strategy):
     `filters` choose the entries that are sent; the others are added to a later push.
     """
 
-    notes: ClassVar[Notes] = {"push": Pushed, "reply to push": Held, "reply to read": Fresh, "fresh": Fresh}
+    notes: ClassVar[Notes] = {"push": Pushed, "reply to push": ParameterVersion, "reply to read": Fresh, "fresh": Fresh}
 
     consistency: Consistency = field(default_factory=BulkSynchronous, metadata=SHOWN)
     shards: int = 1
@@ -60,7 +60,7 @@ class ParameterServer(Strategy):
                 f"with {self.consistency} workers give up gradients, on which shards that decide by themselves cannot "
                 f"agree; got shards={self.shards}, use shards=1"
             )
-        if isinstance(access, Copies) and self.server_update.compares_reads:
+        if isinstance(access, CopyAccess) and self.server_update.compares_reads:
             raise CompositionError(
                 f"{self.server_update} depends on what workers have read, which servers do not know with "
                 f"{self.consistency}, "
@@ -96,7 +96,7 @@ class ParameterServer(Strategy):
         return Traits(*chosen, "own", clips, self.server_update.memory)
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TaxonomyEntry:
         """The cell by the rule's class; a rule that drops late gradients is synchronous, because all workers use one
         version.
         """
@@ -104,7 +104,7 @@ class ParameterServer(Strategy):
         when = scheduling[self.consistency.completeness]
         eager: Exchange = "ad hoc with eager scatter" if isinstance(self._access, SentCopies) else "ad hoc"
         how: Exchange = "reduce" if when == "sync" else eager
-        return Cell("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
+        return TaxonomyEntry("central", when, how, "distributed PS" if self.shards > 1 else "single PS")
 
     @property
     def servers(self) -> int:
@@ -224,14 +224,14 @@ class ParameterServer(Strategy):
             self.server_update.read(me, state.update_state, rank)
             state.reading[rank] = me.version
 
-    def _view(self, me: Server, state: ServerState, moved: bool) -> View:
+    def _view(self, me: Server, state: ServerState, moved: bool) -> ConsistencyView:
         workers, live = me.cluster.workers, len(state.clocks) - len(state.done)
 
         def waiting(rank: int) -> bool:
             return any(push.rank == rank for push in state.pushes)
 
         counts = state.slowest, workers, live, len(me.lost), me.version
-        return View(*counts, state.reading, me.params, state.kept, moved, waiting)
+        return ConsistencyView(*counts, state.reading, me.params, state.kept, moved, waiting)
 
     def _apply(self, me: Server, state: ServerState, group: list[Push]) -> None:
         share, before = len(group) / self.consistency.full_step(me.cluster.workers), me.version

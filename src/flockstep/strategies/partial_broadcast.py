@@ -13,7 +13,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import Notes
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.broadcast import Broadcast, BroadcastState, Steps, absorb_arrived, drain, own_update
 
 
@@ -59,7 +59,7 @@ class PartialBroadcast(Strategy):
         """Class 3 if updates are deferred, class 4 if they are dropped; any number of workers may die."""
         return Traits(completeness=3 if self.rest == "defer" else 4, survives=True, results=("mean", "rank0", "best"))
 
-    cell = Cell("decentral", "async", "ad hoc", "p2p mesh")
+    cell = TaxonomyEntry("decentral", "async", "ad hoc", "p2p mesh")
 
     def worker_state(self, me: Worker) -> PartialState:
         rows = me.workers if self.rest == "defer" and me.workers > 1 else 0

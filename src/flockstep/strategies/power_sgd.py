@@ -9,7 +9,7 @@ from flockstep.arrays.namespace import cast, namespace
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.codecs.low_rank import LowRank
-from flockstep.codecs.power import PowerSgd as Factoring
+from flockstep.codecs.power import PowerSgdCodec
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError, ConfigurationError
@@ -18,7 +18,7 @@ from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.residual import Residual
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 START = 0x50574552
 """Seed of the first Q, which all workers share."""
@@ -70,12 +70,12 @@ class PowerSgd(Strategy):
         approximation="sent later",
         matrices=True,
     )
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     @property
     def coding(self) -> Codec:
         """The codec that forms both factors of every matrix."""
-        return Factoring(self.rank)
+        return PowerSgdCodec(self.rank)
 
     def decodes(self, workers: int) -> int:
         """2: a worker multiplies out its own product, for the error, and the mean."""

@@ -11,9 +11,9 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.errors import ConfigurationError
 from flockstep.messages import MASTER, Message, Notes, server
 from flockstep.nodes import Server, Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
-from flockstep.strategies.coordinator import Coordinator, Portions, Report, Work
-from flockstep.strategies.vector_shards import ASK, Answer, Asked, Shard
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
+from flockstep.strategies.coordinator import Coordinator, PortionAssignment, Portions, Report
+from flockstep.strategies.vector_shards import ASK, VectorReply, VectorRequest, VectorShard
 
 
 @dataclass
@@ -23,7 +23,7 @@ class ShardState:
     Portions are added in order of their number, whatever the order of arrival; those that arrive early wait in `early`.
     """
 
-    shard: Shard
+    shard: VectorShard
     evaluation: int = -1
     added: int = 0
     early: dict[int, FlatArray] = field(default_factory=dict)
@@ -50,7 +50,12 @@ class Sandblaster(Strategy):
     granted to them.
     """
 
-    notes: ClassVar[Notes] = {"work": Report, "reply to work": Work, ASK: Asked, f"reply to {ASK}": Answer}
+    notes: ClassVar[Notes] = {
+        "work": Report,
+        "reply to work": PortionAssignment,
+        ASK: VectorRequest,
+        f"reply to {ASK}": VectorReply,
+    }
 
     portions: int = 16
     backups: int = 1
@@ -66,8 +71,8 @@ class Sandblaster(Strategy):
     traits = Traits(1, True, ("server",), needs_job=True, fixed_steps=False, samples="others", curvature=True)
 
     @property
-    def cell(self) -> Cell:
-        return Cell("central", "sync", "ad hoc", "single PS" if self.shards == 1 else "distributed PS")
+    def cell(self) -> TaxonomyEntry:
+        return TaxonomyEntry("central", "sync", "ad hoc", "single PS" if self.shards == 1 else "distributed PS")
 
     @property
     def servers(self) -> int:
@@ -89,7 +94,7 @@ class Sandblaster(Strategy):
         start = cast(me.params, "float64")
         vectors = {"w": start, "trial": copied(start), "sum": zeros(start, len(start)), "g": zeros(start, len(start))}
         coordinator = Coordinator(Portions(self.portions, self.backups), self.history) if me.address == MASTER else None
-        return ShardState(Shard(vectors), coordinator=coordinator)
+        return ShardState(VectorShard(vectors), coordinator=coordinator)
 
     async def worker(self, me: Worker) -> None:
         """Take a portion, fetch new parameters, compute, push the gradient to the shards, report the loss."""
@@ -99,14 +104,14 @@ class Sandblaster(Strategy):
         while True:
             work = (await me.ask(MASTER, "work", None, report)).note
             if work.evaluation != state.evaluation:
-                asked = [(server(i), None, Asked("fetch")) for i in range(self.shards)]
+                asked = [(server(i), None, VectorRequest("fetch")) for i in range(self.shards)]
                 for part, reply in zip(parts, await me.ask_all(ASK, asked), strict=True):
                     me.params[part] = reply.payload
                 state.evaluation = work.evaluation
             if work.portion < 0:
                 return
             gradient = (await me.gradient_over(work.start, work.stop)) * (work.stop - work.start)
-            key = Asked("portion", evaluation=work.evaluation, portion=work.portion)
+            key = VectorRequest("portion", evaluation=work.evaluation, portion=work.portion)
             await me.ask_all(ASK, [(server(i), gradient[part], key) for i, part in enumerate(parts)])
             report = Report(work.evaluation, work.portion, me.loss * (work.stop - work.start))
 
@@ -127,12 +132,12 @@ async def _serve(me: Server, state: ShardState) -> None:
     while True:
         message = await me.receive("ask")
         if message.note.op == "fetch":
-            me.reply(message, cast(vectors["trial"], name_of(me.params)), Answer())
+            me.reply(message, cast(vectors["trial"], name_of(me.params)), VectorReply())
         elif message.note.op == "portion":
             _add(state, message)
-            me.reply(message, None, Answer())
+            me.reply(message, None, VectorReply())
         else:
-            me.reply(message, None, Answer(state.shard.answer(message.note)))
+            me.reply(message, None, VectorReply(state.shard.answer(message.note)))
             me.params[:] = vectors["w"]
 
 

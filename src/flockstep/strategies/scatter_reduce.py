@@ -13,7 +13,7 @@ from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.server_updates.base import mean_of
 
@@ -45,7 +45,7 @@ class ScatterReduce(Strategy):
 
     # Synchronous: the slice of a dead worker is lost.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="none")
-    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> SliceState:
         assert me.optimizer is not None

@@ -9,8 +9,8 @@ from flockstep.arrays.schema import FlatArray, slices
 from flockstep.messages import Notes
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
-from flockstep.strategies.access import Held, Pushed
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.access import ParameterVersion, Pushed
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 CHANNEL = "slices"
 
@@ -35,11 +35,11 @@ class SliceServers(Strategy):
     was read.
     """
 
-    notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": Held}
+    notes: ClassVar[Notes] = {"push/slices": Pushed, "reply to push/slices": ParameterVersion}
 
     # No worker waits for another's gradient; the slice of a dead worker is lost.
     traits = Traits(completeness=3, survives=False, results=("mean", "rank0", "best"), server_optimizer=True)
-    cell = Cell("central", "async", "ad hoc", "distributed PS (k = n)")
+    cell = TaxonomyEntry("central", "async", "ad hoc", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> ServedState:
         assert me.optimizer is not None
@@ -68,7 +68,7 @@ class SliceServers(Strategy):
         while (push := await me.receive("push", rank)).array is not None:
             me.record_update(rank, state.version - push.note.version, weight=1.0)
             self._step(me, push.array, push.note.lr)
-            me.reply(push, own, Held(state.version))
+            me.reply(push, own, ParameterVersion(state.version))
         me.send(me.rank, "ended")
 
     async def _exchange(self, me: Worker, gradient: FlatArray) -> None:

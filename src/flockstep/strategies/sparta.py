@@ -9,7 +9,7 @@ from flockstep.collectives.ring import Ring
 from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.local_sgd import LocalSGD, Meetings
 from flockstep.strategies.selectors.base import Selector
 from flockstep.strategies.selectors.random import RandomSelector
@@ -44,7 +44,7 @@ class Sparta(Strategy):
             return replace(self.full.traits, approximation="sent later")
         return Traits(completeness=4, survives=False, results=("mean", "rank0", "best"), approximation="sent later")
 
-    cell = Cell("decentral", "sync", "reduce", "dedicated master")
+    cell = TaxonomyEntry("decentral", "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> Meetings | None:
         return None if self.full is None else self.full.worker_state(me)

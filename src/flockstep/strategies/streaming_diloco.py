@@ -18,7 +18,7 @@ from flockstep.feedback.base import Feedback
 from flockstep.feedback.nothing import NoFeedback
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.outer_optimizers.base import OuterOptimizer
 from flockstep.strategies.outer_optimizers.nesterov import Nesterov
@@ -84,9 +84,9 @@ class StreamingDiloco(Strategy):
     traits = Traits(completeness=2, survives=False, results=("mean", "rank0", "best"))
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> TaxonomyEntry:
         """Replicas are averaged; workers wait for a mean only if it takes longer than the overlap."""
-        return Cell("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
+        return TaxonomyEntry("decentral", "bounded async" if self.overlap else "sync", "reduce", "dedicated master")
 
     def worker_state(self, me: Worker) -> list[Fragment]:
         """Return the fragments, each starting from the initial parameters."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.errors import CompositionError
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SufficientFactors(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), needs_job=True, samples="sent")
-    cell = Cell("central", "sync", "all-reduce", "replicated PS")
+    cell = TaxonomyEntry("central", "sync", "all-reduce", "replicated PS")
 
     def worker_state(self, me: Worker) -> None:
         """Check that the model has layers that can be factored; there is no state.
@@ -56,7 +56,7 @@ class SufficientFactors(Strategy):
             me.record_round()
             me.optimizer_step(rest)
 
-    def chosen(self, layers: tuple[Layer, ...], workers: int) -> tuple[Layer, ...]:
+    def chosen(self, layers: tuple[FactoredWeight, ...], workers: int) -> tuple[FactoredWeight, ...]:
         """Return the layers that are smaller to send as factors."""
         return tuple(layer for layer in layers if workers > 1 and layer.factors * workers <= 2 * layer.dense)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from flockstep.arrays.factors import Layer, Packing
+from flockstep.arrays.factors import FactoredWeight, Packing
 from flockstep.arrays.namespace import empty
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import CompositionError, ConfigurationError, ProtocolError
@@ -97,7 +97,7 @@ class FactorServer(ParameterServer):
 
 def divided(
     packed: FlatArray, packing: Packing, parts: Sequence[slice]
-) -> Iterator[tuple[tuple[Layer, ...], FlatArray]]:
+) -> Iterator[tuple[tuple[FactoredWeight, ...], FlatArray]]:
     """Yield for each slice of the array the layers, or rows of layers, that are smaller as factors, and its packed
     gradient.
 
@@ -117,12 +117,12 @@ def divided(
         yield layers, out
 
 
-def smaller(me: Worker) -> tuple[Layer, ...]:
+def smaller(me: Worker) -> tuple[FactoredWeight, ...]:
     """Return the layers that are smaller as factors."""
     return tuple(layer for layer in me.layers if layer.factors < layer.dense)
 
 
-def rectangle(layer: Layer) -> Rectangle:
+def rectangle(layer: FactoredWeight) -> Rectangle:
     """Return the position of a layer, as a push contains it."""
     return layer.offset, layer.rows, layer.columns, layer.products
 
@@ -137,7 +137,7 @@ def unpacked(message: Message, size: int) -> FlatArray:
     if not layers:
         return packed
     try:
-        packing = Packing(size, [Layer(*layer) for layer in layers])
+        packing = Packing(size, [FactoredWeight(*layer) for layer in layers])
     except (ValueError, ConfigurationError) as error:
         raise ProtocolError(f"worker {message.source} sent factors of layers {layers}: {error}") from None
     if len(packed) != packing.size:

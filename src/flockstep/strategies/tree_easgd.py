@@ -8,7 +8,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.expression import searched
 from flockstep.messages import Message
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TreeElasticAveraging(Strategy):
 
     # A worker exchanges with its neighbors only; workers may die.
     traits = Traits(completeness=4, survives=True, results=("mean", "rank0", "best"))
-    cell = Cell("decentral", "bounded async", "ad hoc", "tree")
+    cell = TaxonomyEntry("decentral", "bounded async", "ad hoc", "tree")
 
     @property
     def rate(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from flockstep.arrays.namespace import copied
 from flockstep.nodes import Worker
 from flockstep.optimizers.base import OptimizerState
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TreeServer(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(1, survives=False, results=("rank0", "mean"), server_optimizer=True, clips="combined")
-    cell = Cell("central", "sync", "binomial tree", "single PS")
+    cell = TaxonomyEntry("central", "sync", "binomial tree", "single PS")
 
     def worker_state(self, me: Worker) -> OptimizerState | None:
         """Return the root's optimizer state; the other workers have no state."""

@@ -16,7 +16,7 @@ from flockstep.feedback.momentum import Momentum
 from flockstep.feedback.residual import Residual
 from flockstep.feedback.sender import check_composition
 from flockstep.nodes import Worker
-from flockstep.strategies.base import Cell, Strategy, Traits
+from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 from flockstep.strategies.encoding import codec_for, encoded
 from flockstep.strategies.server_updates.base import mean_of
 
@@ -54,7 +54,7 @@ class TwoWay(Strategy):
 
     # Synchronous: a dead worker stops all workers.
     traits = Traits(completeness=1, survives=False, results=("rank0", "mean"), clips="combined")
-    cell = Cell("central", "sync", "scatter-reduce", "distributed PS (k = n)")
+    cell = TaxonomyEntry("central", "sync", "scatter-reduce", "distributed PS (k = n)")
 
     def worker_state(self, me: Worker) -> Dropped:
         return Dropped([None] * me.workers)

@@ -19,7 +19,7 @@ request.
 Operation = Literal["dot", "set", "add", "scale"]
 
 
-class Asked(Note, frozen=True):
+class VectorRequest(Note, frozen=True):
     """Note of a request to a shard: to send its trial parameters, to add a portion's gradient, or to execute a
     command.
     """
@@ -32,19 +32,19 @@ class Asked(Note, frozen=True):
     portion: int = 0
 
 
-class Answer(Note, frozen=True):
+class VectorReply(Note, frozen=True):
     """Note of a shard's answer: the value of a dot product, otherwise 0."""
 
     value: float = 0.0
 
 
 @dataclass
-class Shard:
+class VectorShard:
     """One server's slices of the vectors, by name, in float64."""
 
     vectors: dict[str, FlatArray] = field(default_factory=dict)
 
-    def answer(self, asked: Asked) -> float:
+    def answer(self, asked: VectorRequest) -> float:
         """Execute one command; return the value of a dot product, otherwise 0.
 
         Raises:
@@ -55,7 +55,7 @@ class Shard:
         except KeyError as name:
             raise ProtocolError(f"a shard has no vector {name} to {asked.op}; it has {sorted(self.vectors)}") from None
 
-    def _obey(self, asked: Asked) -> float:
+    def _obey(self, asked: VectorRequest) -> float:
         """Execute one command; return the value of a dot product, otherwise 0.
 
         dot a b: aᵀ b. set a b: a ← b. add a b by: a ← a + by b. scale a by: a ← by a.
@@ -75,7 +75,7 @@ class Shard:
 
 async def tell(me: Server, op: Operation, a: str, b: str = "", by: float = 1.0) -> float:
     """Send one command to every shard; return the sum of their answers, in order of shards."""
-    asked = Asked(op, a, b, by)
+    asked = VectorRequest(op, a, b, by)
     replies = await me.ask_all(ASK, [(server(i), None, asked) for i in range(me.cluster.servers)])
     return float(sum(reply.note.value for reply in replies))
 

@@ -10,7 +10,7 @@ from importlib import resources
 import msgspec
 
 from flockstep.errors import CompositionError, UnknownName
-from flockstep.strategies.base import Cell, Strategy
+from flockstep.strategies.base import Strategy, TaxonomyEntry
 
 NOT_YET = "not yet"
 """Text in a system's row for what flockstep cannot compose yet."""
@@ -66,7 +66,7 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         here = ["DP"] if self.modes else []
         return ", ".join([*here, *([f"MP: {NOT_YET}"] if self.splits_model else [])])
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[TaxonomyEntry]:
         """Return the taxonomy cell of each listed mode, derived from its composition."""
         found = [Strategy.parse(mode.strategy).cell for mode in self.modes if mode.listed]
         return [cell for cell in found if cell is not None]

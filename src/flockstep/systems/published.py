@@ -12,7 +12,7 @@ import msgspec
 COLUMNS = ("parallelism", "optimization", "scheduling", "exchange", "topology")
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SurveyRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A row of the survey's table, with the fields of `System.row`."""
 
     system: str
@@ -24,13 +24,13 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def table_1() -> tuple[Row, ...]:
+def table_1() -> tuple[SurveyRow, ...]:
     """Return the rows of Langer et al. (2020), table 1, in the table's order."""
     text = resources.files("flockstep.systems").joinpath("table_1.toml").read_text("utf-8")
-    return tuple(msgspec.convert(tomllib.loads(text)["row"], list[Row]))
+    return tuple(msgspec.convert(tomllib.loads(text)["row"], list[SurveyRow]))
 
 
-def differences(derived: Mapping[str, str], published: Row) -> dict[str, tuple[str, str]]:
+def differences(derived: Mapping[str, str], published: SurveyRow) -> dict[str, tuple[str, str]]:
     """Return column → (derived, published) for the columns in which a system's derived row differs from the published
     one.
 

@@ -73,7 +73,7 @@ not b + 1.
 """
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FailureRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One strategy, and words for its behavior under each fault."""
 
     strategy: str
@@ -106,24 +106,24 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[FailureRow, ...]:
     """All rows of the failure matrix.
 
     Raises:
         msgspec.ValidationError: the file is malformed.
     """
     text = resources.files("flockstep.testing").joinpath("failure_matrix.toml").read_text("utf-8")
-    return tuple(msgspec.convert(tomllib.loads(text)["row"], list[Row]))
+    return tuple(msgspec.convert(tomllib.loads(text)["row"], list[FailureRow]))
 
 
-def observed(strategy: str) -> Row:
+def observed(strategy: str) -> FailureRow:
     """The row that describes the observed runs of a strategy."""
     composed = Strategy.parse(strategy)
     words = {cell: observe(composed) for cell, observe in CELLS.items()}
-    return msgspec.convert({"strategy": strategy, **words}, Row)
+    return msgspec.convert({"strategy": strategy, **words}, FailureRow)
 
 
-def differences(row: Row) -> list[str]:
+def differences(row: FailureRow) -> list[str]:
     """Sentences about the cells in which a row differs from the observed runs; empty if the row is correct."""
     seen = observed(row.strategy)
     return [
@@ -133,7 +133,7 @@ def differences(row: Row) -> list[str]:
     ]
 
 
-def as_toml(row: Row) -> str:
+def as_toml(row: FailureRow) -> str:
     """A row as text in the file's format."""
     lines = [f"{name} = {_toml(getattr(row, name))}" for name in row.__struct_fields__]
     return "\n".join(["[[row]]", *lines, ""])

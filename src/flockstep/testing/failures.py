@@ -16,12 +16,20 @@ from flockstep.drivers.plan import Plan
 from flockstep.errors import PeerLost, ProtocolError, RunError
 from flockstep.frameworks.base import Engine
 from flockstep.messages import Address, Message, node_name
-from flockstep.records.events import Event, Lost, Step
+from flockstep.records.events import Event, LostEvent, StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.faults import Fault
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
-from flockstep.testing.strategies import Bench, Run, Sent, Watched, equal_bits, run_strategy, small_job
+from flockstep.testing.strategies import (
+    GradientSource,
+    Sent,
+    SimulatedRun,
+    Watched,
+    equal_bits,
+    run_strategy,
+    small_job,
+)
 
 WORKERS, STEPS, FACTOR = 4, 24, 4.0
 """Number of workers, steps of each worker, and the factor by which a slow worker's gradients take longer."""
@@ -72,7 +80,7 @@ class Faulted(Watched):
     def note(self, event: Event) -> None:
         """Store an event, and the parameters of the worker that took a step."""
         super().note(event)
-        if isinstance(event, Step):
+        if isinstance(event, StepEvent):
             self.read[event.rank].append(self.runners[event.rank].node.params.tobytes())
 
     def run(self) -> None:
@@ -84,7 +92,7 @@ class Faulted(Watched):
 
 
 @dataclass(frozen=True, eq=False)
-class Observed(Run):
+class Observed(SimulatedRun):
     """A run, with the observations that the classification needs."""
 
     simulation: Faulted
@@ -96,7 +104,7 @@ class Observed(Run):
 
     def ends(self, rank: int) -> list[float]:
         """End of each step of that worker, in virtual seconds."""
-        return [event.t for event in self.of(Step) if event.rank == rank]
+        return [event.t for event in self.of(StepEvent) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
         """Whether all nodes but `without` ended with the same parameters, bit for bit (`exact`) or up to rounding."""
@@ -133,7 +141,7 @@ def replicas_equal(strategy: Strategy | str) -> str:
         return DRAINED
     apart = replicas[0] + np.random.default_rng(0).normal(size=replicas.shape).astype(replicas.dtype)
     still = observe(strategy, compute="exponential(1)", rate=0.0, replicas=apart).replicas
-    if equal_bits(*still, Bench(WORKERS).start()):  # the workers' own parameters have no effect
+    if equal_bits(*still, GradientSource(WORKERS).start()):  # the workers' own parameters have no effect
         return COPIES if run.simulation.plan.cluster.servers else NEVER
     return DRAWN if _spread(still) < 0.9 * _spread(apart) else NEVER
 
@@ -167,7 +175,7 @@ def _after_deaths(strategy: Strategy | str, whole: Observed, workers: int, count
         return ENDS
     if run.failure is not None:
         return STALLS
-    assert {event.node for event in run.of(Lost)} == set(ranks), "the deaths were never noticed"
+    assert {event.node for event in run.of(LostEvent)} == set(ranks), "the deaths were never noticed"
     assert all(len(run.ends(rank)) < len(whole.ends(rank)) for rank in ranks), "there was no work left to lose"
     others = [rank for rank in range(workers) if rank not in ranks]
     if run.same_as(whole, exact=False, without=ranks):

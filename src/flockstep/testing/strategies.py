@@ -16,12 +16,11 @@ from flockstep.drivers.plan import LocalOptimizer, Plan
 from flockstep.drivers.virtual import Saved, Simulation
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError
 from flockstep.frameworks.base import Data, Engine, Evaluation, Indices, Job
-from flockstep.frameworks.numpy import NumpyEngine, Quadratic, SoftmaxRegression
+from flockstep.frameworks.numpy import NumpyEngine, QuadraticModel, SoftmaxRegression
 from flockstep.messages import BYE, Address, Message, Wanted, node_name
 from flockstep.nodes import Cluster, Node
 from flockstep.optimizers.base import Optimizer
-from flockstep.records.events import Event, Snapshot, Step, Update
-from flockstep.records.events import Node as Totals
+from flockstep.records.events import EvaluationEvent, Event, NodeEvent, StepEvent, UpdateEvent
 from flockstep.schedules.base import Schedule
 from flockstep.schedules.timetable import Timetable
 from flockstep.simulation.compute import ComputeModel
@@ -88,10 +87,10 @@ def check_traits(strategy: Strategy) -> None:
     assert held or "server" not in traits.results, f"{strategy} takes its result from a server, but has none"
 
 
-def check_ends(run: Run) -> None:
+def check_ends(run: SimulatedRun) -> None:
     """Check that every program ends, each worker has taken exactly its steps, and the parameters are finite."""
     strategy, workers, steps = run.setting
-    taken = Counter(event.rank for event in run.of(Step))
+    taken = Counter(event.rank for event in run.of(StepEvent))
     fixed = strategy.traits.fixed_steps
     wrong = {rank: taken[rank] for rank in range(workers) if fixed and taken[rank] != steps}
     assert not wrong, f"{strategy} on {workers} workers takes {wrong} steps (by rank) instead of {steps}"
@@ -99,7 +98,7 @@ def check_ends(run: Run) -> None:
         assert np.isfinite(params).all(), f"{strategy} on {workers} workers leaves {node_name(address)} not finite"
 
 
-def check_repeatable(first: Run) -> None:
+def check_repeatable(first: SimulatedRun) -> None:
     """Check that two runs of one seed give the same parameters and the same events at the same times, bit for bit."""
     strategy, workers, steps = first.setting
     second = run_or_fail(strategy, workers, steps)
@@ -108,7 +107,7 @@ def check_repeatable(first: Run) -> None:
     assert first.events == second.events, f"{strategy} on {workers} workers: two runs of one seed have other events"
 
 
-def check_replicas_agree(run: Run) -> None:
+def check_replicas_agree(run: SimulatedRun) -> None:
     """Check that all workers end with the same parameters, bit for bit, as completeness class 1 promises."""
     strategy, workers, _ = run.setting
     replicas = run.replicas
@@ -116,7 +115,7 @@ def check_replicas_agree(run: Run) -> None:
     assert not apart, f"{strategy} is declared synchronous, but workers {apart} of {workers} differ from worker 0"
 
 
-def check_deliveries(run: Run) -> None:
+def check_deliveries(run: SimulatedRun) -> None:
     """Check that no update takes effect twice.
 
     In classes 1 to 3 each takes effect everywhere, and every message is read.
@@ -138,7 +137,7 @@ def check_deliveries(run: Run) -> None:
         assert not unread, f"{who} is declared complete, but leaves messages unread: {unread}"
 
 
-def check_restart(whole: Run) -> None:
+def check_restart(whole: SimulatedRun) -> None:
     """Check that a run stopped midway, with messages in transit, and restarted from bytes ends as if never stopped.
 
     Parameters, events and times must be equal bit for bit. All nodes are stopped at once, also in the middle of a step:
@@ -161,11 +160,11 @@ def check_restart(whole: Run) -> None:
 
 def check_alone(strategy: Strategy, steps: int = STEPS) -> None:
     """Check that with one worker the result equals that of the optimizer without any strategy, bit for bit."""
-    bench = Bench(job=small_job(OPTIMIZER))
-    params = bench.start()
-    stepper = bench.stepper(params)
+    source = GradientSource(job=small_job(OPTIMIZER))
+    params = source.start()
+    stepper = source.stepper(params)
     for _ in range(steps):
-        stepper.step(params, bench.gradient(0, params))
+        stepper.step(params, source.gradient(0, params))
     result = run_or_fail(strategy, 1, steps).result
     assert equal_bits(result, params), f"{strategy} with one worker differs from training without a strategy"
 
@@ -200,7 +199,7 @@ def bowl_job(
         return Data(x, np.zeros(240), x.mean(0, keepdims=True), np.zeros(1))
 
     return Job(
-        lambda: Quadratic(np.geomspace(1, 0.1, dimension), np.full(dimension, start), dtype),
+        lambda: QuadraticModel(np.geomspace(1, 0.1, dimension), np.full(dimension, start), dtype),
         data,
         optimizer,
         metric=lambda outputs, targets: float(np.mean(np.square(outputs))),
@@ -209,7 +208,7 @@ def bowl_job(
     )
 
 
-class Bench:
+class GradientSource:
     """The initial parameters and gradients that `run_strategy` gives its workers, for programs without a strategy."""
 
     def __init__(
@@ -265,7 +264,7 @@ class Watched(Simulation):
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class SimulatedRun:
     """A finished run, with the final state of its simulation."""
 
     simulation: Watched
@@ -297,7 +296,7 @@ class Run:
 
     def seconds_to(self, target: float) -> float:
         """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if none did."""
-        return next((event.t for event in self.of(Snapshot) if event.metric >= target), math.inf)
+        return next((event.t for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
 
     @property
     def nodes(self) -> dict[Address, Node]:
@@ -322,16 +321,16 @@ class Run:
     @property
     def seconds(self) -> float:
         """Duration of the run in virtual seconds."""
-        return max(event.t for event in self.of(Totals))
+        return max(event.t for event in self.of(NodeEvent))
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of one class, in order."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
-    def totals(self) -> dict[Address, Totals]:
+    def totals(self) -> dict[Address, NodeEvent]:
         """The totals of every node by its address, workers first."""
-        totals = {event.node: event for event in self.of(Totals)}
+        totals = {event.node: event for event in self.of(NodeEvent)}
         return {address: totals[address] for address in self.nodes}
 
     def sent(self, tag: str, source: Address | None = None) -> list[Sent]:
@@ -341,7 +340,7 @@ class Run:
 
     def deliveries(self) -> Counter[tuple[Address, int]]:
         """(node, rank) → number of updates of worker `rank` that took effect on the node; empty if none is recorded."""
-        updates, workers = self.of(Update), range(self.simulation.plan.cluster.workers)
+        updates, workers = self.of(UpdateEvent), range(self.simulation.plan.cluster.workers)
         at_servers = any(update.node < 0 for update in updates)
         nodes = [node for node in self.nodes if (node < 0) == at_servers]
         counts = Counter({(node, rank): 0 for node in nodes for rank in workers if rank != node} if updates else {})
@@ -370,7 +369,7 @@ def run_strategy(
     restarts: Sequence[float] = (),
     schedule: Schedule | str | None = None,
     engine: Callable[[Job, int], Engine] = NumpyEngine,
-) -> Run:
+) -> SimulatedRun:
     """Run a strategy in virtual time, by default on `small_job`.
 
     Args:
@@ -388,22 +387,22 @@ def run_strategy(
     strategy = Strategy.parse(strategy)
     strategy.check(workers)
     job = job or small_job()
-    bench, cluster = Bench(workers, job, seed, engine), Cluster(workers, strategy.servers_for(workers))
+    source, cluster = GradientSource(workers, job, seed, engine), Cluster(workers, strategy.servers_for(workers))
     policy, every = choose_result(strategy, result), evaluate_every or steps
-    optimizer, timetable = bench.engine.optimizer, None
+    optimizer, timetable = source.engine.optimizer, None
     if schedule is not None:
-        facts = optimizer.lr, job.batch, workers, bench.engine.train_size, steps
+        facts = optimizer.lr, job.batch, workers, source.engine.train_size, steps
         timetable = Timetable.over_steps(Schedule.parse(schedule), *facts)
-    plan = Plan(strategy, cluster, optimizer, bench.parts, job.batch, steps, seed, policy, every, timetable)
+    plan = Plan(strategy, cluster, optimizer, source.parts, job.batch, steps, seed, policy, every, timetable)
     models = ComputeModel.parse(compute), Network.parse(network)
-    virtual = simulation(bench.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults], restarts)
+    virtual = simulation(source.engine, plan, *models, resume, [Fault.parse(fault) for fault in faults], restarts)
     for rank, params in enumerate([] if replicas is None else replicas):
         virtual.runners[rank].node.params[:] = params
     virtual.run()
-    return Run(virtual)
+    return SimulatedRun(virtual)
 
 
-def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: Sequence[float] = ()) -> Run:
+def run_or_fail(strategy: Strategy, workers: int, steps: int = STEPS, restarts: Sequence[float] = ()) -> SimulatedRun:
     """Run a strategy on the small job; an error of flockstep, such as a deadlock, becomes an `AssertionError`."""
     try:
         return run_strategy(strategy, workers, steps, job=small_job(OPTIMIZER), restarts=restarts)
@@ -416,7 +415,7 @@ def equal_bits(*arrays: FlatArray) -> bool:
     return len({(a.dtype, a.shape, a.tobytes()) for a in arrays}) == 1
 
 
-def _differences(first: Run, second: Run) -> str:
+def _differences(first: SimulatedRun, second: SimulatedRun) -> str:
     """Names of the nodes on which two runs ended with different parameters, for a message."""
     pairs = [(a, first.params[a], second.params[a]) for a in first.params]
     return ", ".join(node_name(address) for address, one, other in pairs if not equal_bits(one, other))

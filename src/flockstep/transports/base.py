@@ -9,7 +9,7 @@ from typing import ClassVar
 from flockstep.expression import Component
 from flockstep.transports.bus import Bus
 from flockstep.transports.shared_memory import SharedMemory
-from flockstep.transports.wire import Identity
+from flockstep.transports.wire import SenderIdentity
 
 
 class Transport(Component):
@@ -30,7 +30,7 @@ class Transport(Component):
         """Remove what `listen` has created outside `directory`; called once, at the end of the run."""
         return
 
-    def bus(self, me: Identity, directory: Path, name: str) -> Bus:
+    def bus(self, me: SenderIdentity, directory: Path, name: str) -> Bus:
         """Create a bus for the node `me`, called `name`; `directory` is private to the run."""
         from flockstep.transports.streams import StreamBus
 

@@ -18,7 +18,7 @@ KEPT = 8
 """Number of buffers of each size that are kept for reuse."""
 
 
-class Copies:
+class BufferPool:
     """Read-only copies, as `frozen` creates them, in a heap that other processes can read or in reused buffers.
 
     Every array in a buffer holds a reference to the buffer; the buffer is free when only its list refers to it.

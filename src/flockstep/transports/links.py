@@ -16,7 +16,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError, PeerLost, ProtocolError
 from flockstep.messages import Address, Beside, Fields, Message, node_name
 from flockstep.transports.bus import LAUNCHER, Backlog, cannot_listen
-from flockstep.transports.wire import MAX_CODING, MAX_HEADER, Identity, decode, encode
+from flockstep.transports.wire import MAX_CODING, MAX_HEADER, SenderIdentity, decode, encode
 
 CONTROL_BYTES = 1 << 20
 """Largest message that the control socket accepts, in bytes."""
@@ -57,11 +57,11 @@ class Control:
         while self._socket.poll(0):
             yield self._socket.recv_multipart()[-1]
 
-    def link(self, address: Address, endpoint: str, me: Identity) -> Wire:
+    def link(self, address: Address, endpoint: str, me: SenderIdentity) -> SupervisorLink:
         """Open a link to the node that listens at `endpoint`; `me` identifies the supervisor."""
-        return Wire(self._context, address, endpoint, me, self._heartbeat)
+        return SupervisorLink(self._context, address, endpoint, me, self._heartbeat)
 
-    def wait(self, wires: Iterable[Wire], seconds: float) -> bool:
+    def wait(self, wires: Iterable[SupervisorLink], seconds: float) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a link; return whether one has arrived."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -75,11 +75,16 @@ class Control:
         self._context.term()
 
 
-class Wire:
+class SupervisorLink:
     """The supervisor's end of a link to one node; detects that the node no longer answers heartbeats."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: Address, endpoint: str, me: Identity, heartbeat: float
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: Address,
+        endpoint: str,
+        me: SenderIdentity,
+        heartbeat: float,
     ):
         self._address = address
         self._me = me
@@ -139,7 +144,7 @@ class Wire:
 class Line:
     """A node's end of its link to the supervisor, which connects to `address`."""
 
-    def __init__(self, me: Identity, address: str, heartbeat: float):
+    def __init__(self, me: SenderIdentity, address: str, heartbeat: float):
         """Listen for the supervisor.
 
         `heartbeat`: seconds without a heartbeat after which the supervisor counts as lost.

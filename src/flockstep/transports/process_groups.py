@@ -28,7 +28,7 @@ GLANCE = 0.0002
 """Seconds between two polls of an operation of a backend that cannot wait with a time limit."""
 
 
-class Work:
+class GroupOperation:
     """A running operation of a group; `after` is called once, when the operation has succeeded."""
 
     def __init__(self, what: str, work: Any, patient: bool, after: Callable[[], None] | None = None):
@@ -120,7 +120,7 @@ class Joining:
             self._error = error
 
 
-class Group:
+class ProcessGroup:
     """All workers of a run as one process group of a backend."""
 
     def __init__(self, backend: str, meeting: Rendezvous):
@@ -144,12 +144,12 @@ class Group:
                 group.shutdown()
             _file(self.backend, self._meeting).unlink(missing_ok=True)
 
-    def sum_up(self, array: Any) -> Work:
+    def sum_up(self, array: Any) -> GroupOperation:
         """Start replacing `array` by the sum over all workers."""
         tensor, back = self._taken(array)
         return self._work("all-reduce", self._group.allreduce([tensor], dist.AllreduceOptions()), back)
 
-    def reduce(self, array: Any, root: int) -> Work:
+    def reduce(self, array: Any, root: int) -> GroupOperation:
         """Start replacing `array` on worker `root` by the sum over all workers.
 
         On the others `array` becomes undefined.
@@ -159,21 +159,21 @@ class Group:
         tensor, back = self._taken(array)
         return self._work("reduce", self._group.reduce([tensor], options), back)
 
-    def broadcast(self, array: Any, root: int) -> Work:
+    def broadcast(self, array: Any, root: int) -> GroupOperation:
         """Start replacing `array` by the array of worker `root`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         tensor, back = self._taken(array)
         return self._work("broadcast", self._group.broadcast([tensor], options), back)
 
-    def gather(self, array: Any, out: Sequence[Any]) -> Work:
+    def gather(self, array: Any, out: Sequence[Any]) -> GroupOperation:
         """Start writing the `array` of every worker, all of one size, into the arrays of `out`, in order of rank."""
         pairs = [self._taken(one) for one in out]
         tensor, _ = self._taken(array)
         work = self._group.allgather([[to for to, _ in pairs]], [tensor])
         return self._work("all-gather", work, lambda: [back() for _, back in pairs if back is not None])
 
-    def scatter_sum(self, out: Any, parts: Sequence[Any]) -> Work:
+    def scatter_sum(self, out: Any, parts: Sequence[Any]) -> GroupOperation:
         """Start writing this worker's part of the sum into `out`.
 
         `parts`, all of one size, are this worker's summands, one for each rank.
@@ -183,12 +183,12 @@ class Group:
         work = self._group.reduce_scatter([tensor], [given], dist.ReduceScatterOptions())
         return self._work("reduce-scatter", work, back)
 
-    def meet(self) -> Work:
+    def meet(self) -> GroupOperation:
         """Start a barrier over all workers."""
         return self._work("barrier", self._group.barrier(dist.BarrierOptions()), None)
 
-    def _work(self, what: str, work: Any, after: Callable[[], Any] | None) -> Work:
-        return Work(f"a {self.backend} {what}", work, self.backend == "gloo", after)
+    def _work(self, what: str, work: Any, after: Callable[[], Any] | None) -> GroupOperation:
+        return GroupOperation(f"a {self.backend} {what}", work, self.backend == "gloo", after)
 
     def _taken(self, array: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:
         """The array as a tensor that the backend accepts.

@@ -26,13 +26,13 @@ import numpy as np
 from flockstep.errors import CompositionError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.bus import Backlog, Bus, Traffic, cannot_listen
-from flockstep.transports.copies import Copies
+from flockstep.transports.copies import BufferPool
 from flockstep.transports.shared_heap import NODES, SMALLEST, Borrowed, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
     MAX_CODING,
     MAX_HEADER,
-    Identity,
+    SenderIdentity,
     announces,
     decode,
     decode_greeting,
@@ -113,7 +113,7 @@ class _Connection:
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
-    def __init__(self, me: Identity, address: str, lends: bool = False):
+    def __init__(self, me: SenderIdentity, address: str, lends: bool = False):
         """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port.
 
         `lends`: peers may read this node's memory.
@@ -125,7 +125,7 @@ class StreamBus(Bus):
         self.rejected = 0
         """Number of connections that were refused."""
         self._me = me
-        self._copies = Copies()
+        self._copies = BufferPool()
         self._heap = SharedHeap(heap_room_for(me.model_bytes)) if lends else None
         self._listener, self.address = _listening(address)
         self._epoll = select.epoll()

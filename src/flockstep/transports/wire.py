@@ -80,7 +80,7 @@ def _reader(kind: type[Note] | None) -> msgspec.msgpack.Decoder[Any]:
 
 
 @dataclass
-class Identity:
+class SenderIdentity:
     """Identity of a sender: its run, its address, and the schema of its model."""
 
     run: str
@@ -101,7 +101,7 @@ class Identity:
         return self.model_bytes
 
 
-def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> bytes:
+def encode(message: Message, me: SenderIdentity, place: int = -1, start: int = 0) -> bytes:
     """Encode the header of `message`.
 
     `place` and `start` are the slot and the byte at which the array lies in shared memory, if it does.
@@ -129,7 +129,9 @@ def encode(message: Message, me: Identity, place: int = -1, start: int = 0) -> b
     )
 
 
-def decode(header: bytes, payload: memoryview | None, sender: Address, me: Identity, most: int = MAX_HEADER) -> Message:
+def decode(
+    header: bytes, payload: memoryview | None, sender: Address, me: SenderIdentity, most: int = MAX_HEADER
+) -> Message:
     """Decode a message from a header of at most `most` bytes and a payload; the array is a view of `payload`.
 
     Raises:
@@ -160,7 +162,7 @@ def announces(header: bytes, tag: str | None, array: Array) -> bool:
     return head.tag == tag and head.dtype == array.dtype.name and head.size == array.size and not head.reply_to
 
 
-def decode_greeting(header: bytes, me: Identity) -> Message:
+def decode_greeting(header: bytes, me: SenderIdentity) -> Message:
     """Decode the greeting of a peer that is not known yet.
 
     Raises:
@@ -180,7 +182,7 @@ def _read(header: bytes, who: str) -> Header:
         raise ProtocolError(f"{who} sent a header that is not protocol {PROTOCOL}: {error}") from None
 
 
-def _check(head: Header, sender: Address, me: Identity) -> None:
+def _check(head: Header, sender: Address, me: SenderIdentity) -> None:
     expected = 0 if head.tag in (GREETING, HANDED_ON) else me.heard.get(sender, 0) + 1
     if (
         head.number == expected
@@ -208,7 +210,7 @@ def _check(head: Header, sender: Address, me: Identity) -> None:
             raise ProtocolError(f"{who} {what}")
 
 
-def _note(head: Header, me: Identity, who: str) -> Any:
+def _note(head: Header, me: SenderIdentity, who: str) -> Any:
     kind = note_kind(me.notes, head.tag, head.reply_to)
     if kind is None and head.note == _NO_NOTE:
         return {}
@@ -220,7 +222,7 @@ def _note(head: Header, me: Identity, who: str) -> Any:
 
 
 def _array(
-    head: Header, payload: memoryview | None, me: Identity, who: str
+    head: Header, payload: memoryview | None, me: SenderIdentity, who: str
 ) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
     if head.dtype not in DTYPES:
         raise ProtocolError(f"{who} sent an array of {head.dtype!r}; allowed: {', '.join(sorted(DTYPES))}")

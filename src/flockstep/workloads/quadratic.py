@@ -42,7 +42,7 @@ class Quadratic(Workload):
         seed.
         """
         return Job(
-            model=lambda: numpy_framework.Quadratic(np.geomspace(1 / self.condition, 1, self.dimension)),
+            model=lambda: numpy_framework.QuadraticModel(np.geomspace(1 / self.condition, 1, self.dimension)),
             data=self._data,
             optimizer=self.optimizer,
             metric=squared_distance,

@@ -21,7 +21,7 @@ from flockstep.strategies.server_state import Push as Push
 from flockstep.strategies.server_state import Read as Read
 
 
-class View(msgspec.Struct, eq=False):
+class ConsistencyView(msgspec.Struct, eq=False):
     """What a consistency rule may read besides the pending reads and gradients."""
 
     slowest: int
@@ -90,7 +90,7 @@ class Consistency(Component):
         """
 
     @abstractmethod
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return the reads that the server answers now.
 
         Args:
@@ -99,7 +99,7 @@ class Consistency(Component):
         """
 
     @abstractmethod
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the groups of gradients to apply now, in order.
 
         A group of m gradients makes m / full_step of a step along its mean.
@@ -112,11 +112,11 @@ class Consistency(Component):
     def keep(self, kept: dict[int, FlatArray], version: int, params: FlatArray) -> None:
         """Note a new version of the parameters; a rule that compares versions stores a copy in `kept`."""
 
-    def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
+    def dropped(self, pending: Sequence[Push], view: ConsistencyView) -> list[Push]:
         """Return the pending gradients that will never be applied."""
         return []
 
-    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the groups of remaining gradients to apply after all workers have left."""
         return []
 
@@ -136,10 +136,10 @@ class ClockRule(Consistency):
     def releases(self, pending: Sequence[Push], slowest: int) -> list[list[Push]]:
         """Return the groups of gradients to apply now, in order."""
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         return [read for read in (reads if view.moved else reads[-1:]) if self.admits(read.clock, view.slowest)]
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return self.releases(pending if view.moved else pending[-1:], view.slowest)
 
 

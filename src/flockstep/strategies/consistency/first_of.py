@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.expression import SHOWN, WORKERS, searched
 from flockstep.strategies.access import GivesUp
-from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
 class FirstOf(Consistency):
@@ -33,11 +33,11 @@ class FirstOf(Consistency):
     def full_step(self, workers: int) -> int:
         return self.needed(workers)
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return the reads of workers for which there is a newer version."""
         return [read for read in reads if read.version < view.version]
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the first `needed` gradients of this version, in order of rank.
 
         Near the end of a run, a step takes the gradients of all workers that have not finished.
@@ -55,7 +55,7 @@ class FirstOf(Consistency):
         needed = min(needed, view.live)  # late workers skipped versions and have steps left when others have none
         return [sorted(current[:needed], key=lambda push: push.rank)] if len(current) >= needed > 0 else []
 
-    def dropped(self, pending: Sequence[Push], view: View) -> list[Push]:
+    def dropped(self, pending: Sequence[Push], view: ConsistencyView) -> list[Push]:
         """Return the gradients of earlier versions."""
         return [push for push in pending if push.version < view.version]
 
@@ -141,11 +141,11 @@ class KBatchSync(FirstOf):
     def needed(self, workers: int) -> int:
         return self.k
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return all reads: a learner that has pushed may compute another batch at once."""
         return list(reads)
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the first k gradients of this version, in order of rank and clock."""
         current = [push for push in pending if push.version == view.version]
         first = sorted(current[: self.k], key=lambda push: (push.rank, push.timestamp))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class KAsync(Consistency):
     def full_step(self, workers: int) -> int:
         return self.k
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return the reads of workers whose own gradient has been applied; a newer version alone does not
         admit a read.
         """
         return [read for read in reads if not view.waiting(read.rank)]
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return groups of k gradients; fewer per group if fewer workers live.
 
         A worker that has pushed waits, so the k gradients of a group come from k learners.
@@ -53,7 +53,7 @@ class KAsync(Consistency):
         k = min(self.k, view.live)
         return [list(pending[i : i + k]) for i in range(0, len(pending) - k + 1, k)] if k else []
 
-    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return [list(pending)] if pending else []
 
 
@@ -66,10 +66,10 @@ class KBatchAsync(KAsync):
     def check(self, workers: int) -> None:
         """Accept any number of workers: k gradients may come from fewer than k workers."""
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return all reads: no learner waits."""
         return list(reads)
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the first k gradients as one group, once there are k."""
         return [list(pending[: self.k])] if len(pending) >= self.k else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, WORKERS, searched
-from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class SoftSync(Consistency):
         """Number of gradients of a step, c = floor(workers / n)."""
         return workers // self.n
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return all reads: no worker waits."""
         return list(reads)
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the first c gradients as one group, once there are c."""
         c = self.full_step(view.workers)
         return [list(pending[:c])] if len(pending) >= c else []
 
-    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return [list(pending)] if pending else []

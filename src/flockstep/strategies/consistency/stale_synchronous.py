@@ -8,8 +8,8 @@ from typing import Literal
 
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.strategies.access import Access, Copies, SentCopies
-from flockstep.strategies.consistency.base import ClockRule, Push, View, by_timestamp
+from flockstep.strategies.access import Access, CopyAccess, SentCopies
+from flockstep.strategies.consistency.base import ClockRule, ConsistencyView, Push, by_timestamp
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StaleSynchronous(ClockRule):
         """Return the gradients with timestamp - s + 1 <= slowest, grouped by timestamp and ordered by rank."""
         return by_timestamp([push for push in pending if push.timestamp - self.s + 1 <= slowest])
 
-    def flushed(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def flushed(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         """Return the remaining gradients, which exist if workers do not wait for their last push."""
         return by_timestamp(pending)
 
@@ -74,7 +74,7 @@ class CachedStaleSynchronous(StaleSynchronous):
 
     @property
     def access(self) -> Access:
-        return Copies(self.s)
+        return CopyAccess(self.s)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from flockstep.arrays.namespace import copied
 from flockstep.arrays.schema import FlatArray
 from flockstep.errors import ConfigurationError
 from flockstep.expression import SHOWN, searched
-from flockstep.strategies.consistency.base import Consistency, Push, Read, View
+from flockstep.strategies.consistency.base import Consistency, ConsistencyView, Push, Read
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class ValueBound(Consistency):
     def full_step(self, workers: int) -> int:
         return 1
 
-    def admitted(self, reads: Sequence[Read], view: View) -> list[Read]:
+    def admitted(self, reads: Sequence[Read], view: ConsistencyView) -> list[Read]:
         """Return all reads if the drift is below the bound or no worker computes, otherwise none."""
         bound = self.delta / math.sqrt(max(1, view.version)) if self.decreasing else self.delta
         return list(reads) if not view.reading or self._drift(view) < bound else []
 
-    def _drift(self, view: View) -> float:
+    def _drift(self, view: ConsistencyView) -> float:
         """Return the largest absolute change since the oldest version that a worker computes on; delete older
         copies.
         """
@@ -54,5 +54,5 @@ class ValueBound(Consistency):
         """Store a copy of every version; `_drift` deletes the copies that no worker needs."""
         kept[version] = copied(params)
 
-    def released(self, pending: Sequence[Push], view: View) -> list[list[Push]]:
+    def released(self, pending: Sequence[Push], view: ConsistencyView) -> list[list[Push]]:
         return [[push] for push in pending]

@@ -16,7 +16,7 @@ from flockstep.strategies.server_updates.base import ServerUpdate, equal_weights
 
 
 @dataclass
-class Memory:
+class DelayCompensationState:
     """The rule's state: w_bak of each worker, and the moving mean of squared gradients."""
 
     initial: FlatArray
@@ -59,22 +59,24 @@ class DelayCompensated(ServerUpdate):
             return self.lambda0
         return 2.0 if self.form == "adaptive" else 0.04
 
-    def start(self, me: Server) -> Memory:
+    def start(self, me: Server) -> DelayCompensationState:
         """Return the state in which every worker has read the initial parameters."""
         initial = copied(me.params)
         mean_square = None
         if self.form == "adaptive":
             require_visible(self.eps, me.params)
             mean_square = namespace(initial).zeros_like(initial)
-        return Memory(initial, {}, me.version, initial, mean_square)
+        return DelayCompensationState(initial, {}, me.version, initial, mean_square)
 
-    def read(self, me: Server, state: Memory, rank: int) -> None:
+    def read(self, me: Server, state: DelayCompensationState, rank: int) -> None:
         """Store the current parameters as the worker's backup: w_bak(rank) ← w."""
         if state.copied != me.version:
             state.copied, state.latest = me.version, copied(me.params)
         state.backups[rank] = state.latest
 
-    def apply(self, me: Server, state: Memory, group: Sequence[Push], share: float = 1.0) -> list[float]:
+    def apply(
+        self, me: Server, state: DelayCompensationState, group: Sequence[Push], share: float = 1.0
+    ) -> list[float]:
         """Compensate each gradient, and step along the mean."""
         compensated = []
         for push in group:
@@ -85,7 +87,7 @@ class DelayCompensated(ServerUpdate):
         me.update(mean_of(compensated), group[0].lr, share)
         return equal_weights(group, share)
 
-    def _lambda(self, state: Memory, gradient: FlatArray) -> Any:
+    def _lambda(self, state: DelayCompensationState, gradient: FlatArray) -> Any:
         """Update the moving mean with this gradient, and return lambda: a scalar, or an array of shape (K,)."""
         if state.mean_square is None:
             return self.strength
