@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from flockstep import __version__
 
-Status = Literal["works", "fails", "missing"]
+CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
 """Function from the standard output of a successful command to a detail; raises `ValueError` if the output is wrong."""
 
@@ -56,7 +56,7 @@ class SelfTestResult:
     name: str
     group: str
     core: bool
-    status: Status
+    status: CheckStatus
     detail: str
     fix: str
     seconds: float
@@ -248,7 +248,7 @@ def _tested(test: SelfTest, works: set[str], place: Path, limit: float) -> SelfT
     return SelfTestResult(test.name, test.group, test.core, status, detail, fix, round(time.monotonic() - start, 2))
 
 
-def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tuple[Status, str]:
+def _outcome(test: SelfTest, works: set[str], place: Path, limit: float) -> tuple[CheckStatus, str]:
     lacking = [name for name in test.needs if name not in works]
     if lacking:
         return "missing", f"needs {', '.join(lacking)}"

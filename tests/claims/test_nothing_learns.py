@@ -10,7 +10,7 @@ import pytest
 
 from flockstep.claims.base import Claim, Verdict
 from flockstep.claims.compressed_digits import Finals
-from flockstep.claims.sorted_digits import End
+from flockstep.claims.sorted_digits import RunErrors
 from flockstep.claims.spans import GUESSING
 
 GUESSED = Finals(np.full(5, GUESSING), np.full(5, math.log(10)), 0)
@@ -21,8 +21,8 @@ RUNS = {
     "B4": ("b04_error_feedback", {"trained": GUESSED}),
     "B5": ("b05_delay_compensation", {"errors_of": [GUESSING] * 5, "_alone": np.zeros(3, np.float32)}),
     "B6": ("b06_sync_async_time", {"seconds_to_target": math.inf}),
-    "B7": ("b07_data_that_differ", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
-    "B8": ("b08_partial_communication", {"ends_of": [End(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
+    "B7": ("b07_data_that_differ", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
+    "B8": ("b08_partial_communication", {"ends_of": [RunErrors(GUESSING, GUESSING, 1.0, True, 1)] * 5}),
     "B9": ("b09_feedback_needs_contraction", {"trained": GUESSED}),
 }
 """What runs a claim's training, and what that would give if every model guessed."""
@@ -60,11 +60,11 @@ def test_a_claim_does_not_hold_where_nothing_learns(name: str, monkeypatch: pyte
 def test_replicas_that_just_met_do_not_show_that_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of B7: a worst worker as good as the mean model says nothing about replicas."""
     module = importlib.import_module("flockstep.claims.b07_data_that_differ")
-    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [End(6.0, 6.0, 0.0, True, 1)] * 5)
+    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [RunErrors(6.0, 6.0, 0.0, True, 1)] * 5)
     rows = {row.what.split(",")[0]: row.holds for row in Claim.parse("B7").check(lambda line: None).rows}
     assert not rows["dpsgd"]
     assert not rows["local_sgd(10)"]
-    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [End(6.0, 20.0, 1.0, False, 1)] * 5)
+    monkeypatch.setattr(module, "ends_of", lambda *_, **__: [RunErrors(6.0, 20.0, 1.0, False, 1)] * 5)
     rows = {row.what.split(",")[0]: row.holds for row in Claim.parse("B7").check(lambda line: None).rows}
     assert rows["dpsgd"]
     assert rows["local_sgd(10)"]

@@ -14,7 +14,7 @@ from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.messages import MASTER
 from flockstep.strategies.access import CopyAccess, GivesUp
 from flockstep.strategies.base import Strategy, Traits
-from flockstep.strategies.broadcast import Broadcast, Steps
+from flockstep.strategies.broadcast import Broadcast, StepCount
 from flockstep.strategies.consistency import BulkSynchronous, Consistency
 from flockstep.strategies.parameter_server import ParameterServer
 from flockstep.strategies.server_state import without
@@ -255,7 +255,7 @@ class LeavesUnread(Broadcast):
     async def worker(self, me):
         while me.training:
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params, Steps())
+            me.send_all(me.peers, "update", me.params, StepCount())
 
     async def finish(self, me):
         me.record_round(me.step)

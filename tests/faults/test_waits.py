@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flockstep.errors import RunError
-from flockstep.launchers.draws import Draws
+from flockstep.launchers.draws import GradientFingerprints
 from flockstep.launchers.waits import Waits
 from support.matrix import few
 from support.processes import PATIENCE, RealRun, wait_until
@@ -121,7 +121,7 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full() if broken else None)
-    draws = Draws(2)
+    draws = GradientFingerprints(2)
     for rank in range(2):
         draws.hear(rank, {"step": 1, "gradient": "abc", "lr": 0.0})
     assert draws.told
@@ -129,7 +129,7 @@ def test_a_warning_that_nobody_can_read_does_not_end_a_run(broken: bool, monkeyp
 
 def test_learning_rates_that_differ_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A rate of 0 counts for nothing: that worker had no gradient, or replicas may differ."""
-    draws = Draws(3)
+    draws = GradientFingerprints(3)
     for step, rates in enumerate([(0.1, 0.0, 0.1), (0.1, 0.2, 0.1), (0.1, 0.1, 0.3)], 1):
         for rank, lr in enumerate(rates):
             draws.hear(rank, {"step": step, "gradient": str(rank), "lr": lr})

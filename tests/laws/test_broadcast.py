@@ -13,7 +13,7 @@ from flockstep.arrays.ledger import GRID
 from flockstep.drivers.making import node_random
 from flockstep.errors import ConfigurationError, Diverged
 from flockstep.simulation.compute import ComputeModel
-from flockstep.strategies.broadcast import Broadcast, Steps
+from flockstep.strategies.broadcast import Broadcast, StepCount
 from flockstep.testing.strategies import (
     COMPUTE,
     GradientSource,
@@ -228,7 +228,7 @@ class PlainFloats(Broadcast):
                 me.params += message.array
             before = me.params.copy()
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params - before, Steps())
+            me.send_all(me.peers, "update", me.params - before, StepCount())
 
     async def finish(self, me):
         me.leave(peers=True)
@@ -266,7 +266,7 @@ class ReceiverScales(PlainFloats):
                 me.params += message.array / me.params.dtype.type(1 + me.step)
             before = me.params.copy()
             me.optimizer_step(await me.gradient())
-            me.send_all(me.peers, "update", me.params - before, Steps())
+            me.send_all(me.peers, "update", me.params - before, StepCount())
 
 
 @pytest.mark.negative_control("strategy:broadcast")

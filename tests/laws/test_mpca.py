@@ -12,7 +12,7 @@ from flockstep.errors import ConfigurationError, PeerLost
 from flockstep.records.events import StepEvent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.strategies.base import Strategy, TaxonomyEntry
-from flockstep.strategies.mpca import PenalizedAveraging, Rounds
+from flockstep.strategies.mpca import MpcaState, PenalizedAveraging
 from flockstep.strategies.tree_server import family
 from flockstep.testing.strategies import COMPUTE, GradientSource, bowl_job, equal_bits, run_strategy, small_job
 
@@ -104,7 +104,7 @@ class Replaces(PenalizedAveraging):
         while me.training:
             me.optimizer_step(await me.gradient())
             if me.step % 5 == 0:
-                task = me.background("round", self.round(me, Rounds(snapshot=me.params.copy())))
+                task = me.background("round", self.round(me, MpcaState(snapshot=me.params.copy())))
                 me.params[:] = (await me.finished(task)).payload
 
 
@@ -148,7 +148,7 @@ class Straight(PenalizedAveraging):
     """Every replica moves along a line of its own; keeps (step, ŵ, age of the average in steps)."""
 
     @dataclass
-    class Seen(Rounds):
+    class Seen(MpcaState):
         points: tuple = ()
 
     def worker_state(self, me):

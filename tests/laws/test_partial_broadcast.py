@@ -14,7 +14,7 @@ from flockstep.arrays.ledger import GRID
 from flockstep.errors import ConfigurationError
 from flockstep.frameworks.base import Data, Job
 from flockstep.frameworks.numpy import Model
-from flockstep.strategies.broadcast import Steps
+from flockstep.strategies.broadcast import StepCount
 from flockstep.strategies.partial_broadcast import PartialBroadcast
 from flockstep.testing.strategies import GradientSource, equal_bits, run_strategy, small_job
 
@@ -126,7 +126,7 @@ class PaysTwice(PartialBroadcast):
     async def worker(self, me):
         await super().worker(me)
         for peer in me.peers[:1]:
-            me.send(peer, "update", me.state.owed[peer].astype(me.params.dtype), Steps())
+            me.send(peer, "update", me.state.owed[peer].astype(me.params.dtype), StepCount())
 
 
 @pytest.mark.negative_control("strategy:partial")

@@ -226,22 +226,29 @@ def test_a_method_without_a_docstring_is_found():
 
 
 def repeated_classes(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Name of a class → the modules that define a class of that name, for names that several modules define."""
+    """Name of a class → the modules that define a class, a type or a value of that name, if there are several."""
     homes: dict[str, list[str]] = {}
+    classes = set()
     for module, source in sources.items():
         for node in parsed(source).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+                classes.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    homes.setdefault(ast.unparse(target), []).append(module)
+    return {name: modules for name, modules in homes.items() if name in classes and len(modules) > 1}
 
 
-def test_no_two_modules_define_classes_of_equal_name():
+def test_no_other_module_defines_the_name_of_a_class():
     assert repeated_classes({module_of(path): path.read_text() for path in FILES}) == {}
 
 
 def test_classes_of_equal_name_are_found():
     sources = {"a": "class Link: ...\nclass Own: ...", "b": "@final\nclass Link(Base): ...", "c": "from a import Link"}
     assert repeated_classes(sources) == {"Link": ["a", "b"]}
+    assert repeated_classes({"a": "class Link: ...", "b": "Link = tuple[int, int]"}) == {"Link": ["a", "b"]}
+    assert repeated_classes({"a": "Size = int", "b": "Size = int\nclass Link:\n    class Size: ..."}) == {}
 
 
 def loaded(statement: str, names: tuple[str, ...]) -> list[str]:

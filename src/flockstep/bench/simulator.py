@@ -49,7 +49,7 @@ class SimulatorFigure:
     """Events written to the record per second."""
 
 
-Way = Callable[[], tuple[int, int]]
+MeasuredProgram = Callable[[], tuple[int, int]]
 """Function that runs a measured program once and returns the numbers of worker-steps and of recorded events."""
 
 
@@ -94,7 +94,7 @@ def _indices(engine: Engine, replicas: int) -> Indices:
     return np.random.default_rng(1).integers(0, engine.train_size, (replicas, BATCH))
 
 
-def _loop(job: Job, engine: Engine, replicas: int) -> Way:
+def _loop(job: Job, engine: Engine, replicas: int) -> MeasuredProgram:
     """A loop that computes a gradient and a plain SGD step for one replica after the other."""
     if not isinstance(engine, NumpyEngine):
         return _torch_loop(job, _indices(engine, replicas))
@@ -111,7 +111,7 @@ def _loop(job: Job, engine: Engine, replicas: int) -> Way:
     return run
 
 
-def _torch_loop(job: Job, indices: Indices) -> Way:
+def _torch_loop(job: Job, indices: Indices) -> MeasuredProgram:
     """The same loop in torch, where each replica has its own model and optimizer."""
     torch, loss = sys.modules["torch"], job.loss
     assert loss is not None
@@ -132,7 +132,7 @@ def _torch_loop(job: Job, indices: Indices) -> Way:
     return run
 
 
-def _batched(engine: Engine, replicas: int) -> Way:
+def _batched(engine: Engine, replicas: int) -> MeasuredProgram:
     """Batched calls for the gradients of all replicas, repeated often enough to be timed."""
     params, indices = np.tile(engine.initial(), (replicas, 1)), _indices(engine, replicas)
     out, calls = np.empty_like(params), max(1, 512 // replicas)
@@ -145,7 +145,7 @@ def _batched(engine: Engine, replicas: int) -> Way:
     return run
 
 
-def _simulated(engine: Engine, text: str, replicas: int, steps: int) -> Way:
+def _simulated(engine: Engine, text: str, replicas: int, steps: int) -> MeasuredProgram:
     """A whole simulation, including the events of its record; models are evaluated at its start and end."""
     strategy = Strategy.parse(text)
     parts = np.array_split(np.arange(engine.train_size), replicas)

@@ -26,7 +26,7 @@ class PipelinePass:
     batch: int
 
 
-Schedule = Callable[[int, int, int], list[PipelinePass]]
+PipelineSchedule = Callable[[int, int, int], list[PipelinePass]]
 """(stage, number of stages, number of micro-batches) → passes of that stage, in order."""
 
 
@@ -55,7 +55,7 @@ class Pipeline:
 
     stages: int
     batches: int
-    schedule: Schedule
+    schedule: PipelineSchedule
     slowness: Sequence[float] = ()
     """Factor on the durations of each stage; empty if all stages are equally fast."""
     done: set[PipelinePass] = field(default_factory=set)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flockstep.claims.base import Claim, ClaimRow, Say, Verdict
-from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, End, ends_of
+from flockstep.claims.sorted_digits import LR, STEPS, WORKERS, RunErrors, ends_of
 from flockstep.claims.spans import median, ranged
 
 SHARES = (0.5, 0.25, 0.05)
@@ -80,5 +80,5 @@ class PartialCommunication(Claim):
             )
         return rows
 
-    def _ends(self, share: float, apart: bool, say: Say) -> list[End]:
+    def _ends(self, share: float, apart: bool, say: Say) -> list[RunErrors]:
         return ends_of(f"partial({share}, average)", apart, self.seeds, say, "mean")

@@ -10,14 +10,14 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, Traits
 from flockstep.testing.strategies import SimulatedRun, run_strategy
 
-Program = Callable[[Worker], Awaitable[None]]
+WorkerProgram = Callable[[Worker], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Once(Strategy):
     """A strategy in which every worker runs `program` once."""
 
-    program: Program
+    program: WorkerProgram
 
     @property
     def traits(self) -> Traits:
@@ -28,7 +28,7 @@ class Once(Strategy):
         await self.program(me)
 
 
-def run_once(program: Program, workers: int, network: str, unit: float = 0.0) -> SimulatedRun:
+def run_once(program: WorkerProgram, workers: int, network: str, unit: float = 0.0) -> SimulatedRun:
     """Run a program on `workers` workers; a gradient, which costs nothing to compute, takes `unit` virtual seconds."""
     return run_strategy(
         Once(program), workers, 1_000_000, job=still_job(), compute=f"constant({unit!r})", network=network

@@ -19,7 +19,7 @@ WORKERS, STEPS, BATCH, LR = 8, 600, 8, 0.1
 
 
 @dataclass(frozen=True)
-class End:
+class RunErrors:
     """Results of a run; errors in percent."""
 
     error: float
@@ -50,7 +50,7 @@ def parted_job(apart: bool, seed: int) -> Job:
     return replace(job, data=data)
 
 
-def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> End:
+def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = None, steps: int = STEPS) -> RunErrors:
     """One run of eight equally fast workers, with messages that take a tenth of a gradient."""
     try:
         run = run_strategy(
@@ -64,9 +64,9 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
             result=result,
         )
     except Diverged:
-        return End(GUESSING, GUESSING, np.inf, False, 0)
+        return RunErrors(GUESSING, GUESSING, np.inf, False, 0)
     replicas = run.replicas.astype(np.float64)
-    return End(
+    return RunErrors(
         100 * (1 - run.evaluation.metric),
         max(100 * (1 - event.metric) for event in run.of(ReplicaEvent)),
         float(np.sqrt(np.mean(np.square(replicas - replicas.mean(0)).sum(1)))),
@@ -77,7 +77,7 @@ def end_of(strategy: str, apart: bool, seed: int, result: ResultPolicy | None = 
 
 def ends_of(
     strategy: str, apart: bool, seeds: int, say: Say, result: ResultPolicy | None = None, steps: int = STEPS
-) -> list[End]:
+) -> list[RunErrors]:
     """One run per seed; the errors are reported as progress."""
     ends = [end_of(strategy, apart, seed, result, steps) for seed in range(seeds)]
     how = "sorted by label" if apart else "mixed"

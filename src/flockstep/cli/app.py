@@ -129,7 +129,7 @@ def _root(
 
 @app.command(rich_help_panel=RUN)
 def train(
-    job: o.Job,
+    job: o.JobArgument,
     strategy: o.StrategyText,
     workers: o.Workers = 4,
     seed: o.Seed = 0,
@@ -161,7 +161,7 @@ def train(
 @app.command(rich_help_panel=RUN)
 def simulate(
     context: typer.Context,
-    job: o.Job,
+    job: o.JobArgument,
     strategy: o.StrategyText,
     workers: o.Workers = 16,
     network: o.NetworkText = USUAL_NETWORK,
@@ -197,7 +197,7 @@ def simulate(
 @app.command(rich_help_panel=RUN)
 def compare(
     context: typer.Context,
-    job: o.Job,
+    job: o.JobArgument,
     strategy: Annotated[
         list[str],
         typer.Option("--strategy", "-s", help="A strategy to compare; repeat for each.", autocompletion=o.STRATEGY),

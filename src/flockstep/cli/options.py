@@ -33,7 +33,7 @@ def completed(*nouns: str) -> Callable[[str], list[str]]:
     return complete
 
 
-Job = Annotated[
+JobArgument = Annotated[
     str,
     typer.Argument(
         help="A built-in workload (see `flockstep list workloads`) or a Python file with a job() function.",

@@ -17,7 +17,7 @@ from flockstep.errors import Diverged
 
 
 @dataclass(frozen=True)
-class Matrix:
+class TensorMatrix:
     """A tensor of the flat array as a matrix: rows are its first dimension, columns all other dimensions together."""
 
     part: slice
@@ -38,13 +38,13 @@ class LowRank:
     """Bytes of a factor's element divided by bytes of an element of the array."""
 
     @cached_property
-    def matrices(self) -> tuple[Matrix, ...]:
+    def matrices(self) -> tuple[TensorMatrix, ...]:
         """The factored tensors, in order."""
         found, start = [], 0
         for shape in self.shapes:
             size = math.prod(shape)
             if len(shape) > 1 and self.ratio * self.rank * (shape[0] + size // max(1, shape[0])) < size:
-                found.append(Matrix(slice(start, start + size), shape[0], size // shape[0]))
+                found.append(TensorMatrix(slice(start, start + size), shape[0], size // shape[0]))
             start += size
         return tuple(found)
 

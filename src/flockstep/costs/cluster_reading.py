@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.clusters import FOLDER, names
-from flockstep.costs.machines import DAY, MOST, ClusterLink, MachineGroup, Path, Rates, Reach, WrongValue, shown
-from flockstep.costs.toml_lines import Lines
+from flockstep.costs.machines import DAY, MOST, ClusterLink, MachineGroup, Rates, Reach, WrongValue, shown
+from flockstep.costs.toml_lines import KeyPath, Lines
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.simulation import units
 from flockstep.simulation.compute import ComputeModel
@@ -102,12 +102,12 @@ class _Document:
     where: str
     lines: Lines
 
-    def wrong(self, message: str, path: Path) -> ConfigurationError:
+    def wrong(self, message: str, path: KeyPath) -> ConfigurationError:
         """An error for the value at `path`, with its line."""
         return ConfigurationError(f"{self.where}, line {self.lines.of(path)}: {message}")
 
     @contextmanager
-    def telling(self, path: Path = ()) -> Iterator[None]:
+    def telling(self, path: KeyPath = ()) -> Iterator[None]:
         """Context manager that adds the line to the error of a refused value, whose path begins at `path`."""
         try:
             yield
@@ -118,7 +118,7 @@ class _Document:
 class _Table:
     """A table of the document. Keys are taken one by one; keys that are never taken are unknown."""
 
-    def __init__(self, document: _Document, path: Path, data: Any):
+    def __init__(self, document: _Document, path: KeyPath, data: Any):
         self.document, self.path = document, path
         if not isinstance(data, dict):
             raise document.wrong(

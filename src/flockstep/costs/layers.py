@@ -17,8 +17,8 @@ from typing import Literal
 from flockstep.errors import ConfigurationError
 
 Number = int | float
-Counted = Literal["formula", "torch", "unknown"]
-Way = Literal["data", "split"]
+CountedBy = Literal["formula", "torch", "unknown"]
+Parallelism = Literal["data", "split"]
 
 
 def log2_ceil(count: Number) -> int:
@@ -87,7 +87,7 @@ class Layer:
     """Names of the layers whose outputs it reads; None for the previous layer."""
     tied: str | None = None
     """Name of the layer that counts the shared weights."""
-    counted: Counted = "formula"
+    counted: CountedBy = "formula"
     """Source of the work: the formulas of this package, torch, or unknown."""
 
     def __post_init__(self) -> None:
@@ -265,7 +265,7 @@ class ModelShape:
         users = [one for one in self.layers if one is layer or one.tied == layer.name]
         return sum(one.split_bytes(batch, workers, self.itemsize) for one in users)
 
-    def cheaper(self, layer: Layer, batch: int, workers: int) -> Way:
+    def cheaper(self, layer: Layer, batch: int, workers: int) -> Parallelism:
         """Way that sends fewer bytes with `batch` samples per worker: the gradient (data), or activations (split)."""
         sent = layer.data_bytes(workers, self.itemsize)
         return "split" if sent and self.split_bytes(layer, batch, workers) < sent else "data"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flockstep.collectives import costs
+from flockstep.costs.toml_lines import KeyPath
 from flockstep.errors import ConfigurationError
 from flockstep.simulation.fair import FairLink
 from flockstep.simulation.network import Link, Network
 
-Path = tuple[str | int, ...]
 Reach = Literal["node", "inside", "between"]
 DAY = 86400.0
 """Seconds of a day."""
@@ -27,7 +27,7 @@ class WrongValue(ConfigurationError):
 
     def __init__(self, message: str, *path: str | int):
         super().__init__(message)
-        self.path: Path = path
+        self.path: KeyPath = path
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import tomllib
 from typing import Any
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 _KEY = r"""(?:"(?:\\.|[^"\\\n])*"|'[^'\n]*'|[A-Za-z0-9_-]+)"""
 _KEYS = re.compile(rf"[ \t]*({_KEY}(?:[ \t]*\.[ \t]*{_KEY})*)[ \t]*")
@@ -27,18 +27,18 @@ class Lines:
 
     def __init__(self, text: str):
         self._text = text
-        self._found: dict[Path, int] = {(): 1}
-        self._counts: dict[Path, int] = {}
+        self._found: dict[KeyPath, int] = {(): 1}
+        self._counts: dict[KeyPath, int] = {}
         self._scan()
 
-    def of(self, path: Path) -> int:
+    def of(self, path: KeyPath) -> int:
         """The line of `path`, or of the innermost table that contains it if the path is not written out."""
         while path not in self._found:
             path = path[:-1]
         return self._found[path]
 
     def _scan(self) -> None:
-        table: Path = ()
+        table: KeyPath = ()
         at = _skip(self._text, 0)
         while at < len(self._text):
             if self._text[at] == "[":
@@ -47,7 +47,7 @@ class Lines:
                 at = self._entry(table, at)
             at = _skip(self._text, at)
 
-    def _header(self, at: int) -> tuple[Path, int]:
+    def _header(self, at: int) -> tuple[KeyPath, int]:
         """Parse a [table] or [[array]] header at position `at`; return its path and the position after it."""
         many = self._text.startswith("[[", at)
         found = _KEYS.match(self._text, at + 1 + many)
@@ -55,7 +55,7 @@ class Lines:
         path = self._placed(_parts(found[1]), of_array=many, at=at)
         return path, found.end() + 1 + many
 
-    def _entry(self, table: Path, at: int) -> int:
+    def _entry(self, table: KeyPath, at: int) -> int:
         """Parse a key and its value at position `at` of `table`; return the position after them."""
         found = _KEYS.match(self._text, at)
         assert found is not None
@@ -65,7 +65,7 @@ class Lines:
             self._note(path, at)
         return self._value(path, _skip(self._text, found.end() + 1))
 
-    def _value(self, path: Path, at: int) -> int:
+    def _value(self, path: KeyPath, at: int) -> int:
         """Parse a value at position `at`, recording keys of inline tables and indices of arrays.
 
         Return the position after it.
@@ -87,9 +87,9 @@ class Lines:
                 at = _skip(self._text, at + 1)
         return at + 1
 
-    def _placed(self, parts: list[str], of_array: bool, at: int) -> Path:
+    def _placed(self, parts: list[str], of_array: bool, at: int) -> KeyPath:
         """The path of a header's table; for an array of tables on the way, the path of its last element."""
-        path: Path = ()
+        path: KeyPath = ()
         for depth, part in enumerate(parts):
             path = (*path, part)
             self._note(path, at)
@@ -102,7 +102,7 @@ class Lines:
             self._found[path] = self._line(at)  # a table's own header is more precise than that of a table inside it
         return path
 
-    def _note(self, path: Path, at: int) -> None:
+    def _note(self, path: KeyPath, at: int) -> None:
         self._found.setdefault(path, self._line(at))
 
     def _line(self, at: int) -> int:

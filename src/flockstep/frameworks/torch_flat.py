@@ -17,7 +17,7 @@ from flockstep.arrays.namespace import as_tensor
 from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.errors import ConfigurationError
 
-Named = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 
 
 RELEASED = 32 << 20
@@ -133,7 +133,7 @@ class FlatModule:
         for each in self.narrow:
             self._values[each.part].copy_(_unrounded(self._values[each.part], each.values))
 
-    def master(self) -> Named:
+    def master(self) -> NamedTensors:
         """Return name → copy of the flat array's values of each narrower parameter, or what a script has set it to."""
         views, indices = self.views(self._values), [i for each in self.narrow for i in each.indices]
         return {self.schema.entries[i].name: _unrounded(views[i], self.parameters[i].detach()) for i in indices}
@@ -238,7 +238,7 @@ class FlatModule:
         """A number that grows whenever torch writes to gradients that are in their places."""
         return sum(memory._version for memory in (self._slopes, *(each.slopes for each in self.narrow)))
 
-    def buffers(self) -> Named:
+    def buffers(self) -> NamedTensors:
         """Return name → tensor of every non-trainable buffer (batch-norm statistics), not copied."""
         return dict(self.module.named_buffers())
 

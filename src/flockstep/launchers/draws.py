@@ -13,7 +13,7 @@ from flockstep.messages import Address, Fields
 
 
 @dataclass
-class Draws:
+class GradientFingerprints:
     """Fingerprints of the first gradients of all workers of a launched script, by step."""
 
     workers: int

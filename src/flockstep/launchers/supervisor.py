@@ -25,7 +25,7 @@ from flockstep.drivers.tracker import FINAL
 from flockstep.errors import ConfigurationError, FlockstepError, Interrupted, PeerLost, ProtocolError, RunError, of_kind
 from flockstep.launchers.children import Child, how_it_ended, kill_all, reap, refuse_unguarded
 from flockstep.launchers.communicators import Communicators
-from flockstep.launchers.draws import Draws
+from flockstep.launchers.draws import GradientFingerprints
 from flockstep.launchers.evaluation import SnapshotHandler
 from flockstep.launchers.handles import require_handles
 from flockstep.launchers.health import Health
@@ -118,7 +118,7 @@ class Supervisor:
         self._view = View(0, tuple(range(workers)))
         self._losses: dict[Address, NodeLost] = {}
         self._communicators = Communicators(workers, self._losses, self._done)
-        self._draws = Draws(workers)
+        self._draws = GradientFingerprints(workers)
 
     def run(self, result: Callable[[Outcome], FlatArray | None] = lambda outcome: None) -> Outcome:
         """Start the processes, wait for the end, and dismiss the nodes.

@@ -14,7 +14,7 @@ import tomli_w
 from flockstep.errors import ConfigurationError, UnknownName
 
 Kind = Literal["train", "simulate", "launch"]
-Clock = Literal["real", "virtual"]
+ClockKind = Literal["real", "virtual"]
 
 _OPTIONS = (
     "workers",
@@ -115,7 +115,7 @@ class RunConfig:
             )
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> ClockKind:
         """`real` if the record's seconds were measured, `virtual` if they were modeled."""
         return "virtual" if self.kind == "simulate" else "real"
 

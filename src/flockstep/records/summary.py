@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from flockstep.messages import Address, node_name
-from flockstep.records.config import Clock, RunConfig
+from flockstep.records.config import ClockKind, RunConfig
 from flockstep.records.events import (
     DivergedEvent,
     EvaluationEvent,
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     network: str | None
     compute: str | None
-    clock: Clock
+    clock: ClockKind
     """real: measured seconds; virtual: modeled seconds."""
     metric: str
     higher_is_better: bool

@@ -14,7 +14,7 @@ from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
 
 
-class Steps(Note, frozen=True):
+class StepCount(Note, frozen=True):
     """Note sent with an update: the number of steps in it."""
 
     count: int = 1
@@ -38,7 +38,7 @@ class Broadcast(Strategy):
     sender.
     """
 
-    notes: ClassVar[Notes] = {"update": Steps}
+    notes: ClassVar[Notes] = {"update": StepCount}
 
     scale: float = 1.0
 
@@ -57,7 +57,7 @@ class Broadcast(Strategy):
         while me.training:
             absorb_arrived(me, me.state)
             update = own_update(me, me.state, await me.gradient(), self.scale)
-            me.send_all(me.peers, "update", update, Steps())
+            me.send_all(me.peers, "update", update, StepCount())
 
     async def finish(self, me: Worker) -> None:
         """Add the updates that are still in transit, until all other workers have left."""

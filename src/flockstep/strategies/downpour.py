@@ -81,7 +81,7 @@ class Sum(Pushed, frozen=True):
     fetch: bool
 
 
-Request = tuple[Address, FlatArray | None, Sum | None]
+ShardRequest = tuple[Address, FlatArray | None, Sum | None]
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ class Downpour(Strategy):
         if count:
             me.record_update(rank, late, count, weight / count)
 
-    def _pushes(self, me: Worker, state: DownpourState, fetch: bool = False, flush: bool = False) -> list[Request]:
+    def _pushes(self, me: Worker, state: DownpourState, fetch: bool = False, flush: bool = False) -> list[ShardRequest]:
         """Return the push to each shard; `fetch` also requests the shard's parameters, `flush` bypasses the filters."""
-        pushes: list[Request] = []
+        pushes: list[ShardRequest] = []
         for i, part in enumerate(slices(len(me.params), self.shards)):
             update, outbox = state.accrued[part], state.outboxes[i]
             data = pack(self.filters, self.codec, update, me.params[part], outbox, me.random, flush)

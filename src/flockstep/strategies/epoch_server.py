@@ -17,7 +17,7 @@ from flockstep.strategies.server_updates.base import ServerUpdate
 from flockstep.strategies.server_updates.plain import Plain
 
 
-class Batch(Pushed, frozen=True):
+class EpochBatch(Pushed, frozen=True):
     """Note sent with a gradient: also its epoch, the number of the worker's batches in the epoch, and the batch's
     number.
     """
@@ -44,7 +44,7 @@ class Reader:
 
 
 @dataclass
-class Epochs:
+class EpochServerState:
     """The server's state: the epoch, the number of the epoch's gradients received, and the pushes to answer at
     its end.
     """
@@ -66,7 +66,7 @@ class EpochServer(Strategy):
     the epoch ends when all workers are done. If workers die, the epoch ends when all live workers are waiting.
     """
 
-    notes: ClassVar[Notes] = {"push": Batch, "reply to push": Current}
+    notes: ClassVar[Notes] = {"push": EpochBatch, "reply to push": Current}
 
     share: float = field(default=0.75, metadata=SHOWN | searched(0.25, 1.0, whole=False, log=False))
     length: int = field(default=10, metadata=SHOWN | searched(2, 64))
@@ -86,8 +86,8 @@ class EpochServer(Strategy):
     def worker_state(self, me: Worker) -> Reader:
         return Reader()
 
-    def master_state(self, me: Server) -> Epochs:
-        return Epochs(self.server_update.start(me), me.cluster.workers)
+    def master_state(self, me: Server) -> EpochServerState:
+        return EpochServerState(self.server_update.start(me), me.cluster.workers)
 
     async def worker(self, me: Worker) -> None:
         """Use the batches of the server's current epoch, one push each, until the worker's steps are used up."""
@@ -95,7 +95,7 @@ class EpochServer(Strategy):
         while me.training and (left := self._batches(me, state.epoch)):
             gradient = await me.gradient_of(me.rank, turn=state.epoch * self.length + state.turn)
             state.turn += 1
-            note = Batch(state.version, me.lr, state.epoch, left, state.turn)
+            note = EpochBatch(state.version, me.lr, state.epoch, left, state.turn)
             reply = await me.ask(MASTER, "push", gradient, note)  # type: ignore[arg-type]
             me.params[:] = reply.payload
             state.version = reply.note.version
@@ -109,7 +109,7 @@ class EpochServer(Strategy):
 
     async def master(self, me: Server) -> None:
         """Apply every gradient on arrival; answer workers with batches left at once, the others when the epoch ends."""
-        state: Epochs = me.state
+        state: EpochServerState = me.state
         async for message in me.messages():
             if message.tag == "push":
                 self._push(me, state, message)
@@ -119,7 +119,7 @@ class EpochServer(Strategy):
             if state.waiting and len(state.waiting) >= state.live:
                 self._end(me, state)
 
-    def _push(self, me: Server, state: Epochs, message: Message) -> None:
+    def _push(self, me: Server, state: EpochServerState, message: Message) -> None:
         note, rank = message.note, message.source
         push = Push(rank, message.step - 1, note.version, note.lr, message.payload)
         late, [weight] = me.version - note.version, self.server_update.apply(me, state.update_state, [push])
@@ -133,12 +133,12 @@ class EpochServer(Strategy):
         else:
             self._answer(me, state, message)
 
-    def _end(self, me: Server, state: Epochs) -> None:
+    def _end(self, me: Server, state: EpochServerState) -> None:
         state.epoch, state.count = state.epoch + 1, 0
         for asked in state.waiting:
             self._answer(me, state, asked)
         state.waiting = []
 
-    def _answer(self, me: Server, state: Epochs, message: Message) -> None:
+    def _answer(self, me: Server, state: EpochServerState, message: Message) -> None:
         self.server_update.read(me, state.update_state, message.source)
         me.reply(message, me.params, Current(me.version, state.epoch))

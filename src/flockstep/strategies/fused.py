@@ -25,7 +25,7 @@ class TensorReady(Note, frozen=True):
     tensor: int | None
 
 
-class Named(Note, frozen=True):
+class NextTensors(Note, frozen=True):
     """Note from worker 0: the indices of the tensors to average next."""
 
     tensors: list[int]
@@ -43,7 +43,7 @@ class Fused(Strategy):
     complete at once, after the backward pass.
     """
 
-    notes: ClassVar[Notes] = {"news/lead": TensorReady, "go/follow": Named}
+    notes: ClassVar[Notes] = {"news/lead": TensorReady, "go/follow": NextTensors}
 
     fusion: float = field(default=64.0, metadata=SIZED)
     collective: Collective = field(default_factory=Ring)
@@ -94,7 +94,7 @@ class Fused(Strategy):
             if ready and not busy:
                 batch = self._fused(me, ready)
                 ready, left, busy = ready[len(batch) :], left - len(batch), True
-                me.send_all(range(me.workers), "go/follow", None, Named(batch))
+                me.send_all(range(me.workers), "go/follow", None, NextTensors(batch))
         for note in early:
             me.send(0, "news/lead", None, note)
 

@@ -22,7 +22,7 @@ class StillTraining(Note, frozen=True):
 
 
 @dataclass
-class Rounds:
+class MpcaState:
     """A worker's state: its snapshot for the current round, and the last average."""
 
     snapshot: FlatArray | None = None
@@ -70,8 +70,8 @@ class PenalizedAveraging(Strategy):
     traits = Traits(completeness=4, survives=False, results=("mean", "rank0", "best"))
     cell = TaxonomyEntry("decentral", "soft-bounded async", "binomial tree", "dedicated master")
 
-    def worker_state(self, me: Worker) -> Rounds:
-        return Rounds()
+    def worker_state(self, me: Worker) -> MpcaState:
+        return MpcaState()
 
     async def worker(self, me: Worker) -> None:
         if me.state.snapshot is not None:  # a run that continues
@@ -85,7 +85,7 @@ class PenalizedAveraging(Strategy):
 
     async def finish(self, me: Worker) -> None:
         """Continue with rounds until all workers have finished training, then leave."""
-        state: Rounds = me.state
+        state: MpcaState = me.state
         training = me.workers > 1
         while training:
             if state.snapshot is None:
@@ -96,7 +96,7 @@ class PenalizedAveraging(Strategy):
 
     async def look_after(self, me: Worker) -> None:
         """Use the average of a round that has ended and start the next round, without waiting."""
-        state: Rounds = me.state
+        state: MpcaState = me.state
         if state.snapshot is not None and me.task("round").done:
             self.take_in(state, (await me.finished(me.task("round"))).payload)
             state.snapshot = None
@@ -104,11 +104,11 @@ class PenalizedAveraging(Strategy):
             state.begun = me.step
             self._begin(me, state, training=True)
 
-    def _begin(self, me: Worker, state: Rounds, training: bool) -> None:
+    def _begin(self, me: Worker, state: MpcaState, training: bool) -> None:
         state.snapshot, state.training = copied(me.params), training
         me.background("round", self.round(me, state), "replayed")
 
-    async def round(self, me: Worker, state: Rounds) -> Message:
+    async def round(self, me: Worker, state: MpcaState) -> Message:
         """Average the workers' snapshots over the tree; the note says whether any worker was still training."""
         assert state.snapshot is not None
         total, training = copied(state.snapshot), state.training
@@ -126,13 +126,13 @@ class PenalizedAveraging(Strategy):
         me.send_all(reversed(children), "mean", mean.payload, mean.note)  # the largest subtree first
         return mean
 
-    def take_in(self, state: Rounds, mean: FlatArray) -> None:
+    def take_in(self, state: MpcaState, mean: FlatArray) -> None:
         """Store a new average and its change per step; its snapshots are those of step `state.begun`."""
         if state.mean is not None and state.begun > state.at:
             state.slope = (mean - state.mean) / (state.begun - state.at)
         state.mean, state.at = mean, state.begun
 
-    def predicted(self, state: Rounds, step: int) -> FlatArray | None:
+    def predicted(self, state: MpcaState, step: int) -> FlatArray | None:
         """Return ŵ at the given step, of shape (K,); None before the first average."""
         if state.mean is None or state.slope is None or not self.gamma:
             return state.mean

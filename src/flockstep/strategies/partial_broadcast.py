@@ -14,7 +14,7 @@ from flockstep.expression import searched
 from flockstep.messages import Notes
 from flockstep.nodes import Worker
 from flockstep.strategies.base import Strategy, TaxonomyEntry, Traits
-from flockstep.strategies.broadcast import Broadcast, BroadcastState, Steps, absorb_arrived, drain, own_update
+from flockstep.strategies.broadcast import Broadcast, BroadcastState, StepCount, absorb_arrived, drain, own_update
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PartialBroadcast(Strategy):
             update = (held_update if averages else own_update)(me, state, gradient, self.scale)
             chosen = [peer for peer in me.peers if me.random.random() < self.share]
             if self.rest != "defer":
-                me.send_all(chosen, "update", update, Steps())
+                me.send_all(chosen, "update", update, StepCount())
             elif me.peers:
                 state.owed[me.peers] += update
                 for peer in me.peers:
@@ -127,6 +127,6 @@ def pay(me: Worker, state: PartialState, peer: int) -> None:
     deferred.
     """
     update = on_grid(cast(state.owed[peer], name_of(me.params)))
-    me.send(peer, "update", update, Steps(state.counts[peer]))
+    me.send(peer, "update", update, StepCount(state.counts[peer]))
     state.owed[peer] -= update
     state.counts[peer] = 0

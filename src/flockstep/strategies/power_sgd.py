@@ -25,7 +25,7 @@ START = 0x50574552
 
 
 @dataclass
-class Factors:
+class PowerSgdState:
     """A worker's state: all Q of the last step, equal on all workers, and the error (K,) of its approximated
     gradient.
     """
@@ -81,10 +81,10 @@ class PowerSgd(Strategy):
         """2: a worker multiplies out its own product, for the error, and the mean."""
         return 2
 
-    def worker_state(self, me: Worker) -> Factors:
+    def worker_state(self, me: Worker) -> PowerSgdState:
         """Return a random Q, the same on all workers, and a zero error."""
         flat = kernels.of(me.params).as_floats(me.params)
-        return Factors(self._random(flat, LowRank(me.shapes(), self.rank), 0), namespace(flat).zeros_like(flat))
+        return PowerSgdState(self._random(flat, LowRank(me.shapes(), self.rank), 0), namespace(flat).zeros_like(flat))
 
     async def worker(self, me: Worker) -> None:
         layout = LowRank(me.shapes(), self.rank)
@@ -97,7 +97,7 @@ class PowerSgd(Strategy):
 
     async def _average(self, me: Worker, layout: LowRank, flat: FlatArray) -> None:
         """Replace `flat` (K,) by the approximation of the mean over all workers, with the same bits on every worker."""
-        state: Factors = me.state
+        state: PowerSgdState = me.state
         if self.feedback != NoFeedback():
             flat += state.error
         matrices = [flat[m.part].reshape(m.rows, m.columns) for m in layout.matrices]
