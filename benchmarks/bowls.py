@@ -63,7 +63,9 @@ class _Traced(Watched):
         """Keep an event, and the parameter."""
         super().note(event)
         if isinstance(event, UpdateEvent):
-            super().note(ScalarEvent(event.t, event.node, "parameter", float(self.runners[event.node].node.params[0])))
+            super().note(
+                ScalarEvent(event.seconds, event.node, "parameter", float(self.runners[event.node].node.params[0]))
+            )
 
 
 def bowl(
@@ -86,9 +88,9 @@ def bowl(
     )
     compute = f"speeds({law}, {STRAGGLERS[straggler]})"
     run = run_strategy(strategy, len(OPTIMA), steps, job=job, compute=compute, network="ideal", simulation=_Traced)
-    stop = min(event.t for event in run.of(StepEvent) if event.step == steps)
+    stop = min(event.seconds for event in run.of(StepEvent) if event.step == steps)
     updates = run.of(UpdateEvent)
-    counts = Counter(update.source for update in updates if stop / 3 < update.t <= stop)
+    counts = Counter(update.source for update in updates if stop / 3 < update.seconds <= stop)
     weights: dict[int, set[float]] = {rank: set() for rank in range(len(OPTIMA))}
     for update in updates:
         assert update.source is not None
@@ -100,7 +102,7 @@ def bowl(
 
 def _mean_over_time(figures: Sequence[ScalarEvent], start: float, stop: float) -> float:
     """The time average, from `start` to `stop`, of a figure that is noted whenever it has changed."""
-    times = np.clip([figure.t for figure in figures] + [stop], start, stop)
+    times = np.clip([figure.seconds for figure in figures] + [stop], start, stop)
     return float(np.diff(times) @ np.array([figure.value for figure in figures])) / (stop - start)
 
 

@@ -110,7 +110,9 @@ def ours(folder: Path, elements: int, steps: int) -> float:
         kind="train", job=str(job), strategy="ps(asynchronous)", workers=WORKERS, steps=steps, evaluate_every=steps
     )
     train(config, folder / "run")
-    return steps * WORKERS / max(e.t for e in RunFolder(folder / "run").merge_events() if isinstance(e, StepEvent))
+    return (
+        steps * WORKERS / max(e.seconds for e in RunFolder(folder / "run").merge_events() if isinstance(e, StepEvent))
+    )
 
 
 def raw(folder: Path, elements: int, steps: int) -> float:

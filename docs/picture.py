@@ -62,7 +62,7 @@ def _panel(strategy: str, place: int) -> Iterator[str]:
         )
         events = run.events()
     top = place * (GAP + len(NAMES) * ROW)
-    used = sum(isinstance(event, StepEvent) and event.t <= SECONDS for event in events)
+    used = sum(isinstance(event, StepEvent) and event.seconds <= SECONDS for event in events)
     yield f'<text x="{LEFT}" y="{top + 18}"><tspan font-weight="bold">{escape(strategy)}</tspan>'
     yield f"<tspan>: {STRATEGIES[strategy]}</tspan></text>"
     yield f'<text x="{LEFT + WIDE}" y="{top + 18}" text-anchor="end">{used} gradients used</text>'

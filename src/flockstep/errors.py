@@ -27,6 +27,18 @@ RENAMED = {
     "period": "synchronization_schedule",
     "periods": "synchronization_schedules",
     "demo": "decoupled_momentum",
+    "t": "seconds",
+    "compute": "compute_seconds",
+    "wait": "wait_seconds",
+    "comm": "comm_seconds",
+    "sent": "sent_bytes",
+    "received": "received_bytes",
+    "bytes": "sent_bytes",
+    "figure": "scalar",
+    "figures": "scalars",
+    "time_to_target": "seconds_to_target",
+    "sent_per_worker": "sent_bytes_per_worker",
+    "received_per_worker": "received_bytes_per_worker",
 }
 """Former name of an option, a component, an argument or a field of the record → present name.
 

@@ -284,9 +284,9 @@ class Node:
         """
         self.port.updates(source, count, staleness, weight)
 
-    def record_figure(self, name: str, value: float) -> None:
+    def record_scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
-        self.port.figure(name, value)
+        self.port.scalar(name, value)
 
     def _advance_tasks(self) -> None:
         """Continue every task as far as possible with the messages that have arrived, and report the tasks that have

@@ -183,7 +183,7 @@ class Port(Protocol):
     def updates(self, source: Address | None, count: int, staleness: int | None, weight: float | None = None) -> None:
         """Record updates that took effect on this node; a source of None stands for every other worker."""
 
-    def figure(self, name: str, value: float) -> None:
+    def scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
 
 

@@ -133,7 +133,7 @@ def test_a_job_in_a_file_of_ones_own_works_like_a_built_in_one(capsys: pytest.Ca
     for command in (["simulate", "mine.py", "-s", "gossip", "-n", "3"], ["train", "mine.py", "-s", "asgd", "-n", "2"]):
         code, out, err = outcome([*command, "--json"], capsys)
         assert (code, err) == (0, "")
-        assert json.loads(out)["time_to_target"] is not None
+        assert json.loads(out)["seconds_to_target"] is not None
 
 
 @pytest.mark.parametrize("command", ["train", "simulate"])

@@ -98,7 +98,7 @@ def test_every_call_between_real_processes(tmp_path: Path, workers: int, transpo
     assert done.summary is not None
     assert done.summary["status"] == "finished"
     for worker in done.summary["per_worker"]:
-        assert worker["sent"] > 300
+        assert worker["sent_bytes"] > 300
         assert worker["messages_sent"] > 30
 
 
@@ -215,7 +215,7 @@ def test_a_communicator_beside_a_strategy(tmp_path: Path, strategy: str) -> None
     assert done.out.count("finished") == 3
     assert done.summary is not None
     assert [worker["steps"] for worker in done.summary["per_worker"]] == [20, 20, 20]
-    assert done.summary["figures"]["mover_sent"] >= 3 * 20 * 3 * 8, "what the window was sent"
+    assert done.summary["scalars"]["communicator_sent_bytes"] >= 3 * 20 * 3 * 8, "what the window was sent"
 
 
 def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def badness(one: dict[str, Any]) -> tuple[float, float]:
     """Seconds to the target, then how far the metric (lower is better) is from it; a useless run is worst."""
     if one["status"] == "diverged":
         return math.inf, math.inf
-    time, metric = one["time_to_target"], one["final_metric"]
+    time, metric = one["seconds_to_target"], one["final_metric"]
     return math.inf if time is None else time, math.inf if metric is None else metric
 
 
@@ -76,14 +76,14 @@ def test_the_report_goes_by_medians(capsys: pytest.CaptureFixture[str]) -> None:
     found = compared(
         capsys, "-s", "asgd", "-s", "bsp", "--seeds", "4", "--target", "0.3", "--compute", "exponential(1)"
     )
-    medians = {one["strategy"]: one["time_to_target"]["median"] for one in found["medians"]}
+    medians = {one["strategy"]: one["seconds_to_target"]["median"] for one in found["medians"]}
     page = " ".join(html.unescape(re.sub("<[^>]*>", "", Path("c/report.html").read_text().split("<script")[0])).split())
     first, second = sorted(medians, key=medians.__getitem__)
     sentence = re.search(r"What the figures show (\S+) reached .* first, after ([0-9.]+) virtual s", page)
     assert sentence, page[:2000]
     assert sentence[1] == first
     assert float(sentence[2]) == pytest.approx(medians[first], rel=0.01)
-    times = [one["time_to_target"] for one in found["runs"]]
+    times = [one["seconds_to_target"] for one in found["runs"]]
     assert not any(time == pytest.approx(medians[first], rel=0.03) for time in times)
     assert f"{second} followed after" in page
     assert "seed 1" not in page
@@ -120,7 +120,7 @@ def test_a_comparison_may_end_at_the_target(capsys: pytest.CaptureFixture[str]) 
     assert run([*BASE[:-1], "d", *options, "--until-target", "--json"]) == 0
     short = json.loads(capsys.readouterr().out)["runs"]
     for one, other in zip(whole, short, strict=True):
-        assert one["time_to_target"] == other["time_to_target"] is not None
+        assert one["seconds_to_target"] == other["seconds_to_target"] is not None
         assert other["seconds"] < one["seconds"]
         assert other["status"] == "finished"
         steps = [worker["steps"] for worker in other["per_worker"]]

@@ -73,7 +73,7 @@ def test_a_strategy_from_outside_is_planned(file: Path, capsys: pytest.CaptureFi
     assert run([*words, "--import", str(file)]) == 0
     said = json.loads(capsys.readouterr().out)
     (found,) = (one for one in said["strategies"] if one["name"] == "relay")
-    assert found["sent"] == pytest.approx(4 * said["parameters"] / 3, rel=0.02)
+    assert found["sent_bytes"] == pytest.approx(4 * said["parameters"] / 3, rel=0.02)
     assert found["criteria"]["hyper_parameters"] == 2
     assert {one["name"] for one in said["scaling"]} == {"all_reduce", "relay"}
     assert all(len(one["workers"]) == 11 for one in said["scaling"])

@@ -133,7 +133,7 @@ np.save(HERE / f"{rank}.npy", optimizer.flat.params)
     assert equal_bits(*first)
     size = len(first[0])
     assert ended.summary is not None
-    assert ended.summary["figures"]["bytes_by_formula"] == 6 * 3 * (2 * 2 * size * 4 // 3)
+    assert ended.summary["scalars"]["bytes_by_formula"] == 6 * 3 * (2 * 2 * size * 4 // 3)
     (tmp_path / "buckets").mkdir()
     succeeded(body.replace("all_reduce(", f"bucketed({SMALL}, "), tmp_path / "buckets")
     second = [np.load(tmp_path / "buckets" / f"{rank}.npy") for rank in range(3)]
@@ -192,7 +192,7 @@ def test_a_declared_job_trains_with_it(tmp_path: Path) -> None:
     assert ended.summary is not None, ended.err
     assert ended.summary["status"] == "finished", ended.err
     assert ended.summary["replicas_agree"] is True
-    assert ended.summary["figures"]["bytes_by_formula"] == 8 * 2 * 210 * 4  # each of two workers sends half, twice
+    assert ended.summary["scalars"]["bytes_by_formula"] == 8 * 2 * 210 * 4  # each of two workers sends half, twice
 
 
 def test_virtual_time_refuses() -> None:

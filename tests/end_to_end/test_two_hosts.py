@@ -85,7 +85,7 @@ def test_memory_within_a_host_and_tcp_between_hosts(hosts: tuple[str, str], tmp_
     run = RealRun([*arguments, *options], tmp_path / "run", within=("ip", "netns", "exec", hosts[0])).end()
     assert run.code == 0, run.err
     assert run.summary is not None
-    payload = [worker["sent"] for worker in run.summary["per_worker"]]
+    payload = [worker["sent_bytes"] for worker in run.summary["per_worker"]]
     between = [sent(hosts[0], "cablea"), sent(hosts[1], "cableb")]
     within = [sent(host, "lo") for host in hosts]
     assert between[0] >= payload[1], "worker 1 sends to worker 2, on the other host"

@@ -43,7 +43,7 @@ def check(ended: Ended, folder: Path, strategy: str) -> None:
     """The result is the model after as many steps as the summary says: the step that was going on may be missing."""
     assert ended.summary is not None
     params, told = result(folder / "run")
-    assert (told.step, told.t) == (ended.summary["result_step"], ended.summary["result_seconds"])
+    assert (told.step, told.seconds) == (ended.summary["result_step"], ended.summary["result_seconds"])
     steps = int(told.step)
     assert steps > 40
     assert not (folder / "run" / "snapshots").exists()

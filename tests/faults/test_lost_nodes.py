@@ -63,7 +63,7 @@ def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tm
     assert ended.summary["status"] == "failed"
     assert "worker 1 was killed by SIGKILL" in ended.summary["error"]
     assert [lost["node"] for lost in ended.summary["lost"]] == [1]
-    assert 0 < ended.summary["lost"][0]["t"] <= ended.summary["seconds"]
+    assert 0 < ended.summary["lost"][0]["seconds"] <= ended.summary["seconds"]
     assert all(worker["steps"] >= 50 for worker in ended.summary["per_worker"])
     assert ended.summary["best_metric"] is not None, "evaluations handed in before the fault are kept"
 

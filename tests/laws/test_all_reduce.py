@@ -71,7 +71,7 @@ def test_time_changes_no_bit(compute, network):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_bytes_and_messages_are_those_of_the_collective(n):
     nodes = run_strategy("all_reduce", n, STEPS).totals.values()
-    assert sum(node.sent for node in nodes) == STEPS * 2 * (n - 1) * 18 * 4
+    assert sum(node.sent_bytes for node in nodes) == STEPS * 2 * (n - 1) * 18 * 4
     assert all(node.messages_sent == STEPS * 2 * (n - 1) for node in nodes)
 
 

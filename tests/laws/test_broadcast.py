@@ -165,7 +165,7 @@ def test_an_update_is_the_senders_step():
 def test_each_step_sends_one_model_to_everyone_else(n):
     run = run_strategy("broadcast", n, 15)
     for books in run.totals.values():
-        assert books.sent == books.received == 15 * (n - 1) * 18 * 4
+        assert books.sent_bytes == books.received_bytes == 15 * (n - 1) * 18 * 4
         assert books.messages_sent == books.messages_received == 15 * (n - 1) + (n - 1)  # and farewells
     assert set(run.deliveries().values()) <= {15}
     assert len(run.deliveries()) == n * (n - 1)

@@ -37,11 +37,11 @@ def warmed(parts, warmup, steps):
 def test_the_first_gradient_of_a_run_has_the_first_ratio_of_the_warm_up(steps):
     job = bowl_job(dimension=SIZE, dtype="float32")
     run = run_strategy("all_reduce(codec=dgc(warmup=4))", 2, steps, job=job)
-    assert run.totals[0].sent == warmed([slice(0, SIZE)], 4, steps)
+    assert run.totals[0].sent_bytes == warmed([slice(0, SIZE)], 4, steps)
     run = run_strategy("ps(shards=3, codec=dgc(warmup=4))", 2, steps, job=job)
-    assert run.totals[0].sent == warmed(slices(SIZE, 3), 4, steps)
+    assert run.totals[0].sent_bytes == warmed(slices(SIZE, 3), 4, steps)
     run = run_strategy("scatter_reduce(codec=dgc(warmup=4))", 2, steps, job=job)
-    assert run.totals[0].sent == warmed([slice(500, SIZE)], 4, steps) + steps * 4 * 500
+    assert run.totals[0].sent_bytes == warmed([slice(500, SIZE)], 4, steps) + steps * 4 * 500
 
 
 def test_under_feedback_only_tensors_that_need_it_are_damped():

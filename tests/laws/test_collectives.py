@@ -117,11 +117,11 @@ def test_ring_sends_twice_n_less_one_messages_and_that_many_models_over_all(n, s
     run = summed(Ring(), arrays(n, size))
     nodes = list(run.totals.values())
     assert [node.messages_sent for node in nodes] == [2 * (n - 1)] * n
-    assert sum(node.sent for node in nodes) == 2 * (n - 1) * size * 4
+    assert sum(node.sent_bytes for node in nodes) == 2 * (n - 1) * size * 4
     chunks = [part.stop - part.start for part in slices(size, n)]
     spared = [chunks[(rank + 1) % n] + chunks[(rank + 2) % n] for rank in range(n)]
-    assert [node.sent for node in nodes] == [(2 * size - s) * 4 if n > 1 else 0 for s in spared]
-    assert [node.received for node in nodes] == [node.sent for node in nodes[-1:] + nodes[:-1]]
+    assert [node.sent_bytes for node in nodes] == [(2 * size - s) * 4 if n > 1 else 0 for s in spared]
+    assert [node.received_bytes for node in nodes] == [node.sent_bytes for node in nodes[-1:] + nodes[:-1]]
 
 
 @pytest.mark.parametrize("n", WORKERS)
@@ -131,7 +131,7 @@ def test_recursive_doubling_sends_the_whole_array_in_each_round(n):
     power, folded = 1 << rounds, n - (1 << rounds)
     expected = [1 if rank >= power else rounds + (rank < folded) for rank in range(n)]
     assert [node.messages_sent for node in run.totals.values()] == expected
-    assert [node.sent for node in run.totals.values()] == [messages * 18 * 4 for messages in expected]
+    assert [node.sent_bytes for node in run.totals.values()] == [messages * 18 * 4 for messages in expected]
 
 
 @pytest.mark.parametrize("n", WORKERS)

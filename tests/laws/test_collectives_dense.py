@@ -36,7 +36,7 @@ WORKERS = range(1, 10)
 
 
 def sent_of(run):
-    return [node.sent for node in run.totals.values()]
+    return [node.sent_bytes for node in run.totals.values()]
 
 
 @pytest.mark.oracle(

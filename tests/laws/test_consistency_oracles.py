@@ -201,7 +201,7 @@ def test_equals_the_oracle(name, compute):
     w, seconds = oracle(rule, compute=compute)
     run = run_strategy(text, 4, STEPS, compute=compute, network="ideal")
     assert equal_bits(run.server, w)
-    assert max(update.t for update in run.of(UpdateEvent)) == pytest.approx(seconds, rel=1e-12)
+    assert max(update.seconds for update in run.of(UpdateEvent)) == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.negative_control(
@@ -346,6 +346,6 @@ def test_missing_own_writes_are_noticed(reads, monkeypatch):
 def test_softsync_takes_the_floor_of_workers_over_n(n, workers):
     """c = floor(lambda / n) gradients make a step (Gupta et al. 2016), where n does not divide lambda too."""
     run = run_strategy(f"ps(softsync({n}))", workers, 6, network="ideal")
-    sizes = Counter(update.t for update in run.of(UpdateEvent)).values()
+    sizes = Counter(update.seconds for update in run.of(UpdateEvent)).values()
     assert max(sizes) == workers // n
     assert {update.weight for update in run.of(UpdateEvent)} == {1 / (workers // n)}

@@ -41,8 +41,8 @@ def test_a_cache_spares_reads():
     asked, always = (run_strategy(f"ps({rule}(8))", 4, 40) for rule in ("cached_ssp", "ssp"))
     reads = [entry for entry in asked.sent("read") if not entry.message.reply_to]
     assert 0 < len(reads) < 0.6 * 4 * 40
-    assert asked.totals[MASTER].sent < 0.6 * always.totals[MASTER].sent
-    assert asked.totals[MASTER].received == always.totals[MASTER].received
+    assert asked.totals[MASTER].sent_bytes < 0.6 * always.totals[MASTER].sent_bytes
+    assert asked.totals[MASTER].received_bytes == always.totals[MASTER].received_bytes
 
 
 def order_statistics(n, k, steps, compute=COMPUTE):
@@ -57,7 +57,7 @@ def order_statistics(n, k, steps, compute=COMPUTE):
 
 def step_times(text, n, steps=STEPS):
     run = run_strategy(text, n, steps, network="ideal")
-    times = [update.t for update in run.of(UpdateEvent)]
+    times = [update.seconds for update in run.of(UpdateEvent)]
     return sorted(set(times)), run
 
 
@@ -65,7 +65,7 @@ def step_times(text, n, steps=STEPS):
 def test_a_step_with_backup_workers_takes_as_long_as_the_nth_fastest(b):
     times, run = step_times(f"ps(backup({b}))", 4 + b)
     assert times == order_statistics(4 + b, 4, STEPS)
-    counts = [sum(update.count for update in run.of(UpdateEvent) if update.t == t) for t in times]
+    counts = [sum(update.count for update in run.of(UpdateEvent) if update.seconds == t) for t in times]
     assert counts == [4] * STEPS
     assert {update.staleness for update in run.of(UpdateEvent)} == {0}
 
@@ -117,15 +117,15 @@ def test_mean_staleness_of_softsync_is_the_others_over_c(n, workers):
     """(workers - 1) / c, whatever the law of the service times (Zhang et al. 2016 give n, its upper neighbor)."""
     for compute in ("exponential(0.05)", "normal(0.05, cv=0.1)"):
         run = run_strategy(f"ps(softsync({n}))", workers, 400, compute=compute, network="ideal")
-        end = min(event.t for event in run.of(StepEvent) if event.step == 400)
-        late = [update.staleness for update in run.of(UpdateEvent) if update.t < end][5 * workers :]
+        end = min(event.seconds for event in run.of(StepEvent) if event.step == 400)
+        late = [update.staleness for update in run.of(UpdateEvent) if update.seconds < end][5 * workers :]
         assert np.mean(late) == pytest.approx((workers - 1) / (workers // n), rel=0.01)
 
 
 def test_softsync_leaves_nothing_behind():
     run = run_strategy("ps(softsync(1))", 3, 7)
     assert run.deliveries() == {(MASTER, rank): 7 for rank in range(3)}
-    assert len({update.t for update in run.of(UpdateEvent)}) == 7
+    assert len({update.seconds for update in run.of(UpdateEvent)}) == 7
     odd = run_strategy("ps(k_batch_async(4))", 3, 7)  # 21 = 5 × 4 + 1
     assert odd.deliveries() == {(MASTER, rank): 7 for rank in range(3)}
 

@@ -131,7 +131,7 @@ def test_bytes_are_exact(n):
     run = run_strategy(TEXT, n, STEPS, job=wide_job("float32"))
     size = 12 + 72 + 36
     for books in run.totals.values():
-        assert books.sent == books.received == STEPS * (n - 1) * size
+        assert books.sent_bytes == books.received_bytes == STEPS * (n - 1) * size
         assert books.messages_sent == STEPS * (n - 1)
 
 

@@ -124,14 +124,14 @@ def test_a_fetch_travels_while_a_gradient_is_computed(overlap, step, n_push):
     run = run_strategy(
         f"downpour({n_push}, 1, overlap={overlap})", 3, 20, compute="constant(1)", network="link(1e12, 0.3)"
     )
-    ends = sorted(event.t for event in run.of(StepEvent) if event.rank == 0)
+    ends = sorted(event.seconds for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends).mean() == pytest.approx(step)
 
 
 def test_a_slow_fetch_is_waited_for_before_the_next():
     """1.8 s of way for every second of computing."""
     run = run_strategy("downpour", 2, 20, compute="constant(1)", network="link(1e12, 0.9)")
-    ends = sorted(event.t for event in run.of(StepEvent) if event.rank == 0)
+    ends = sorted(event.seconds for event in run.of(StepEvent) if event.rank == 0)
     assert np.diff(ends)[2:].mean() == pytest.approx(1.8)
 
 
@@ -314,10 +314,10 @@ def test_messages_and_bytes(periods, shards):
     both = sum(step % n_push == 0 and step % n_fetch == 0 for step in range(1, STEPS + 1))
     for rank in range(4):
         books = run.totals[rank]
-        assert (books.sent, books.received) == (pushes * 18 * 4, fetches * 18 * 4)
+        assert (books.sent_bytes, books.received_bytes) == (pushes * 18 * 4, fetches * 18 * 4)
         assert books.messages_sent == (pushes + fetches - both + 1) * shards
         assert books.messages_received == fetches * shards
-    assert run.totals[server(0)].sent == 4 * fetches * (18 // shards) * 4
+    assert run.totals[server(0)].sent_bytes == 4 * fetches * (18 // shards) * 4
 
 
 @pytest.mark.parametrize("periods", ALL)

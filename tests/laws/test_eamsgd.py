@@ -96,7 +96,9 @@ def test_ahead_of_each_replica_alone_is_nesterov():
 
 def test_it_sends_what_easgd_sends():
     one, other = (run_strategy(text, 3, 21).totals for text in ("eamsgd(5)", "easgd(5)"))
-    assert [(t.sent, t.received) for t in one.values()] == [(t.sent, t.received) for t in other.values()]
+    assert [(t.sent_bytes, t.received_bytes) for t in one.values()] == [
+        (t.sent_bytes, t.received_bytes) for t in other.values()
+    ]
 
 
 @pytest.mark.parametrize("order", ["survey", "paper"])

@@ -90,7 +90,7 @@ def test_each_exchange_moves_two_models(steps, period):
     exchanges = -(-steps // period)
     for rank in range(3):
         books = run.totals[rank]
-        assert (books.sent, books.received) == (exchanges * 18 * 4, exchanges * 18 * 4)
+        assert (books.sent_bytes, books.received_bytes) == (exchanges * 18 * 4, exchanges * 18 * 4)
         assert (books.messages_sent, books.messages_received) == (exchanges + 1, exchanges)
     assert run.nodes[MASTER].version == exchanges
 
@@ -98,7 +98,7 @@ def test_each_exchange_moves_two_models(steps, period):
 def test_the_exchange_is_over_before_the_gradient_is():
     """Latencies of 0.02 s there and 0.02 s back hide behind gradients of 0.05 s."""
     run = run_strategy("easgd_sync", 3, 10, compute="constant(0.05)", network="link(1e9, 0.02)")
-    times = [event.t for event in run.of(StepEvent) if event.rank == 0]
+    times = [event.seconds for event in run.of(StepEvent) if event.rank == 0]
     assert np.allclose(times, 0.05 * np.arange(1, 11), rtol=0, atol=1e-9)
 
 

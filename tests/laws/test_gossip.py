@@ -173,7 +173,7 @@ def test_a_worker_sends_one_model_with_probability_p(p):
     run = run_strategy(f"gossip({p})", n, steps)
     count = len(run.sent("model"))
     assert abs(count - p * n * steps) <= 5 * np.sqrt(n * steps * p * (1 - p))
-    assert sum(run.totals[rank].sent for rank in range(n)) == count * 18 * 4
+    assert sum(run.totals[rank].sent_bytes for rank in range(n)) == count * 18 * 4
     receivers = {(sent.message.source, sent.to) for sent in run.sent("model")}
     farewells = len(receivers) + 2 * (n - 1)
     assert sum(run.totals[rank].messages_sent for rank in range(n)) == count + farewells

@@ -83,7 +83,7 @@ def test_who_is_late_changes_no_bit_of_the_fractional_code():
 def test_a_step_takes_as_long_as_the_fastest_n_minus_s():
     factors = (1, 2, 3, 5, 8)
     run = run_strategy("gradient_coding(2, cyclic)", 5, 4, compute=f"speeds(constant(1), {factors})", network="ideal")
-    ends = [event.t for event in run.of(StepEvent) if event.rank == 0]
+    ends = [event.seconds for event in run.of(StepEvent) if event.rank == 0]
     assert ends == pytest.approx([3 * 3 * step - 6 for step in (1, 2, 3, 4)])  # three blocks each, the third is awaited
     assert run.seconds == pytest.approx(4 * 3 * 3)
 

@@ -89,11 +89,13 @@ def test_the_roots_traffic_is_a_group_th(mode, n, group):
     flat = run_strategy("ps(bsp)", n, STEPS).totals[MASTER]
     run = run_strategy(f"hierarchical({group}{mode})", n, STEPS)
     root, leaves = run.totals[MASTER], [run.totals[server(1 + i)] for i in range(n // group)]
-    assert root.received * group == flat.received
-    assert flat.sent <= root.sent * group <= flat.sent + ("async" in mode) * n * 18 * 4
-    assert sum(leaf.received for leaf in leaves) == flat.received + root.sent
+    assert root.received_bytes * group == flat.received_bytes
+    assert flat.sent_bytes <= root.sent_bytes * group <= flat.sent_bytes + ("async" in mode) * n * 18 * 4
+    assert sum(leaf.received_bytes for leaf in leaves) == flat.received_bytes + root.sent_bytes
     assert all(
-        leaf.sent == (flat.sent + flat.received) / (n // group) / 2 + root.received / len(leaves) for leaf in leaves
+        leaf.sent_bytes
+        == (flat.sent_bytes + flat.received_bytes) / (n // group) / 2 + root.received_bytes / len(leaves)
+        for leaf in leaves
     )
 
 

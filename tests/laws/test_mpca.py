@@ -119,7 +119,7 @@ def waits(strategy, network, n=4, steps=12):
     """The longest time between what a worker's gradients take and the end of its last step."""
     run = run_strategy(strategy, n, steps, network=network)
     streams = [ComputeModel.parse(COMPUTE).stream(0, rank) for rank in range(n)]
-    ends = {event.rank: event.t for event in run.of(StepEvent)}
+    ends = {event.rank: event.seconds for event in run.of(StepEvent)}
     return max(ends[rank] - sum(next(streams[rank]) for _ in range(steps)) for rank in range(n))
 
 
@@ -241,7 +241,7 @@ def test_a_round_carries_a_model_up_and_down_each_edge(n):
     rounds = len(up) // (n - 1)
     assert rounds > 3
     assert len(up) == len(down) == rounds * (n - 1)
-    assert sum(t.sent for t in run.totals.values()) == 2 * rounds * (n - 1) * 18 * 4
+    assert sum(t.sent_bytes for t in run.totals.values()) == 2 * rounds * (n - 1) * 18 * 4
     assert {(s.message.source, s.to) for s in up} == {(s.to, s.message.source) for s in down}
 
 

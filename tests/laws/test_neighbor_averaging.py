@@ -175,8 +175,8 @@ def test_a_step_sends_one_model_to_each_neighbor(topology, degrees):
     run = run_strategy(f"dpsgd({topology})", 6, 12)
     farewells = 5
     assert [run.totals[rank].messages_sent for rank in range(6)] == [12 * degree + farewells for degree in degrees]
-    assert [run.totals[rank].sent for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
-    assert [run.totals[rank].received for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
+    assert [run.totals[rank].sent_bytes for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
+    assert [run.totals[rank].received_bytes for rank in range(6)] == [12 * degree * 18 * 4 for degree in degrees]
 
 
 @pytest.mark.parametrize(("seconds", "latency"), [(1.0, 0.4), (0.4, 1.0), (1.0, 0.0)])

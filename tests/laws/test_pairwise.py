@@ -213,7 +213,7 @@ def test_one_slow_worker_costs_its_own_steps_only(n, slow):
     options = {"compute": "constant(1)", "network": "ideal", "faults": [f"slows(1, {slow})"]}
     free = run_strategy("adpsgd", n, 40, **options)
     together = run_strategy("all_reduce", n, 4, **options)
-    done = sum(event.t <= 40 for event in free.of(StepEvent))
+    done = sum(event.seconds <= 40 for event in free.of(StepEvent))
     ratio = (done / 40) / (n * 4 / together.seconds)
     assert ratio == pytest.approx(slow * (n - 1 + 1 / slow) / n, rel=0.001)
 
@@ -224,9 +224,9 @@ def test_an_average_is_one_model_out_and_one_back(topology, asks):
     payload = 18 * 4
     active, passive = sides(Topology.parse(topology), 6, "test")
     assert len(active) == asks
-    assert [run.totals[rank].sent for rank in active] == [12 * payload] * asks
-    assert [run.totals[rank].received for rank in active] == [12 * payload] * asks
-    assert sum(run.totals[rank].sent for rank in passive) == 12 * payload * asks
+    assert [run.totals[rank].sent_bytes for rank in active] == [12 * payload] * asks
+    assert [run.totals[rank].received_bytes for rank in active] == [12 * payload] * asks
+    assert sum(run.totals[rank].sent_bytes for rank in passive) == 12 * payload * asks
 
 
 @pytest.mark.parametrize("dead", [0, 1])

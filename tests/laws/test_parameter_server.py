@@ -131,12 +131,12 @@ def test_a_step_is_one_push_and_one_reply(consistency, shards, n):
     sizes = {1: [18], 3: [6, 6, 6]}[shards]
     for rank in range(n):
         books = run.totals[rank]
-        assert (books.sent, books.received) == (STEPS * 18 * 4, STEPS * 18 * 4)
+        assert (books.sent_bytes, books.received_bytes) == (STEPS * 18 * 4, STEPS * 18 * 4)
         assert books.messages_sent == STEPS * shards + shards  # a farewell to each
         assert books.messages_received == STEPS * shards
     for i, size in enumerate(sizes):
         books = run.totals[server(i)]
-        assert (books.sent, books.received) == (n * STEPS * size * 4, n * STEPS * size * 4)
+        assert (books.sent_bytes, books.received_bytes) == (n * STEPS * size * 4, n * STEPS * size * 4)
         assert (books.messages_sent, books.messages_received) == (n * STEPS, n * STEPS + n)
     assert [run.params[server(i)].size for i in range(shards)] == sizes
 
@@ -200,8 +200,8 @@ def test_half_precision_pushes_half_the_bytes_of_what_the_rule_says(feedback):
         w -= np.float32(0.1) * sent
     run = run_strategy(f"ps(codec=half, feedback={feedback})", 1, STEPS)
     assert equal_bits(run.result, w)
-    assert run.totals[0].sent == STEPS * 18 * 2
-    assert run.totals[0].received == STEPS * 18 * 4
+    assert run.totals[0].sent_bytes == STEPS * 18 * 2
+    assert run.totals[0].received_bytes == STEPS * 18 * 4
 
 
 class Decaying(Watched):

@@ -99,7 +99,9 @@ def test_messages_are_the_share_of_all(rest, share):
     assert share * all_of_them - allowed <= count <= share * all_of_them + allowed + flush
     workers = run.totals.values()
     assert sum(books.messages_sent for books in workers) == count + n * (n - 1)  # and farewells
-    assert sum(books.sent for books in workers) == sum(books.received for books in workers) == count * 18 * 4
+    assert (
+        sum(books.sent_bytes for books in workers) == sum(books.received_bytes for books in workers) == count * 18 * 4
+    )
 
 
 def test_deferring_sends_what_dropping_sends_and_the_flush():

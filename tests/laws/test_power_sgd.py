@@ -140,12 +140,12 @@ def test_bytes_are_exact(n, rank, dtype):
     """All workers together: 2 (n-1) times rank (14 + 9) + 9 elements a step."""
     run = run_strategy(f"powersgd({rank})", n, STEPS, job=wide_job(dtype))
     elements = rank * (FEATURES + CLASSES) + CLASSES
-    assert sum(b.sent for b in run.totals.values()) == STEPS * 2 * (n - 1) * elements * np.dtype(dtype).itemsize
+    assert sum(b.sent_bytes for b in run.totals.values()) == STEPS * 2 * (n - 1) * elements * np.dtype(dtype).itemsize
     first, second = rank * FEATURES + CLASSES, rank * CLASSES
     for rank_, books in run.totals.items():
         chunks = [[part.stop - part.start for part in slices(size, n)] for size in (first, second)]
         sent = sum(2 * sum(c) - c[(rank_ + 1) % n] - c[(rank_ + 2) % n] for c in chunks)
-        assert books.sent == STEPS * sent * np.dtype(dtype).itemsize
+        assert books.sent_bytes == STEPS * sent * np.dtype(dtype).itemsize
         assert books.messages_sent == STEPS * 4 * (n - 1)
 
 
@@ -153,7 +153,7 @@ def test_a_matrix_no_larger_than_its_factors_is_averaged_as_it_is():
     """6 (14 + 9) > 14 · 9: the same as all-reduce, in every bit and byte."""
     ours, dense = (run_strategy(s, 3, STEPS, job=wide_job()) for s in ("powersgd(6)", "all_reduce"))
     assert equal_bits(ours.result, dense.result)
-    assert [b.sent for b in ours.totals.values()] == [b.sent for b in dense.totals.values()]
+    assert [b.sent_bytes for b in ours.totals.values()] == [b.sent_bytes for b in dense.totals.values()]
 
 
 def test_layout_by_hand():

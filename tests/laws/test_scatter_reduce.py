@@ -66,14 +66,14 @@ def test_bytes_are_exact(n):
     run = run_strategy("scatter_reduce", n, STEPS)
     books = [run.totals[rank] for rank in range(n)]
     sizes = [part.stop - part.start for part in slices(18, n)]
-    assert sum(b.sent for b in books) == sum(b.received for b in books) == STEPS * 2 * (n - 1) * 18 * 4
+    assert sum(b.sent_bytes for b in books) == sum(b.received_bytes for b in books) == STEPS * 2 * (n - 1) * 18 * 4
     for rank, b in enumerate(books):
-        assert b.sent == STEPS * 4 * (18 - sizes[rank] + (n - 1) * sizes[rank])
+        assert b.sent_bytes == STEPS * 4 * (18 - sizes[rank] + (n - 1) * sizes[rank])
         assert b.messages_sent == b.messages_received == STEPS * 2 * (n - 1)
         if 18 % n == 0:
-            assert b.sent == b.received == STEPS * 2 * (n - 1) * 18 // n * 4
+            assert b.sent_bytes == b.received_bytes == STEPS * 2 * (n - 1) * 18 // n * 4
     half = run_strategy("scatter_reduce(half)", n, STEPS)
-    assert sum(b.sent for b in half.totals.values()) == STEPS * (n - 1) * 18 * (2 + 4)
+    assert sum(b.sent_bytes for b in half.totals.values()) == STEPS * (n - 1) * 18 * (2 + 4)
 
 
 @pytest.mark.parametrize("n", [2, 5, 20])
@@ -147,7 +147,7 @@ def test_slice_servers_answer_every_push_and_end_with_one_model(n):
     """A step is a push of each foreign slice and its answer; in the end everyone broadcasts its own once more."""
     run = run_strategy("slice_servers", n, STEPS)
     assert equal_bits(*run.replicas)
-    assert sum(b.sent for b in run.totals.values()) == (2 * STEPS + 1) * (n - 1) * 18 * 4
+    assert sum(b.sent_bytes for b in run.totals.values()) == (2 * STEPS + 1) * (n - 1) * 18 * 4
     pushes = [s for s in run.simulation.log if isinstance(s, Sent) and s.message.tag.startswith("push")]
     assert Counter(bool(s.message.reply_to) for s in pushes) == {
         False: n * (n - 1) * (STEPS + 1),

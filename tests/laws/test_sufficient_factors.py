@@ -88,7 +88,7 @@ def test_the_choice_is_the_smaller_number_of_bytes(n):
     """Both ways counted on the wire: whoever chooses factors sends no more than a ring would."""
     job = wide_job()
     sent = [run_strategy(s, n, STEPS, job=job).totals for s in ("sufficient_factors", "all_reduce")]
-    ours, ring = (sum(books.sent for books in totals.values()) for totals in sent)
+    ours, ring = (sum(books.sent_bytes for books in totals.values()) for totals in sent)
     as_factors = n * (n - 1) * FACTORS + 2 * (n - 1) * CLASSES
     assert ring == STEPS * 8 * 2 * (n - 1) * (MATRIX + CLASSES)
     assert ours == STEPS * 8 * min(as_factors, 2 * (n - 1) * (MATRIX + CLASSES))
@@ -98,10 +98,10 @@ def test_the_choice_is_the_smaller_number_of_bytes(n):
 def test_a_server_is_sent_factors_where_they_are_smaller_and_answers_with_everything():
     run = run_strategy("factor_server", 4, STEPS, job=wide_job())
     books = run.totals[MASTER]
-    assert books.received == 4 * STEPS * 8 * (FACTORS + CLASSES)
-    assert books.sent == 4 * STEPS * 8 * (MATRIX + CLASSES)
+    assert books.received_bytes == 4 * STEPS * 8 * (FACTORS + CLASSES)
+    assert books.sent_bytes == 4 * STEPS * 8 * (MATRIX + CLASSES)
     narrow = run_strategy("factor_server", 4, STEPS).totals[MASTER]
-    assert narrow.received == narrow.sent == 4 * STEPS * 18 * 4
+    assert narrow.received_bytes == narrow.sent_bytes == 4 * STEPS * 18 * 4
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4])
@@ -113,8 +113,8 @@ def test_a_shard_is_sent_the_rows_that_it_holds(shards):
         rows = min(part.stop, MATRIX) // CLASSES - -(-part.start // CLASSES)
         as_factors = BATCH * (rows + CLASSES)
         spared = rows * CLASSES - as_factors if rows > 0 and as_factors < rows * CLASSES else 0
-        assert run.totals[server(i)].received == 2 * STEPS * 8 * (part.stop - part.start - spared)
-    assert any(run.totals[server(i)].received < run.totals[server(i)].sent for i in range(min(shards, 3)))
+        assert run.totals[server(i)].received_bytes == 2 * STEPS * 8 * (part.stop - part.start - spared)
+    assert any(run.totals[server(i)].received_bytes < run.totals[server(i)].sent_bytes for i in range(min(shards, 3)))
 
 
 def test_rows_of_a_layer_within_a_part():

@@ -83,7 +83,9 @@ def test_post_local_starts_at_the_first_decay():
 
 def test_bytes_fall_by_h_after_the_switch():
     def sent(steps):
-        return sum(books.sent for books in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values())
+        return sum(
+            books.sent_bytes for books in run_strategy("local_sgd(post_local(64, 16))", N, steps).totals.values()
+        )
 
     first, both = sent(64), sent(128)
     assert (both - first) * 16 == first

@@ -119,7 +119,7 @@ def test_every_edge_carries_a_model_each_period(steps, n, branching):
     sent = Counter((s.message.source, s.to) for s in run.sent("model"))
     expected = {(source, to): steps // period for source, to, period in edges(n, branching, 3, 4, 5)}
     assert sent == expected
-    assert sum(t.sent for t in run.totals.values()) == sum(expected.values()) * 18 * 4
+    assert sum(t.sent_bytes for t in run.totals.values()) == sum(expected.values()) * 18 * 4
     assert run.deliveries() == {
         (to, source): expected.get((source, to), 0) for to in range(n) for source in range(n) if to != source
     }
@@ -176,7 +176,7 @@ def test_nobody_waits_before_the_last_step():
         "tree_easgd(2, 1, 1, 1)", 7, 10, compute="constant(0.05)", network="link(100, 1)", faults=["slows(0, 10)"]
     )
     for rank in range(1, 7):
-        assert np.allclose([e.t for e in run.of(StepEvent) if e.rank == rank], 0.05 * np.arange(1, 11))
+        assert np.allclose([e.seconds for e in run.of(StepEvent) if e.rank == rank], 0.05 * np.arange(1, 11))
 
 
 def test_everyone_absorbs_what_is_in_flight_at_the_end():

@@ -63,7 +63,7 @@ def test_everyone_but_the_root_sends_one_gradient_a_step(n):
 def test_the_critical_path_is_logarithmic(n, rounds):
     """Latency alone: each of ceil(log2 n) levels costs one message up and one down."""
     run = run_strategy("tree_server", n, 5, compute="constant(1)", network="link(bandwidth=1e15, latency=0.1)")
-    ends = [event.t for event in run.of(EvaluationEvent)]
+    ends = [event.seconds for event in run.of(EvaluationEvent)]
     assert max(ends) == pytest.approx(5 * (1 + 2 * rounds * 0.1), rel=1e-9)
 
 

@@ -141,4 +141,7 @@ def evaluations(made: Made, done: Any, workers: int, steps: int) -> list[Event]:
 def totals(events: list[Event], workers: int) -> list[tuple[float, float, float]]:
     steps = [event for event in events if isinstance(event, StepEvent)]
     mine = [[step for step in steps if step.rank == rank] for rank in range(workers)]
-    return [(sum(s.compute for s in m), sum(s.comm for s in m), sum(s.wait for s in m)) for m in mine]
+    return [
+        (sum(s.compute_seconds for s in m), sum(s.comm_seconds for s in m), sum(s.wait_seconds for s in m))
+        for m in mine
+    ]

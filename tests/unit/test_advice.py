@@ -328,7 +328,7 @@ def central(advice: Advice) -> bool:
 
 
 def sends_less(advice: Advice) -> bool:
-    return advice.choice.strategy is not None and advice.choice.sent < 4 * 8970
+    return advice.choice.strategy is not None and advice.choice.sent_bytes < 4 * 8970
 
 
 FAMILIES = {

@@ -80,7 +80,7 @@ def test_samples_a_second_are_those_of_the_whole_run(strategy: str, tmp_path: Pa
         [one for one in RunFolder(folder).read_events() if isinstance(one, kind)]
         for kind in (EvaluationEvent, StepEvent)
     )
-    end = max(one.t for one in steps)
+    end = max(one.seconds for one in steps)
     assert found.measured.rate == pytest.approx(max(one.samples for one in snapshots) / end)
     assert found.rate_error == pytest.approx(0.0, abs=0.05)
     assert found.predicted.rate == pytest.approx((1 + found.rate_error) * found.measured.rate)

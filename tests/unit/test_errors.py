@@ -66,10 +66,10 @@ def test_a_former_name_is_refused_with_the_present_one_wherever_that_is_known():
 @pytest.mark.parametrize(
     ("text", "present"),
     [
-        ("ps(server_update=plain)", "server_update"),
-        ("local_sgd(outer_optimizer=nesterov)", "outer_optimizer"),
-        ("streaming_diloco(outer_optimizer=nesterov)", "outer_optimizer"),
-        ("decoupled_momentum(beta=0.9)", "decoupled_momentum"),
+        ("ps(rule=plain)", "server_update"),
+        ("local_sgd(outer=nesterov)", "outer_optimizer"),
+        ("streaming_diloco(outer=nesterov)", "outer_optimizer"),
+        ("demo(beta=0.9)", "decoupled_momentum"),
     ],
 )
 def test_former_names_in_expressions_are_refused(text, present):

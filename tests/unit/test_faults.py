@@ -27,7 +27,7 @@ def test_where_everyone_is_needed_a_death_is_the_end():
 def test_where_it_can_be_done_without_the_others_go_on():
     run = run_strategy("asgd", 3, 20, compute="constant(1)", network="ideal", faults=["dies(1, 3.5, noticed=2)"])
     assert [steps(run, rank) for rank in range(3)] == [20, 3, 20]
-    assert [(lost.t, lost.node) for lost in run.of(LostEvent)] == [(5.5, 1)]
+    assert [(lost.seconds, lost.node) for lost in run.of(LostEvent)] == [(5.5, 1)]
     whole = run_strategy("asgd", 3, 20, compute="constant(1)", network="ideal")
     assert not equal_bits(run.server, whole.server)
     assert whole.of(LostEvent) == []
@@ -58,7 +58,7 @@ def test_only_the_message_that_was_named_is_lost():
 
 def test_a_slow_worker_is_slow_for_the_time_given():
     run = run_strategy("gossip", 2, 6, compute="constant(1)", network="ideal", faults=["slows(1, 3, at=2, until=5)"])
-    ends = {rank: [event.t for event in run.of(StepEvent) if event.rank == rank] for rank in range(2)}
+    ends = {rank: [event.seconds for event in run.of(StepEvent) if event.rank == rank] for rank in range(2)}
     assert ends == {0: [1, 2, 3, 4, 5, 6], 1: [1, 2, 5, 6, 7, 8]}
 
 
@@ -114,7 +114,7 @@ def test_a_program_may_deal_with_a_message_that_cannot_come():
 
 def test_a_slow_worker_holds_its_core_for_as_long_as_it_computes():
     run = run_strategy("gossip", 2, 2, compute="shared_cores(constant(1), 1)", network="ideal", faults=["slows(1, 3)"])
-    ends = {rank: [event.t for event in run.of(StepEvent) if event.rank == rank] for rank in range(2)}
+    ends = {rank: [event.seconds for event in run.of(StepEvent) if event.rank == rank] for rank in range(2)}
     assert ends == {0: [1, 5], 1: [4, 8]}
 
 
@@ -133,7 +133,7 @@ def test_a_narrow_link_takes_its_time(fault, ends):
     size = next(m.message.payload_bytes for m in whole.simulation.log if isinstance(m, Sent)) + HEADER_BYTES
     network = f"link({size}, 0)"
     run = run_strategy("all_reduce(recursive_doubling)", 2, 8, compute="constant(1)", network=network, faults=[fault])
-    assert [event.t for event in run.of(StepEvent) if event.rank == 0][: len(ends)] == pytest.approx(ends)
+    assert [event.seconds for event in run.of(StepEvent) if event.rank == 0][: len(ends)] == pytest.approx(ends)
     assert equal_bits(run.replicas, whole.replicas)
 
 
@@ -142,7 +142,7 @@ def test_only_the_node_itself_has_a_narrow_link():
         run_strategy("asgd", 3, 10, compute="constant(1)", network="link('10kbit', 0)", faults=faults)
         for faults in ([], ["narrows(1, 3)"])
     )
-    took = {rank: [run.totals[rank].t for run in (plain, narrow)] for rank in range(3)}
+    took = {rank: [run.totals[rank].seconds for run in (plain, narrow)] for rank in range(3)}
     assert took[1][1] > 1.3 * took[1][0]
     assert all(took[rank][1] < 1.1 * took[rank][0] for rank in (0, 2))
 

@@ -21,7 +21,15 @@ from support.disks import small_disk
 
 PARAMS = np.arange(100_000, dtype=np.float32)
 BUFFERS = np.arange(7, dtype=np.uint8)
-NOTE: Fields = {"tick": 3.0, "t": 1.5, "step": 7, "sent": 9, "size": 100_000, "dtype": "float32", "buffers": 7}
+NOTE: Fields = {
+    "tick": 3.0,
+    "seconds": 1.5,
+    "step": 7,
+    "sent_bytes": 9,
+    "size": 100_000,
+    "dtype": "float32",
+    "buffers": 7,
+}
 
 
 def parts(size: int = 30_000) -> list[FlatArray]:
@@ -38,7 +46,7 @@ def written(folders: list[Path]) -> HandedIn:
 
 
 def check(item: HandedIn, folder: Path) -> None:
-    assert (item.tick, item.t, item.step, item.sent, Path(item.path).parent) == (3.0, 1.5, 7, 9, folder)
+    assert (item.tick, item.seconds, item.step, item.sent_bytes, Path(item.path).parent) == (3.0, 1.5, 7, 9, folder)
     assert np.array_equal(item.read(), PARAMS)
     assert np.array_equal(item.read_buffers(), BUFFERS)
     assert [file.name for file in folder.iterdir()] == ["worker-0.3"]

@@ -44,11 +44,11 @@ def test_slow_workers_do_not_hold_the_news_back(text: str) -> None:
     law = "speeds(constant(0.1), (1, 1, 1, 10))"
     first, live = (snapshots(kind, text, law) for kind in (Simulation, LiveSimulation))
     goal = 0.7 * first[0].loss + 0.3 * min(one.loss for one in first)
-    late, early = (next(one.t for one in seen if one.loss <= goal) for seen in (first, live))
+    late, early = (next(one.seconds for one in seen if one.loss <= goal) for seen in (first, live))
     assert early < late
 
 
 def test_as_often_as_asked() -> None:
     assert len(snapshots(LiveSimulation, "all_reduce", "constant(0.1)", every=4)) == STEPS // 4 + 1
-    times = [one.t for one in snapshots(LiveSimulation, "gossip", "exponential(0.1)")]
+    times = [one.seconds for one in snapshots(LiveSimulation, "gossip", "exponential(0.1)")]
     assert times == sorted(times)

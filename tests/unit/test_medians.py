@@ -18,7 +18,7 @@ BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=
 
 def ran(seed: int, best: float, time: float | None = None, lr: float = 0.1, strategy: str = "asgd") -> Summary:
     return msgspec.structs.replace(
-        BASE, strategy=strategy, seed=seed, lr=lr, best_metric=best, final_metric=best - 0.01, time_to_target=time
+        BASE, strategy=strategy, seed=seed, lr=lr, best_metric=best, final_metric=best - 0.01, seconds_to_target=time
     )
 
 

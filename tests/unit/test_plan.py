@@ -68,7 +68,7 @@ def test_steps_of_known_shapes_are_what_their_links_say() -> None:
     ring, server = (prospect(Strategy.parse(text), site, 4) for text in ("all_reduce", "ps"))
     assert ring.seconds == pytest.approx(0.01 + 6 * (5e-5 + busy / 4), rel=0.02)
     assert server.seconds == pytest.approx(0.01 + 2 * 5e-5 + 5 * busy, rel=0.02)
-    assert (ring.sent, server.sent) == pytest.approx((1.5 * TASK.nbytes, TASK.nbytes), rel=1e-3)
+    assert (ring.sent_bytes, server.sent_bytes) == pytest.approx((1.5 * TASK.nbytes, TASK.nbytes), rel=1e-3)
 
 
 @pytest.mark.parametrize("text", ["all_reduce", "ps", "dpsgd", "all_reduce(collective=binomial_tree)"])
@@ -79,7 +79,7 @@ def test_many_workers_are_what_all_of_them_would_take(text: str) -> None:
     assert found.source == "extrapolation"
     played = rehearsed(strategy, site, 32, quick=True)
     assert found.seconds == pytest.approx(played.seconds_per_step, rel=0.05)
-    assert found.sent == pytest.approx(played.sent_per_step, rel=0.05)
+    assert found.sent_bytes == pytest.approx(played.sent_bytes_per_step, rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [
@@ -197,7 +197,7 @@ def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -
     site = Site(TASK, cluster("1mbit"))
     found = prospect(Strategy.parse("broadcast"), site, 4)
     assert found.seconds == pytest.approx(0.01, rel=0.1)
-    assert found.sent / 125_000 > 100 * found.seconds
+    assert found.sent_bytes / 125_000 > 100 * found.seconds
     assert need(found, site) > 1000
 
 

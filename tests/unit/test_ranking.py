@@ -12,7 +12,7 @@ BASE = summarize(RunConfig(kind="train", job="digits", strategy="s", workers=4, 
 
 
 def made(strategy: str, time: float | None = None, final: float | None = 0.9, **more: Any) -> Summary:
-    return msgspec.structs.replace(BASE, strategy=strategy, time_to_target=time, final_metric=final, **more)
+    return msgspec.structs.replace(BASE, strategy=strategy, seconds_to_target=time, final_metric=final, **more)
 
 
 def names(*summaries: Summary) -> list[str]:
@@ -28,8 +28,8 @@ def test_reached_goes_before_not_reached_whatever_the_metric() -> None:
 
 
 def test_then_the_final_metric_then_the_bytes() -> None:
-    more = {"sent_per_worker": 5.0, "received_per_worker": 5.0}
-    less = {"sent_per_worker": 7.0, "received_per_worker": 1.0}
+    more = {"sent_bytes_per_worker": 5.0, "received_bytes_per_worker": 5.0}
+    less = {"sent_bytes_per_worker": 7.0, "received_bytes_per_worker": 1.0}
     assert names(made("bad", None, 0.1), made("good", None, 0.2)) == ["good", "bad"]
     assert names(made("much", 1.0, 0.9, **more), made("little", 1.0, 0.9, **less)) == ["little", "much"]
     assert names(made("blind", None, None), made("seen", None, 0.0)) == ["seen", "blind"]

@@ -173,13 +173,15 @@ def test_cut_anywhere_every_whole_line_is_read(at: int) -> None:
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     path.write_bytes(
-        b'{"type":"lost","t":1,"node":1,"reason":"x"}\n{"type":"st\n{"type":"lost","t":2,"node":1,"reason":"x"}\n'
+        b'{"type":"lost","seconds":1,"node":1,"reason":"x"}\n{"type":"st\n{"type":"lost","seconds":2,"node":1,"reason":"x"}\n'
     )
     with pytest.raises(ConfigurationError, match=r"line 2 of .*e\.jsonl is no event"):
         read_event_file(path)
 
 
-@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"type":"step"}', b'{"type":"step","t":null}', b'{"type":"other"}'])
+@pytest.mark.parametrize(
+    "line", [b"[]", b"{}", b'{"type":"step"}', b'{"type":"step","seconds":null}', b'{"type":"other"}']
+)
 def test_json_that_is_no_event_is_an_error(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "e.jsonl"
     path.write_bytes(line + b"\n")
@@ -207,7 +209,9 @@ def test_sigkill_loses_only_what_was_held_back(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED, str(path)], env={**os.environ, "PYTHONPATH": source}, check=False
     )
     assert done.returncode == -signal.SIGKILL
-    assert [event.t for event in RunFolder(tmp_path).read_events() if isinstance(event, UpdateEvent)] == list(range(8))
+    assert [event.seconds for event in RunFolder(tmp_path).read_events() if isinstance(event, UpdateEvent)] == list(
+        range(8)
+    )
 
 
 def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> None:
@@ -221,9 +225,9 @@ def test_the_nodes_files_are_read_as_one_and_merged_by_time(tmp_path: Path) -> N
     names = {path.name for path in (folder.path / "events").iterdir()}
     assert names == {"worker-0.jsonl", "worker-1.jsonl", "server-0.jsonl", "launcher.jsonl"}
     with folder.node_events_file(1).open("ab") as file:
-        file.write(b'{"type":"lost","t":9')
+        file.write(b'{"type":"lost","seconds":9')
     before = folder.read_events()
-    assert [event.t for event in before if isinstance(event, LostEvent)] == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]
+    assert [event.seconds for event in before if isinstance(event, LostEvent)] == [1.0, 2.0, 2.5, 3.0, 4.0, 5.0]
     assert folder.merge_events() == before
     assert not (folder.path / "events").exists()
     assert folder.read_events() == before
@@ -333,7 +337,7 @@ def test_holding_back_nothing_is_the_least() -> None:
 def test_bytes_that_are_no_text_are_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     made(folder)
-    (folder.path / name).write_bytes(b'{"type":"figure","name":"\xff\xfe"}\n{}\n')
+    (folder.path / name).write_bytes(b'{"type":"scalar","name":"\xff\xfe"}\n{}\n')
     with pytest.raises(ConfigurationError, match=name):
         folder.read()
 
@@ -345,7 +349,7 @@ def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -
         for node, value in enumerate((2.0, math.nan, math.inf)):
             events.write(ScalarEvent(1.0, node, "alpha", value))
     folder.write_summary(summarize(CONFIG, folder.merge_events(), "failed"))
-    assert folder.read().summary.figures == {"alpha": 2.0}
+    assert folder.read().summary.scalars == {"alpha": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -354,3 +358,30 @@ def test_a_figure_that_is_not_finite_does_not_spoil_the_record(tmp_path: Path) -
 def test_a_configuration_that_no_process_could_work_with(name: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=name):
         replace(CONFIG, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("line", "present"),
+    [
+        (b'{"type":"lost","t":1.0,"node":1,"reason":"x"}', "seconds"),
+        (b'{"type":"figure","seconds":1.0,"node":0,"name":"x","value":1.0}', "scalar"),
+    ],
+)
+def test_an_event_of_another_version_is_refused_with_the_present_name(
+    tmp_path: Path, line: bytes, present: str
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(UnknownName, match=rf"line 1 of .* it is called '{present}' now; read the record with"):
+        read_event_file(path)
+
+
+def test_a_summary_of_another_version_is_refused_with_the_present_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_config(CONFIG)
+    folder.write_summary(summarize(CONFIG, [], "finished"))
+    text = folder.summary_file.read_text()
+    assert '"seconds_to_target"' in text
+    folder.summary_file.write_text(text.replace('"seconds_to_target"', '"time_to_target"'))
+    with pytest.raises(UnknownName, match="it is called 'seconds_to_target' now"):
+        folder.read_summary()

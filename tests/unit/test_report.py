@@ -236,15 +236,15 @@ def test_progress_draws_exactly_the_evaluations(records: list[Record]) -> None:
     shots = [event for event in records[0].events if isinstance(event, EvaluationEvent)]
     lines = [trace for trace in progress(series)["data"] if trace["mode"] == "lines"]
     assert [trace["x"] for trace in lines[:3]] == [
-        [s.t for s in shots],
-        [s.bytes / 1e6 for s in shots],
+        [s.seconds for s in shots],
+        [s.sent_bytes / 1e6 for s in shots],
         [s.samples for s in shots],
     ]
     assert lines[0]["y"] == [s.metric for s in shots]
     assert lines[3]["y"] == [s.loss for s in shots]
     rings = [trace for trace in progress(series)["data"] if trace["mode"] == "markers"]
     assert [trace["x"] for trace in rings] == [
-        [records[0].summary.time_to_target],
+        [records[0].summary.seconds_to_target],
         [(records[0].summary.bytes_to_target or 0) / 1e6],
         [records[0].summary.samples_to_target],
     ]
@@ -294,7 +294,7 @@ def test_the_findings_name_the_first_and_the_reason(records: list[Record]) -> No
     sentences = findings(series)
     best, worst = ranked[0].summary, ranked[-2].summary
     assert sentences[0].startswith(
-        f"{best.strategy} reached accuracy 0.95 first, after {words.number(best.time_to_target)} virtual s"
+        f"{best.strategy} reached accuracy 0.95 first, after {words.number(best.seconds_to_target)} virtual s"
     )
     assert any(worst.strategy in text and "samples" in text for text in sentences[1:])
     assert any("computing" in text and "sent" in text for text in sentences)

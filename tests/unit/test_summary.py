@@ -35,7 +35,7 @@ def of(*events: Event, config: RunConfig = CONFIG) -> Summary:
 def test_nothing_on_the_record_is_no_figure() -> None:
     summary = summarize(CONFIG, [], "failed", "worker 1 died")
     assert (summary.status, summary.error, summary.clock, summary.seconds) == ("failed", "worker 1 died", "real", 0.0)
-    for name in ("time_to_target", "final_metric", "best_metric", "staleness_mean", "utilization", "completeness"):
+    for name in ("seconds_to_target", "final_metric", "best_metric", "staleness_mean", "utilization", "completeness"):
         assert getattr(summary, name) is None, name
     assert summary.replicas_agree is None
     assert summary.divergence is None
@@ -48,7 +48,7 @@ def test_the_clock_is_virtual_for_a_simulation() -> None:
 
 def test_the_target_is_reached_at_the_first_evaluation_that_is_good_enough() -> None:
     summary = of(shot(3.0, 0.95, 30, 300.0), shot(2.0, 0.9, 20, 200.0), shot(1.0, 0.899, 10, 100.0), shot(4.0, 0.8, 40))
-    assert (summary.time_to_target, summary.samples_to_target, summary.bytes_to_target) == (2.0, 20, 200.0)
+    assert (summary.seconds_to_target, summary.samples_to_target, summary.bytes_to_target) == (2.0, 20, 200.0)
     assert (summary.final_metric, summary.best_metric) == (0.8, 0.95)
     assert summary.final_loss == pytest.approx(0.2)
     assert (summary.seconds, summary.samples) == (4.0, 40)
@@ -56,33 +56,37 @@ def test_the_target_is_reached_at_the_first_evaluation_that_is_good_enough() -> 
 
 def test_a_target_never_reached_is_none() -> None:
     summary = of(shot(1.0, 0.899), shot(2.0, math.nan))
-    assert summary.time_to_target is None
+    assert summary.seconds_to_target is None
     assert summary.samples_to_target is None
     assert summary.bytes_to_target is None
     assert (summary.best_metric, summary.final_metric) == (0.899, None)
 
 
 def test_without_a_target_nothing_is_reached() -> None:
-    assert of(shot(1.0, 0.99), config=replace(CONFIG, target=None)).time_to_target is None
+    assert of(shot(1.0, 0.99), config=replace(CONFIG, target=None)).seconds_to_target is None
 
 
 def test_lower_may_be_better() -> None:
     config = replace(CONFIG, higher_is_better=False, target=2.0, metric="perplexity")
     summary = of(shot(1.0, 9.0), shot(2.0, 1.5), shot(3.0, 1.8), config=config)
-    assert (summary.time_to_target, summary.best_metric, summary.metric) == (2.0, 1.5, "perplexity")
+    assert (summary.seconds_to_target, summary.best_metric, summary.metric) == (2.0, 1.5, "perplexity")
 
 
 def test_target_reached_at_time_zero_counts() -> None:
-    assert of(shot(0.0, 0.95)).time_to_target == 0.0
+    assert of(shot(0.0, 0.95)).seconds_to_target == 0.0
 
 
 def test_totals_come_from_the_nodes_and_not_twice() -> None:
     summary = of(step(1.0, 0, 1), node(0, compute=3.0), node(1), node(2))
-    assert (summary.sent_per_worker, summary.received_per_worker) == (100, 200)
+    assert (summary.sent_bytes_per_worker, summary.received_bytes_per_worker) == (100, 200)
     assert summary.bytes_per_worker == 300
     assert (summary.messages_per_worker, summary.header_bytes_per_worker) == (7, 448)
     assert summary.utilization == pytest.approx((3 / 6 + 1 / 4 + 1 / 4) / 3)
-    assert [(w.compute, w.wait, w.comm) for w in summary.per_worker] == [(3, 1, 2), (1, 1, 2), (1, 1, 2)]
+    assert [(w.compute_seconds, w.wait_seconds, w.comm_seconds) for w in summary.per_worker] == [
+        (3, 1, 2),
+        (1, 1, 2),
+        (1, 1, 2),
+    ]
 
 
 def test_servers_are_no_workers() -> None:
@@ -96,9 +100,9 @@ def replace_hashes(summary: Summary, other: Summary) -> Summary:
 def test_a_worker_that_died_is_counted_by_its_steps() -> None:
     summary = of(node(0), node(1), step(1.0, 2, 1), step(2.0, 2, 2, sent=30))
     dead = summary.per_worker[2]
-    assert (dead.steps, dead.compute, dead.wait, dead.comm) == (2, 1.0, 0.5, 0.5)
-    assert (dead.sent, dead.received, dead.messages_sent, dead.messages_received) == (40, 40, 2, 4)
-    assert summary.sent_per_worker == pytest.approx((100 + 100 + 40) / 3)
+    assert (dead.steps, dead.compute_seconds, dead.wait_seconds, dead.comm_seconds) == (2, 1.0, 0.5, 0.5)
+    assert (dead.sent_bytes, dead.received_bytes, dead.messages_sent, dead.messages_received) == (40, 40, 2, 4)
+    assert summary.sent_bytes_per_worker == pytest.approx((100 + 100 + 40) / 3)
     assert summary.replicas_agree is None
     assert summary.steps == 22
 

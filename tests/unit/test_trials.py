@@ -95,8 +95,8 @@ def test_a_trial_is_the_run_that_simulate_records(text: str, task: JobProfile, t
     )
     summary = simulate(config, tmp_path / "run")
     # Only the optimizer's step, 0.2 µs of 20 ms, is not in the record.
-    assert found.seconds_to_target == pytest.approx(summary.time_to_target, rel=1e-4)
-    assert found.bytes == summary.bytes_to_target
+    assert found.seconds_to_target == pytest.approx(summary.seconds_to_target, rel=1e-4)
+    assert found.sent_bytes == summary.bytes_to_target
 
 
 def test_another_step_would_be_noticed(site: Site) -> None:
@@ -109,7 +109,7 @@ def test_one_worker_has_the_fastest_machine_to_itself(task: JobProfile) -> None:
     uneven = read_cluster(text + 'inside = ["slow", "fast"]\nbandwidth = "1gbit"\nlatency = "1ms"\n', name="test")
     site = Site(task, uneven)
     found = trial(site, None, 2, target=TARGET)
-    assert (found.strategy, found.workers, found.bytes) == (ALONE, 1, 0)
+    assert (found.strategy, found.workers, found.sent_bytes) == (ALONE, 1, 0)
     assert found.seconds_to_target == pytest.approx(found.steps * (0.02 / 4 + task.elements / 1e9), rel=1e-9)
 
 
@@ -126,7 +126,7 @@ def test_models_that_never_met_are_averaged_before_they_count(site: Site) -> Non
     assert never.end == "target"
     seconds, sent = averaging(site, 4)
     assert seconds > 0
-    assert never.bytes == sent > 0
+    assert never.sent_bytes == sent > 0
     assert never.seconds == pytest.approx(never.steps * (0.02 + site.task.elements / 1e9) + seconds, rel=1e-6)
     assert averaging(site, 1) == (0, 0)
 

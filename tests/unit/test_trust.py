@@ -104,9 +104,14 @@ BROKEN = [
     ("config.toml", "workers = 3", "workers = 2", r"rank of a step in .* must be >= 0 and < 2.*, got 2"),
     ("config.toml", "workers = 3", "workers = 300000000", "events of 300000000 workers"),
     ("events.jsonl", '"rank":1', '"rank":-1', r"rank of a step .* got -1"),
-    ("events.jsonl", '"compute":[^,]*', '"compute":-1.0', r"compute of a step must be >= 0 .* got -1\.0"),
-    ("events.jsonl", '"wait":[^,]*', '"wait":1e300', "wait of a step must be"),
-    ("events.jsonl", '"sent":[^,]*', '"sent":-7', "sent of a step must be"),
+    (
+        "events.jsonl",
+        '"compute_seconds":[^,]*',
+        '"compute_seconds":-1.0',
+        r"compute_seconds of a step must be >= 0 .* got -1\.0",
+    ),
+    ("events.jsonl", '"wait_seconds":[^,]*', '"wait_seconds":1e300', "wait_seconds of a step must be"),
+    ("events.jsonl", '"sent_bytes":[0-9]+,"rec', '"sent_bytes":-7,"rec', "sent_bytes of a step must be"),
 ]
 
 
@@ -120,6 +125,6 @@ def test_a_broken_record_is_told_in_a_sentence(name: str, old: str, new: str, ru
 
 def test_steps_that_take_no_time_are_compared_with_nothing(record: Path) -> None:
     file = record / "events.jsonl"
-    file.write_text(re.sub(r'"(compute|wait|comm)":[^,]*', r'"\1":0.0', file.read_text()))
+    file.write_text(re.sub(r'"(compute|wait|comm)_seconds":[^,]*', r'"\1_seconds":0.0', file.read_text()))
     with pytest.raises(ConfigurationError, match="must take time"):
         measure(RunFolder(record).read_events(), 3)

@@ -59,7 +59,7 @@ class RingBytes(Claim):
     def _counted(self, n: int, books: list[NodeEvent], where: str) -> list[ClaimRow]:
         sizes = [part.stop - part.start for part in slices(ELEMENTS, n)]
         expected = [2 * ELEMENTS - sizes[(rank + 1) % n] - sizes[(rank + 2) % n] for rank in range(n)]
-        sent = [node.sent / (4 * STEPS) for node in books]
+        sent = [node.sent_bytes / (4 * STEPS) for node in books]
         messages = {node.messages_sent / STEPS for node in books}
         per_node = ", ".join(map(str, expected))
         total = 2 * (n - 1) * ELEMENTS

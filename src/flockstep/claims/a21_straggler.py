@@ -63,6 +63,6 @@ class Straggler(Claim):
             network=f"link(bandwidth={BANDWIDTH!r}, latency={LATENCY!r})",
             faults=[f"slows(1, {slow})"],
         )
-        steps_at = [event.t for event in run.of(StepEvent)]
-        until = max(e.t for e in run.of(StepEvent) if e.rank == 0)
+        steps_at = [event.seconds for event in run.of(StepEvent)]
+        until = max(e.seconds for e in run.of(StepEvent) if e.rank == 0)
         return sum(t <= until for t in steps_at) / until

@@ -146,7 +146,7 @@ def _run(strategy: str, steps: int, network: str, seed: int = 0) -> SimulatedRun
 def sent(strategy: str) -> float:
     """Mean bytes that a worker sends per element and step, counted from its messages."""
     run = _run(strategy, TIMED, "ideal")
-    return sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * TIMED * PARAMS)
+    return sum(run.totals[rank].sent_bytes for rank in range(WORKERS)) / (WORKERS * TIMED * PARAMS)
 
 
 def timed(strategy: str, bandwidth: float) -> float:

@@ -83,7 +83,7 @@ def to_target(period: int, by_label: bool, seed: int) -> tuple[float, float]:
     good = [snapshot.step for snapshot in run.of(EvaluationEvent) if snapshot.metric >= TARGET]
     if not good:
         return float("inf"), float("inf")
-    sent = {snapshot.step: snapshot.bytes for snapshot in run.of(EvaluationEvent)}
+    sent = {snapshot.step: snapshot.sent_bytes for snapshot in run.of(EvaluationEvent)}
     return good[0], sent[-(-good[0] // max(period, EVERY)) * max(period, EVERY)]
 
 

@@ -66,4 +66,4 @@ def _trained(strategy: str, seed: int) -> tuple[float, float]:
         evaluate_every=STEPS // 2,
     )
     _, half, end = run.of(EvaluationEvent)
-    return 1 - end.metric, end.bytes - half.bytes
+    return 1 - end.metric, end.sent_bytes - half.sent_bytes

@@ -75,4 +75,4 @@ def _trained(strategy: str, seed: int) -> tuple[float, float]:
     job = characters_job(OPTIMIZER, BATCH)
     run = run_strategy(strategy, WORKERS, STEPS, job=job, compute="constant(1)", network="ideal", seed=seed)
     last = run.of(EvaluationEvent)[-1]
-    return last.loss, last.bytes
+    return last.loss, last.sent_bytes

@@ -146,7 +146,7 @@ def _trained(codec: str, feedback: str, momentum: str, lr: float, seed: int) -> 
     except Diverged:
         return Final(GUESSING, np.inf, np.nan, np.nan)
     steps, dense = run.of(StepEvent), 4 * len(run.result)
-    warm = [dense / event.sent for event in steps if event.step > WARMUP]
+    warm = [dense / event.sent_bytes for event in steps if event.step > WARMUP]
     losses = [event.loss for event in steps if event.loss is not None]
-    ratio = dense * len(steps) / sum(event.sent for event in steps)
+    ratio = dense * len(steps) / sum(event.sent_bytes for event in steps)
     return Final(100 * (1 - run.evaluation.metric), float(np.mean(losses)), ratio, float(np.median(warm)))

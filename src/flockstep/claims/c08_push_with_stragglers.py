@@ -109,7 +109,7 @@ def duration(strategy: str, share: float, seed: int) -> float:
     job = bowl_job(dimension=int(MEGABYTES * 1e6) // SCALE // 4, dtype="float32")
     compute, steps = Stragglers(SECONDS, share), STEPS[share]
     run = run_strategy(strategy, WORKERS, steps, job=job, compute=compute, network=NETWORK, seed=seed)
-    return float(np.mean([event.t for event in run.of(StepEvent) if event.step == steps])) / steps
+    return float(np.mean([event.seconds for event in run.of(StepEvent) if event.step == steps])) / steps
 
 
 def accuracy(strategy: str, seed: int) -> float:

@@ -105,7 +105,9 @@ class BackupTimeToTarget(Claim):
             runs = [_run(strategy, workers, steps, rate, seed) for seed in range(self.seeds)]
             seconds = float(np.median([_reached(run) for run in runs]))
             tried.append(
-                MethodResult(name, strategy, workers, rate, seconds, float(np.mean([r[-1].t for r in runs])) / steps)
+                MethodResult(
+                    name, strategy, workers, rate, seconds, float(np.mean([r[-1].seconds for r in runs])) / steps
+                )
             )
         best = min(tried, key=lambda one: one.seconds)
         say(f"{best.name}: {best.seconds:.3f} s to target at a rate of {best.rate:g}, {best.steps:.0f} steps")
@@ -132,7 +134,7 @@ def _run(strategy: str, workers: int, steps: int, rate: float, seed: int, law: s
 
 
 def _reached(snapshots: list[EvaluationEvent]) -> float:
-    return next((snapshot.t for snapshot in snapshots if snapshot.metric >= TARGET), math.inf)
+    return next((snapshot.seconds for snapshot in snapshots if snapshot.metric >= TARGET), math.inf)
 
 
 def _reason(late: MethodResult, added: dict[int, MethodResult], interior: MethodResult, other: float) -> str:

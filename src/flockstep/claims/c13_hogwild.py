@@ -134,7 +134,7 @@ def _run(strategy: str, penalty: float, workers: int) -> Ran:
 def rate(events: Sequence[Event], workers: int) -> float:
     """Steps per second of all workers together, from when each has taken a quarter of its steps until one ends."""
     times = [
-        sorted(event.t for event in events if isinstance(event, StepEvent) and event.rank == rank)
+        sorted(event.seconds for event in events if isinstance(event, StepEvent) and event.rank == rank)
         for rank in range(workers)
     ]
     begin, end = max(t[len(t) // WARM] for t in times), min(t[-1] for t in times)

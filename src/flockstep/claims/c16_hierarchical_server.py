@@ -71,13 +71,13 @@ class HierarchicalServer(Claim):
     def _traffic(self, name: str, group: int, flat: SimulatedRun, run: SimulatedRun) -> list[ClaimRow]:
         single, root = flat.totals[MASTER], run.totals[MASTER]
         size = run.params[MASTER].nbytes
-        copies = (root.sent - single.sent / group) / size
+        copies = (root.sent_bytes - single.sent_bytes / group) / size
         return [
             ClaimRow(
                 f"bytes into the root, {name}",
                 f"1/{group}",
-                root.received / single.received,
-                root.received * group == single.received,
+                root.received_bytes / single.received_bytes,
+                root.received_bytes * group == single.received_bytes,
             ),
             ClaimRow(
                 f"last copies out of the root, {name}",

@@ -114,4 +114,4 @@ def _trained(strategy: str, seed: int) -> Ended:
     )
     *_, before, last = run.of(EvaluationEvent)
     assert before.divergence is not None
-    return Ended(math.exp(last.loss), last.bytes, math.exp(before.loss), before.divergence)
+    return Ended(math.exp(last.loss), last.sent_bytes, math.exp(before.loss), before.divergence)

@@ -70,5 +70,5 @@ def _trained(strategy: ParameterServer, seed: int, batch: int, lr: float) -> tup
     except Diverged:
         return GUESSING, np.inf, np.nan
     losses = [event.loss for event in run.of(StepEvent) if event.step > steps - 30 and event.loss is not None]
-    bits = 8 * sum(run.totals[rank].sent for rank in range(WORKERS)) / (WORKERS * steps * len(run.result))
+    bits = 8 * sum(run.totals[rank].sent_bytes for rank in range(WORKERS)) / (WORKERS * steps * len(run.result))
     return 100 * (1 - run.evaluation.metric), float(np.mean(losses)), bits

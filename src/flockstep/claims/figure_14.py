@@ -39,7 +39,7 @@ def simulated(name: str, n: int) -> float:
     program, servers = PATTERNS[name]
     network = "link(bandwidth=1.25e9, latency=0)"
     run = run_once(lambda me: program(me, n), n + servers, network, unit=times(n).reduce / n)
-    return run.totals[n].t if name == "asynchronous, all" else run.seconds
+    return run.totals[n].seconds if name == "asynchronous, all" else run.seconds
 
 
 async def naive_server(me: Worker, n: int) -> None:

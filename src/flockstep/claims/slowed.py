@@ -93,7 +93,7 @@ def alone(strategy: str, workers: int) -> tuple[float, float, float]:
 def ends(strategy: str, workers: int, faults: Sequence[str]) -> list[npt.NDArray[np.float64]]:
     """Virtual seconds at which each gradient of every worker ended."""
     steps = _run(strategy, workers, faults).of(StepEvent)
-    return [np.array([event.t for event in steps if event.rank == rank]) for rank in range(workers)]
+    return [np.array([event.seconds for event in steps if event.rank == rank]) for rank in range(workers)]
 
 
 def _run(strategy: str, workers: int, faults: Sequence[str]) -> SimulatedRun:

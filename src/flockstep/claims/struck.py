@@ -34,7 +34,7 @@ LONG = 4000
 HELD_BACK = 8
 """Largest number of steps that a record may lack."""
 _LINK = re.compile(r"\b(fs[0-9]+)c([0-9]+)@")
-_TIME = re.compile(rb'"type":"step","t":([0-9.e+-]+)')
+_TIME = re.compile(rb'"type":"step","seconds":([0-9.e+-]+)')
 
 
 @dataclass(frozen=True)

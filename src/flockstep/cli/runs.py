@@ -72,7 +72,7 @@ def conclude(summary: Summary, folder: Path, as_json: bool, must_reach: bool) ->
 
 def missed(summary: Summary) -> str | None:
     """The sentence about a target that was not reached; None if it was, or there is none."""
-    if summary.target is None or summary.time_to_target is not None or summary.best_metric is None:
+    if summary.target is None or summary.seconds_to_target is not None or summary.best_metric is None:
         return None
     return (
         f"{summary.strategy} did not reach the target {summary.target:g}: its best {summary.metric} was "

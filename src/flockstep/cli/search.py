@@ -149,7 +149,7 @@ def _cells(one: Found) -> tuple[str, ...]:
         outcome(best),
         _with(one, best),
         words.number(best.steps),
-        words.size(best.bytes),
+        words.size(best.sent_bytes),
         str(len(one.trials)),
     )
 

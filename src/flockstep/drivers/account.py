@@ -89,7 +89,7 @@ class Account:
         if self.emit is not None:
             self.emit(UpdateEvent(t, self.address, source, count, staleness, weight))
 
-    def figure(self, t: float, name: str, value: float) -> None:
+    def scalar(self, t: float, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
         if self.emit is not None:
             self.emit(ScalarEvent(t, self.address, name, value))
@@ -100,7 +100,7 @@ class Account:
             return
         totals = self._totals()
         if self.estimated_bytes:
-            self.figure(t, "bytes_by_formula", self.estimated_bytes)
+            self.scalar(t, "bytes_by_formula", self.estimated_bytes)
         self.emit(NodeEvent(self.address, t, self.steps, *totals, self.traffic.header_bytes, fingerprint(params)))
 
     def _totals(self) -> tuple[float, float, float, int, int, int, int]:

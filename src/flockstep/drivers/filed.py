@@ -53,13 +53,13 @@ class FiledTick(Tick):
     def hand_in(self, item: HandedIn, samples: int) -> None:
         """Add a node's snapshot to the tick."""
         self.files.items_of[item.address] = item
-        self.t = max(self.t, item.t)
+        self.t = max(self.t, item.seconds)
         self.missing.discard(item.address)
         if item.address >= 0:
             self.workers += 1
             self.steps += item.step
             self.samples += samples
-            self.sent += item.sent
+            self.sent += item.sent_bytes
 
     def replicas(self) -> list[HandedIn]:
         """The workers' snapshots, in order of rank."""
@@ -158,7 +158,7 @@ class FiledTracker(Tracker):
             self._ticks[FINAL] = self._newest.tick(self._lost, self._samples)
             self._evaluate(FINAL)
         for item in self._final:
-            self._evaluate_own(item.address, item.read(), item.t)
+            self._evaluate_own(item.address, item.read(), item.seconds)
 
     def _evaluate(self, tick: float) -> None:
         entry = self._ticks[tick]

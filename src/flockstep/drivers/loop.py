@@ -354,7 +354,7 @@ class Loop:
         self._seat = Seat(self._member, worker, strategy)
         self._seat.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
-        take_place(Membership(self._member, self._runner.figure))
+        take_place(Membership(self._member, self._runner.scalar))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,

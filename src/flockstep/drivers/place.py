@@ -11,9 +11,9 @@ from flockstep.drivers.member import Member
 class Membership:
     """This process's part in a run, which may have a communicator."""
 
-    def __init__(self, member: Member, figure: Callable[[str, float], None]):
-        """`figure`: function that records a scalar."""
-        self.member, self.figure = member, figure
+    def __init__(self, member: Member, scalar: Callable[[str, float], None]):
+        """`scalar`: function that records a scalar."""
+        self.member, self.scalar = member, scalar
         self.close_communicator: Callable[[], None] | None = None
 
     def leave(self) -> None:
@@ -23,8 +23,8 @@ class Membership:
 
     def finish(self, account: Account) -> None:
         """Record the traffic of a communicator that has ended."""
-        self.figure("mover_sent", account.traffic.sent_bytes)
-        self.figure("mover_messages", account.traffic.messages_sent)
+        self.scalar("communicator_sent_bytes", account.traffic.sent_bytes)
+        self.scalar("communicator_messages", account.traffic.messages_sent)
 
     def fail(self, error: Exception) -> None:
         """Handle a communicator that could not be created; the strategy may continue without it."""

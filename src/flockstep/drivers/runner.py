@@ -351,10 +351,10 @@ class Runner:
         if self.recorded:
             self.account.updates(self.clock(), source, count, staleness, weight)
 
-    def figure(self, name: str, value: float) -> None:
+    def scalar(self, name: str, value: float) -> None:
         """Record a scalar of the strategy."""
         if self.recorded:
-            self.account.figure(self.clock(), name, value)
+            self.account.scalar(self.clock(), name, value)
 
     def _end(self) -> None:
         """Handle the end of a program."""

@@ -38,7 +38,7 @@ class Snapshots:
         """Send a snapshot of the node's current parameters to the supervisor."""
         buffers = self.buffers()
         self._closed = tick == FINAL
-        note: Fields = {"tick": tick, "t": t, "step": node.run_step, "sent": sent}
+        note: Fields = {"tick": tick, "seconds": t, "step": node.run_step, "sent_bytes": sent}
         size: Fields = {"size": len(node.params), "dtype": name_of(node.params), "buffers": buffers.nbytes}
         self._member.hand_over({**note, **size}, [on_host(node.params), buffers])
         if self._closed:

@@ -337,7 +337,7 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
 
 def _in_short(summary: Summary) -> str:
     metric = "?" if summary.final_metric is None else f"{summary.final_metric:.4f}"
-    reached = "" if summary.time_to_target is None else f", target after {summary.time_to_target:.2f} s"
+    reached = "" if summary.seconds_to_target is None else f", target after {summary.seconds_to_target:.2f} s"
     return f"{summary.metric} {metric}{reached} ({summary.clock} {summary.seconds:.2f} s)"
 
 

@@ -164,7 +164,9 @@ def _described(
 def _computed(events: Sequence[Event], first: int, last: int) -> list[float]:
     """Seconds of the gradients number `first` to `last` of all workers."""
     return [
-        one.compute for one in events if isinstance(one, StepEvent) and first <= one.step <= last and one.compute > 0
+        one.compute_seconds
+        for one in events
+        if isinstance(one, StepEvent) and first <= one.step <= last and one.compute_seconds > 0
     ]
 
 

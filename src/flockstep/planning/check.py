@@ -36,7 +36,7 @@ class Figures:
     """Mean step of a worker, in seconds and bytes."""
 
     seconds: float
-    sent: float
+    sent_bytes: float
     utilization: float
     staleness: float | None
     rate: float | None = None
@@ -67,7 +67,7 @@ class Check:
     @property
     def sent_error(self) -> float | None:
         """Relative error of the predicted bytes; None if no bytes were sent."""
-        return self.predicted.sent / self.measured.sent - 1 if self.measured.sent else None
+        return self.predicted.sent_bytes / self.measured.sent_bytes - 1 if self.measured.sent_bytes else None
 
     @property
     def rate_error(self) -> float | None:
@@ -114,7 +114,11 @@ def check(folder: Path | str, cluster: ClusterShape | None = None, imports: Sequ
         site = Site(task, cluster)
         found = prospect(strategy, site, config.workers, steps=_rehearsed_steps(config))
         predicted = Figures(
-            found.seconds, found.sent, found.utilization, found.staleness, _all_samples(config, task, found.seconds)
+            found.seconds,
+            found.sent_bytes,
+            found.utilization,
+            found.staleness,
+            _all_samples(config, task, found.seconds),
         )
         source, where, notes = found.source, cluster.name, _unlike(config, site)
     return Check(task.name, config.strategy, config.workers, where, source, predicted, measured, notes)
@@ -166,7 +170,7 @@ def _told(record: RunFolder, cluster: ClusterShape | None, imports: Sequence[str
     if found is None:
         return None
     source = f"{found.source}, {'; '.join((found.cluster, *found.notes))}"
-    sent = found.predicted.sent, found.measured.sent
+    sent = found.predicted.sent_bytes, found.measured.sent_bytes
     return Prediction(found.predicted.seconds, found.measured.seconds, *sent, source)
 
 
@@ -201,13 +205,13 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
             f"steps in {where} must take time to be compared with a prediction, got 0 s; give a law"
         )
     counted = [one for mine in steps for one in mine[first_counted(length) :]]
-    took = sum(one.compute + one.wait + one.comm for one in counted)
+    took = sum(one.compute_seconds + one.wait_seconds + one.comm_seconds for one in counted)
     late = [one.staleness for one in events if isinstance(one, UpdateEvent) and one.staleness is not None]
     samples = max((one.samples for one in events if isinstance(one, EvaluationEvent)), default=0)
-    end = max(one.t for mine in steps for one in mine)
+    end = max(one.seconds for mine in steps for one in mine)
     return Figures(
         seconds,
-        statistics.fmean(one.sent for one in counted),
+        statistics.fmean(one.sent_bytes for one in counted),
         _busy(counted) / took if took else 1.0,
         statistics.fmean(late) if late else None,
         samples / end if samples else None,
@@ -215,7 +219,7 @@ def measure(events: Sequence[Event], workers: int, where: str = "the record") ->
 
 
 def _busy(steps: Sequence[StepEvent]) -> float:
-    return sum(one.compute for one in steps)
+    return sum(one.compute_seconds for one in steps)
 
 
 def _network(config: RunConfig) -> Network:
@@ -243,7 +247,7 @@ def _in_virtual_time(strategy: Strategy, task: JobProfile, config: RunConfig) ->
         lessons=task.lessons if strategy.traits.needs_job else None,
     )
     rate = found.steps_per_second * found.batches * task.batch
-    return Figures(found.seconds_per_step, found.sent_per_step, found.utilization, found.staleness, rate)
+    return Figures(found.seconds_per_step, found.sent_bytes_per_step, found.utilization, found.staleness, rate)
 
 
 CHECK_HEADINGS = (
@@ -273,8 +277,8 @@ def check_cells(one: Check) -> tuple[str, ...]:
         number(one.predicted.rate),
         number(one.measured.rate),
         _told_error(one.rate_error),
-        size(one.predicted.sent),
-        size(one.measured.sent),
+        size(one.predicted.sent_bytes),
+        size(one.measured.sent_bytes),
         _told_error(one.sent_error),
         one.source,
     )

@@ -203,7 +203,7 @@ def delay(found: Prospect, site: Site) -> float:
     The transit time over 1 - ρ, where ρ is the share of time in which a worker's card sends: the time in a queue whose
     jobs vary in size and arrival.
     """
-    busy = found.sent / site.link[1] / max(found.seconds, LEAST)
+    busy = found.sent_bytes / site.link[1] / max(found.seconds, LEAST)
     return site.transit / max(found.seconds, LEAST) / max(1 - busy, LEAST)
 
 
@@ -215,7 +215,7 @@ def momentum(site: Site) -> float:
 def horizon(found: Prospect, site: Site) -> float:
     """Steps until all workers have received a worker's step; pairwise averaging needs more than full averages."""
     assert found.strategy is not None
-    n, sent = found.workers, max(found.sent / site.task.nbytes, 1e-9)
+    n, sent = found.workers, max(found.sent_bytes / site.task.nbytes, 1e-9)
     if n == 1:
         return 1.0
     cell = found.strategy.cell
@@ -263,7 +263,7 @@ def compression(found: Prospect, site: Site) -> tuple[float, float]:
             held += 1 / max(1 - lost(codec), 1e-6) - 1
     if found.strategy is not None and found.strategy.traits.approximation != "none":
         dense = 2 * (1 - 1 / found.workers) * site.task.nbytes
-        held += max(0.0, dense / max(found.sent, LEAST) - 1)
+        held += max(0.0, dense / max(found.sent_bytes, LEAST) - 1)
     return noise, held
 
 

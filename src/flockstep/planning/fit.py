@@ -198,7 +198,7 @@ def _read(folder: Path, imports: Sequence[str]) -> _Run:
         schema.nbytes,
         tuple(entry.size for entry in schema.entries),
         np.dtype(schema.dtype).itemsize,
-        tuple(tuple(one.compute for one in mine[:length]) for mine in steps),
+        tuple(tuple(one.compute_seconds for one in mine[:length]) for mine in steps),
         usual_seconds(steps, length),
     )
 
@@ -223,7 +223,7 @@ def steps_by_worker(events: Sequence[Event], workers: int, where: str = "the rec
                 f"rank of a step in {where} must be >= 0 and < {workers}, its workers, got {event.rank}; "
                 "correct workers in config.toml, or run again"
             )
-        for name in ("compute", "wait", "comm", "sent"):
+        for name in ("compute_seconds", "wait_seconds", "comm_seconds", "sent_bytes"):
             if not 0 <= getattr(event, name) <= MOST:
                 raise ConfigurationError(
                     f"{name} of a step must be >= 0 and <= {MOST:g}, got {getattr(event, name)} of worker "
@@ -252,7 +252,12 @@ def usual_seconds(steps: Sequence[Sequence[StepEvent]], length: int) -> float:
     """
     spans = np.array_split(np.arange(first_counted(length), length), min(SPANS, length - first_counted(length)))
     means = [
-        statistics.fmean(mine[i].compute + mine[i].wait + mine[i].comm for mine in steps for i in span if i < len(mine))
+        statistics.fmean(
+            mine[i].compute_seconds + mine[i].wait_seconds + mine[i].comm_seconds
+            for mine in steps
+            for i in span
+            if i < len(mine)
+        )
         for span in spans
     ]
     return statistics.median(means)

@@ -232,7 +232,7 @@ def _further(outlook: Outlook) -> Outlook:
 
 def combines(found: Prospect) -> bool:
     """Whether the workers train one common model."""
-    return found.strategy is None or found.sent > 0
+    return found.strategy is None or found.sent_bytes > 0
 
 
 def left_out(site: Site, found: list[Prospect], workers: int) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Probe(Strategy):
             me.send(first, "enough")
             return
         await me.receive("enough", second)
-        me.record_figure(f"message {first} {second}", (time.perf_counter() - start) / BURST)
+        me.record_scalar(f"message {first} {second}", (time.perf_counter() - start) / BURST)
 
     async def _talk(self, me: Worker, pair: tuple[int, int], array: Array) -> None:
         first, second = pair
@@ -93,7 +93,7 @@ class Probe(Strategy):
             await me.receive("pong", second)
             spent.append((time.perf_counter() - start) / 2)
         if spent:
-            me.record_figure(f"one way {first} {second} {array.nbytes}", statistics.median(spent[1:]))
+            me.record_scalar(f"one way {first} {second} {array.nbytes}", statistics.median(spent[1:]))
 
 
 registry.register("strategy", "flockstep_probe", Probe)

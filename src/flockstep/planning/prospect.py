@@ -60,7 +60,7 @@ class Prospect:
     seconds: float
     utilization: float
     """Share of its time that a worker computes."""
-    sent: float
+    sent_bytes: float
     """Bytes that a worker sends per step."""
     server_bytes: float
     """Bytes per step through the busiest server."""
@@ -85,7 +85,8 @@ class Prospect:
     def document(self) -> dict[str, Any]:
         """The prediction as plain data, for JSON."""
         names = (
-            "name workers seconds utilization sent server_bytes staleness staleness_most samples_per_second memory "
+            "name workers seconds utilization sent_bytes server_bytes staleness staleness_most samples_per_second "
+            "memory "
             "source"
         )
         return {**{name: getattr(self, name) for name in names.split()}, "notes": list(self.notes)}
@@ -156,7 +157,7 @@ def _share_encoded(strategy: Strategy, site: Site, workers: int) -> float:
     once = site.encoded(strategy)
     if once is None:
         return 1.0
-    sent = rehearsed(strategy, site, workers, quick=True).sent_per_step
+    sent = rehearsed(strategy, site, workers, quick=True).sent_bytes_per_step
     return 1.0 if sent > once / 2 else sent / once
 
 
@@ -198,9 +199,9 @@ def rehearsed(
             quick=quick,
         )
         once = site.encoded(strategy)
-        if coding < 1 or once is None or found.sent_per_step > once / 2:
+        if coding < 1 or once is None or found.sent_bytes_per_step > once / 2:
             return found
-        coding = found.sent_per_step / once  # the worker encodes in some of its steps only
+        coding = found.sent_bytes_per_step / once  # the worker encodes in some of its steps only
 
 
 def _leveled(found: Rehearsal, site: Site, strategy: Strategy, workers: int) -> Rehearsal:
@@ -238,7 +239,7 @@ def _of_rehearsal(strategy: Strategy, site: Site, workers: int, found: Rehearsal
         workers,
         seconds,
         found.utilization,
-        found.sent_per_step,
+        found.sent_bytes_per_step,
         _through_server(strategy, found),
         found.staleness if versions else None,
         found.staleness_max if versions else None,
@@ -265,7 +266,7 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
         workers,
         moved.seconds,
         min(1.0, mean / moved.seconds) if moved.seconds else 1.0,
-        moved.sent,
+        moved.sent_bytes,
         pace.grown(lambda found: _through_server(strategy, found), workers),
         moved.staleness,
         None,
@@ -279,8 +280,8 @@ def _extrapolated(strategy: Strategy, site: Site, workers: int) -> Prospect:
 
 def _through_server(strategy: Strategy, found: Rehearsal) -> float:
     """Bytes through the busiest server for each step that a worker takes."""
-    server, workers = found.server_sent_per_step, found.workers
-    return server + workers * found.sent_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
+    server, workers = found.server_sent_bytes_per_step, found.workers
+    return server + workers * found.sent_bytes_per_step / max(1, strategy.servers_for(workers)) if server else 0.0
 
 
 def grown(sizes: Sequence[int], values: Sequence[float], workers: int) -> float:
@@ -313,7 +314,7 @@ class Moved:
     seconds: float
     samples_per_second: float
     """Samples per second of all workers."""
-    sent: float
+    sent_bytes: float
     staleness: float | None
 
 
@@ -401,11 +402,11 @@ class Pace:
             seconds, few = self.grown(lambda found: found.seconds_per_step, workers), self._rehearsed(FEW, even=True)
             if ratio != 1:
                 seconds *= self._between(FEW, True, ratio) / few.seconds_per_step
-            sent = self.grown(lambda found: found.sent_per_step, workers)
+            sent = self.grown(lambda found: found.sent_bytes_per_step, workers)
             late: float | None = self.grown(lambda found: found.staleness or 0.0, workers)
         else:
             few = self._rehearsed(workers)
-            seconds, sent, late = self._between(workers, False, ratio), few.sent_per_step, few.staleness
+            seconds, sent, late = self._between(workers, False, ratio), few.sent_bytes_per_step, few.staleness
         seconds += (size - 1) * self.site.work(self.strategy, workers).step + mean_of(law) - mean_of(usual)
         seconds = max(seconds + self.exposure * late_of(law, workers), LEAST)
         rate = few.used * few.batches * workers * site.task.batch / seconds

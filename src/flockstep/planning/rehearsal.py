@@ -73,9 +73,9 @@ class Rehearsal:
     """Gradients per second of all workers together, each at its own pace."""
     utilization: float
     """Share of its time that a worker computes, from 0 to 1."""
-    sent_per_step: float
+    sent_bytes_per_step: float
     """Mean payload bytes that a worker sends per step."""
-    server_sent_per_step: float
+    server_sent_bytes_per_step: float
     """Payload bytes that the busiest server sends for each step of a worker; 0 without servers."""
     messages_per_step: float
     staleness: float | None
@@ -200,7 +200,7 @@ class _Stage:
         simulation = Simulation(engine, plan, compute, network, both)
         simulation.run()
         books.held = statistics.fmean(_bytes_in(simulation.runners[rank].node.state) for rank in range(self.workers))
-        books.late = max(0.0, simulation.now - max(step.t for step in books.steps))
+        books.late = max(0.0, simulation.now - max(step.seconds for step in books.steps))
         simulation.close()
         return books, engine
 
@@ -313,7 +313,7 @@ def _of_size(stage: _Stage, elements: int, steps: int | None) -> Rehearsal:
     counted = [[step for step in mine if step.step > first] for mine in books.by_worker()]
     found = _summary([mine for mine in counted if mine], books, engine, 1, steps)
     every = sum(node.steps for node in books.nodes if node.node >= 0) / stage.workers
-    return replace(found, server_sent_per_step=engine.factor * _busiest(books) / every)
+    return replace(found, server_sent_bytes_per_step=engine.factor * _busiest(books) / every)
 
 
 def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
@@ -329,7 +329,7 @@ def _until_settled(stage: _Stage, elements: int) -> Rehearsal:
         abreast, every = _together(books.by_worker(), cycle)
         counted = [_whole(mine, count, cycle) for mine in every]
         found = _summary(counted, books, engine, cycle, steps)
-        silent = not found.sent_per_step and not found.server_sent_per_step and _sends(stage)
+        silent = not found.sent_bytes_per_step and not found.server_sent_bytes_per_step and _sends(stage)
         early = _filling(late, max(map(_period, counted)))
         least = max(_counted(stage, cycle, longest, _random(stage, found.seconds_per_step)), 0 if abreast else FEWEST)
         enough = count >= least and min(map(len, counted)) >= FEW
@@ -393,8 +393,8 @@ def _together(steps: list[list[StepEvent]], cycle: int) -> tuple[bool, list[list
 
     All steps count of a worker that has hardly begun by then.
     """
-    end = min(mine[-1].t for mine in steps)
-    found = [[step for step in mine if step.t <= end] for mine in steps]
+    end = min(mine[-1].seconds for mine in steps)
+    found = [[step for step in mine if step.seconds <= end] for mine in steps]
     most = max(map(len, steps))
     if most - min(map(len, found)) <= max(2, cycle, AGREE * most):
         return True, steps
@@ -430,7 +430,7 @@ def _by_law(stage: _Stage, counted: list[list[StepEvent]]) -> bool:
     close = 1e-6 * mean_of(stage.compute)
     for mine in counted:
         times = list(itertools.islice(stage.compute.stream(stage.seed, mine[0].rank), mine[-1].step))
-        if any(abs(one.compute - times[one.step - 1] - stage.work.step) > close for one in mine):
+        if any(abs(one.compute_seconds - times[one.step - 1] - stage.work.step) > close for one in mine):
             return False
     return True
 
@@ -449,11 +449,11 @@ def _spread(counted: list[list[StepEvent]], cycle: int) -> float:
 
 
 def _took(step: StepEvent) -> float:
-    return step.compute + step.wait + step.comm
+    return step.compute_seconds + step.wait_seconds + step.comm_seconds
 
 
 def _waited(step: StepEvent) -> float:
-    return step.wait + step.comm
+    return step.wait_seconds + step.comm_seconds
 
 
 def _period(steps: list[StepEvent]) -> float:
@@ -461,21 +461,21 @@ def _period(steps: list[StepEvent]) -> float:
 
 
 def _sent(step: StepEvent) -> float:
-    return step.sent
+    return step.sent_bytes
 
 
 def _busiest(books: _Books) -> int:
     """Bytes that the busiest server sent."""
-    return max((node.sent for node in books.nodes if node.node < 0), default=0)
+    return max((node.sent_bytes for node in books.nodes if node.node < 0), default=0)
 
 
 def _summary(counted: list[list[StepEvent]], books: _Books, engine: StandIn, cycle: int, steps: int) -> Rehearsal:
     """The result of a rehearsal; `counted`: the counted steps of each worker."""
     periods = [_period(mine) for mine in counted]
-    busy = [statistics.fmean(step.compute for step in mine) for mine in counted]
+    busy = [statistics.fmean(step.compute_seconds for step in mine) for mine in counted]
     whole = [step for mine in counted if len(mine) >= cycle for step in mine] or [s for mine in counted for s in mine]
     sent = statistics.fmean(map(_sent, whole))
-    every = sum(node.sent for node in books.nodes if node.node >= 0)
+    every = sum(node.sent_bytes for node in books.nodes if node.node >= 0)
     late = books.staleness[int(LEFT_OUT * len(books.staleness)) :]
     return Rehearsal(
         statistics.fmean(periods),
@@ -519,11 +519,11 @@ def _unlike(strategy: Strategy, workers: int, shapes: tuple[Shape, ...], lessons
         begun = _begun(stage, ELEMENTS, 2)
         for steps in (FEW, begun) if strategy.traits.fixed_steps else (begun,):  # of those that send seldom, more
             large, small = (_of_size(stage, size, steps) for size in (ELEMENTS, ELEMENTS // 4))
-            if large.sent_per_step:
+            if large.sent_bytes_per_step:
                 break
     except Shrunk as why:
         return str(why)
-    for name in ("sent_per_step", "messages_per_step"):
+    for name in ("sent_bytes_per_step", "messages_per_step"):
         one, other = getattr(large, name), getattr(small, name)
         if abs(one - other) > ALIKE * max(one, other):
             return (

@@ -87,8 +87,8 @@ class Contender:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""
         moved = replace(self.found, workers=workers, seconds=cost.seconds)
         if workers != self.found.workers:
-            return replace(moved, sent=cost.sent, staleness=cost.staleness)
-        return replace(moved, sent=self.found.sent * site.task.nbytes / self.site.task.nbytes)
+            return replace(moved, sent_bytes=cost.sent_bytes, staleness=cost.staleness)
+        return replace(moved, sent_bytes=self.found.sent_bytes * site.task.nbytes / self.site.task.nbytes)
 
     def _computing(self, site: Site, workers: int, law: ComputeModel | None) -> float:
         """Seconds of a step that a worker computes, scaled from the plan's site."""

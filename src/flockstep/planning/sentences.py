@@ -168,7 +168,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
 def _step(choice: Prospect) -> str:
     return (
         f"A step takes {words.seconds(choice.seconds)}, of which a worker computes {words.share(choice.utilization)}; "
-        f"it sends {words.size(choice.sent)} ({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
+        f"it sends {words.size(choice.sent_bytes)} ({'rehearsed' if choice.source == 'rehearsal' else 'extrapolated'})."
     )
 
 

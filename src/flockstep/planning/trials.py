@@ -65,7 +65,7 @@ class Trial:
     """Virtual seconds at the end of the trial."""
     steps: float
     """Mean steps of a worker until the evaluation that reached the target, or else until the last evaluation."""
-    bytes: float
+    sent_bytes: float
     """Bytes sent until that evaluation."""
     metric: float | None
     """Metric of that evaluation; None if it is not finite or there was none."""
@@ -256,15 +256,15 @@ class _Watch:
         """Handle evaluations, and ignore other events."""
         if not isinstance(event, EvaluationEvent):
             return
-        self.step(event.t)
+        self.step(event.seconds)
         self.seen.append(event)
         if not (event.metric >= self.goal if self.higher else event.metric <= self.goal):
             return
         apart = event.divergence != 0
-        reached = event.t + (self.averaging if apart else 0.0)
+        reached = event.seconds + (self.averaging if apart else 0.0)
         if reached <= self.within and (self.hit is None or reached < self.hit[0]):
-            self.hit = reached, event, event.bytes + (self.averaged if apart else 0.0)
-        self.step(event.t)
+            self.hit = reached, event, event.sent_bytes + (self.averaged if apart else 0.0)
+        self.step(event.seconds)
 
     def step(self, now: float) -> None:
         """Advance the time, and end the trial if it is over."""
@@ -282,7 +282,7 @@ class _Watch:
             reached, last, sent = self.hit
         elif self.seen:
             last = self.seen[-1]
-            sent = last.bytes
+            sent = last.sent_bytes
         return Trial(
             name,
             plan.cluster.workers,

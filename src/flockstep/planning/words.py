@@ -99,7 +99,7 @@ def cells(outlook: Outlook, found: Prospect, worth: float) -> tuple[str, ...]:
         number(found.samples_per_second),
         seconds(found.seconds),
         share(found.utilization),
-        size(found.sent),
+        size(found.sent_bytes),
         size(found.server_bytes) if found.server_bytes else NONE,
         _late(outlook, found),
         NONE if most is None else str(most),

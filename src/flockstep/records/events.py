@@ -1,7 +1,8 @@
 """The events of a run, one JSON document per line. Every number in a summary, table or report is computed from them.
 
-Times are seconds since all nodes were ready; if the run's clock is virtual, they are virtual seconds. Bytes are payload
-bytes without headers. Node numbers are those of `flockstep.messages`: workers 0, 1, …, servers -1, -2, …
+Fields in seconds count from the moment when all nodes were ready; if the run's clock is virtual, they are virtual
+seconds. Bytes are payload bytes without headers. Node numbers are those of `flockstep.messages`: workers 0, 1, …,
+servers -1, -2, …
 """
 
 from __future__ import annotations
@@ -9,30 +10,30 @@ from __future__ import annotations
 import msgspec
 
 
-class StepEvent(msgspec.Struct, tag="step", frozen=True):
+class StepEvent(msgspec.Struct, tag="step", frozen=True, forbid_unknown_fields=True):
     """A worker used its gradient number `step`; the amounts cover the time since the worker's previous step event."""
 
-    t: float
+    seconds: float
     rank: int
     step: int
     loss: float | None
-    compute: float
-    wait: float
-    comm: float
-    sent: int
-    received: int
+    compute_seconds: float
+    wait_seconds: float
+    comm_seconds: float
+    sent_bytes: int
+    received_bytes: int
     messages_sent: int
     messages_received: int
 
 
-class UpdateEvent(msgspec.Struct, tag="update", frozen=True):
+class UpdateEvent(msgspec.Struct, tag="update", frozen=True, forbid_unknown_fields=True):
     """`count` updates of worker `source` took effect on `node`; a `source` of None stands for every other worker.
 
     `weight`: multiple of the learning rate at which each of these gradients was applied (1/n under `bsp`, 1 under
     `asynchronous`); None if no server applied the updates, and in older records.
     """
 
-    t: float
+    seconds: float
     node: int
     source: int | None
     count: int
@@ -40,7 +41,7 @@ class UpdateEvent(msgspec.Struct, tag="update", frozen=True):
     weight: float | None = None
 
 
-class SpanEvent(msgspec.Struct, tag="span", frozen=True):
+class SpanEvent(msgspec.Struct, tag="span", frozen=True, forbid_unknown_fields=True):
     """What a node did from `start` to `end`: compute, wait or comm. Spans are recorded for the first steps only."""
 
     node: int
@@ -49,79 +50,80 @@ class SpanEvent(msgspec.Struct, tag="span", frozen=True):
     end: float
 
 
-class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True):
-    """Evaluation of the model that the run would return if the run ended at `t`.
+class EvaluationEvent(msgspec.Struct, tag="evaluation", frozen=True, forbid_unknown_fields=True):
+    """Evaluation of the model that the run would return if the run ended at `seconds`.
 
     Evaluating takes no time on the run's clock.
 
-    `step`: mean local steps per worker; `samples`: samples used by all workers; `bytes`: mean bytes sent per worker so
-    far; `divergence`: root mean square distance of the replicas from their mean, None if not all replicas are known.
+    `step`: mean local steps per worker; `samples`: samples used by all workers; `sent_bytes`: mean bytes sent per
+    worker so far; `divergence`: root mean square distance of the replicas from their mean, None if not all replicas are
+    known.
     """
 
-    t: float
+    seconds: float
     step: float
     samples: int
-    bytes: float
+    sent_bytes: float
     loss: float
     metric: float
     divergence: float | None
 
 
-class ReplicaEvent(msgspec.Struct, tag="replica", frozen=True):
+class ReplicaEvent(msgspec.Struct, tag="replica", frozen=True, forbid_unknown_fields=True):
     """Evaluation of a worker's own replica at the end of its program; evaluating takes no time on the run's clock."""
 
-    t: float
+    seconds: float
     rank: int
     loss: float
     metric: float
 
 
-class NodeEvent(msgspec.Struct, tag="node", frozen=True):
+class NodeEvent(msgspec.Struct, tag="node", frozen=True, forbid_unknown_fields=True):
     """Totals of one node at the end of its program; `hash` is the hash of its final parameters."""
 
     node: int
-    t: float
+    seconds: float
     steps: int
-    compute: float
-    wait: float
-    comm: float
-    sent: int
-    received: int
+    compute_seconds: float
+    wait_seconds: float
+    comm_seconds: float
+    sent_bytes: int
+    received_bytes: int
     messages_sent: int
     messages_received: int
     header_bytes: int
     hash: str
 
 
-class LostEvent(msgspec.Struct, tag="lost", frozen=True):
+class LostEvent(msgspec.Struct, tag="lost", frozen=True, forbid_unknown_fields=True):
     """A node died or stopped responding."""
 
-    t: float
+    seconds: float
     node: int
     reason: str
 
 
-class DivergedEvent(msgspec.Struct, tag="diverged", frozen=True):
+class DivergedEvent(msgspec.Struct, tag="diverged", frozen=True, forbid_unknown_fields=True):
     """The parameters of a node are no longer finite."""
 
-    t: float
+    seconds: float
     node: int
     reason: str
 
 
-class ScalarEvent(msgspec.Struct, tag="figure", frozen=True):
+class ScalarEvent(msgspec.Struct, tag="scalar", frozen=True, forbid_unknown_fields=True):
     """A scalar that a strategy records, such as the number of lost updates."""
 
-    t: float
+    seconds: float
     node: int
     name: str
     value: float
 
 
-class ResultEvent(msgspec.Struct, tag="result", frozen=True):
-    """result.npy holds the run's model at `t`; `step`: mean local steps of its `workers` workers."""
+class ResultEvent(msgspec.Struct, tag="result", frozen=True, forbid_unknown_fields=True):
+    """result.npy holds the run's model at `seconds`; `step`: mean local steps of its `workers` workers."""
 
-    t: float
+    seconds: float
     step: float
     workers: int
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray, Schema
-from flockstep.errors import ConfigurationError, RunError, SchemaMismatch
+from flockstep.errors import RENAMED, ConfigurationError, RunError, SchemaMismatch, UnknownName
 from flockstep.messages import Address, node_name
 from flockstep.records import owner
 from flockstep.records.config import RunConfig, same_run
@@ -35,6 +35,8 @@ T = TypeVar("T")
 ENDED = ("finished", "diverged")
 """Statuses of a run that does not have to be repeated."""
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_TYPES: dict[str, type[Event]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
+"""Value of `type` in an event → class of the event."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ class RunFolder:
         try:
             return msgspec.json.decode(self.summary_file.read_bytes(), type=Summary)
         except ValueError as error:  # msgspec's own errors are ValueErrors, and so is text that is not UTF-8
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                _require_fields(msgspec.json.decode(self.summary_file.read_bytes()), Summary, str(self.summary_file))
             raise ConfigurationError(
                 f"{self.summary_file} is not readable: {error}; delete it to have it computed anew"
             ) from None
@@ -366,12 +370,36 @@ def _decode(line: bytes, path: Path, number: int) -> Event:
         event: Event = _decoder.decode(line)
         return event
     except ValueError as error:
-        try:
+        with contextlib.suppress(ValueError, AttributeError):
             return _not_finite(msgspec.json.decode(line))
-        except (ValueError, AttributeError):
-            raise ConfigurationError(
-                f"line {number} of {path} is no event: {error}; delete that line to read the rest"
-            ) from None
+        where = f"line {number} of {path}"
+        _refuse_other_version(line, where)
+        raise ConfigurationError(f"{where} is no event: {error}; delete that line to read the rest") from None
+
+
+def _refuse_other_version(line: bytes, where: str) -> None:
+    """Raise `UnknownName` if the line is an event of a type that was renamed, or has an unknown field."""
+    try:
+        data = msgspec.json.decode(line)
+    except ValueError:
+        return
+    tag = data.get("type") if isinstance(data, dict) else None
+    if isinstance(tag, str) and tag in RENAMED:
+        raise _other_version(UnknownName.among("event type", tag, _TYPES), where)
+    if isinstance(tag, str) and tag in _TYPES:
+        _require_fields(data, _TYPES[tag], where)
+
+
+def _require_fields(data: object, kind: type[msgspec.Struct], where: str) -> None:
+    """Raise `UnknownName` for the first field in `data` that `kind` does not have, as in records of other versions."""
+    known = kind.__struct_encode_fields__
+    for name in data if isinstance(data, dict) else ():
+        if name not in known and name != "type":
+            raise _other_version(UnknownName.among("field of the record", name, known), where)
+
+
+def _other_version(error: UnknownName, where: str) -> UnknownName:
+    return UnknownName(f"{where}: {error}; read the record with the version of flockstep that wrote it, or run again")
 
 
 def _not_finite(data: dict[str, Any]) -> Event:
@@ -379,7 +407,7 @@ def _not_finite(data: dict[str, Any]) -> Event:
     kinds: dict[str, tuple[type[Event], tuple[str, ...]]] = {
         "evaluation": (EvaluationEvent, ("loss", "metric")),
         "replica": (ReplicaEvent, ("loss", "metric")),
-        "figure": (ScalarEvent, ("value",)),
+        "scalar": (ScalarEvent, ("value",)),
     }
     if data.get("type") not in kinds:
         raise msgspec.ValidationError

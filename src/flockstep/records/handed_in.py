@@ -42,9 +42,9 @@ class HandedIn(msgspec.Struct, frozen=True):
     size: int
     buffers: int
     """Size of the buffers in bytes; they follow the parameters in the file."""
-    t: float
+    seconds: float
     step: int
-    sent: int
+    sent_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -103,9 +103,9 @@ class Arriving:
             str(note["dtype"]),
             int(note["size"]),
             int(note["buffers"]),
-            float(note["t"]),
+            float(note["seconds"]),
             int(note["step"]),
-            int(note["sent"]),
+            int(note["sent_bytes"]),
         )
         if not 0 <= self.item.nbytes <= largest or not 0 <= self.item.buffers <= largest:
             raise ProtocolError(f"{node_name(address)} announced a snapshot of more than {largest} bytes")

@@ -33,8 +33,8 @@ _IDENTITY = (
     "target", "lr",
 )  # fmt: skip
 
-_SECONDS = ("compute", "wait", "comm")
-_COUNTS = ("sent", "received", "messages_sent", "messages_received")
+_SECONDS = ("compute_seconds", "wait_seconds", "comm_seconds")
+_COUNTS = ("sent_bytes", "received_bytes", "messages_sent", "messages_received")
 
 
 class GradientWeight(msgspec.Struct, frozen=True):
@@ -47,16 +47,16 @@ class GradientWeight(msgspec.Struct, frozen=True):
     max: float
 
 
-class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Totals of one worker: its node event, or the sum of its step events if the worker died before it wrote one."""
 
     rank: int
     steps: int
-    compute: float
-    wait: float
-    comm: float
-    sent: int
-    received: int
+    compute_seconds: float
+    wait_seconds: float
+    comm_seconds: float
+    sent_bytes: int
+    received_bytes: int
     messages_sent: int
     messages_received: int
     header_bytes: int
@@ -79,15 +79,15 @@ class WorkerTotals(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def seconds(self) -> float:
         """Accounted seconds: computing plus waiting plus communicating."""
-        return self.compute + self.wait + self.comm
+        return self.compute_seconds + self.wait_seconds + self.comm_seconds
 
     @property
     def utilization(self) -> float | None:
         """Share of the accounted time spent computing; None if no time is accounted."""
-        return self.compute / self.seconds if self.seconds > 0 else None
+        return self.compute_seconds / self.seconds if self.seconds > 0 else None
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run in figures. Seconds are those of `clock`; bytes are payload bytes.
 
     "per worker" is the mean over all workers.
@@ -116,7 +116,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the run did not finish, or why its model must not be relied on."""
     seconds: float
     """Time of the last event, in seconds."""
-    time_to_target: float | None
+    seconds_to_target: float | None
     """Time of the first evaluation whose metric reaches the target, in seconds; None if no evaluation does, or there is
     no target.
     """
@@ -132,8 +132,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Test loss of the last evaluation; None if there is no evaluation or the loss is not finite."""
     samples: int
     """Samples used by all workers together up to the last evaluation."""
-    sent_per_worker: float
-    received_per_worker: float
+    sent_bytes_per_worker: float
+    received_bytes_per_worker: float
     messages_per_worker: float
     """Messages sent plus messages received, mean over the workers."""
     header_bytes_per_worker: float
@@ -176,7 +176,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     result_seconds: float | None = None
     notes: list[str] = []
     """Sentences about what is missing from the record, and why."""
-    figures: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     """Scalars recorded by the strategy, by name: the last value of each node, summed over the nodes where it is finite.
     """
 
@@ -188,7 +188,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bytes_per_worker(self) -> float:
         """Payload bytes sent and received per worker."""
-        return self.sent_per_worker + self.received_per_worker
+        return self.sent_bytes_per_worker + self.received_bytes_per_worker
 
     @property
     def steps(self) -> int:
@@ -198,7 +198,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def time_of(event: Event) -> float:
     """Time at which an event was complete, in seconds."""
-    return event.end if isinstance(event, SpanEvent) else event.t
+    return event.end if isinstance(event, SpanEvent) else event.seconds
 
 
 def summarize(
@@ -232,12 +232,12 @@ def summarize(
         status=status,
         error=error,
         result_step=None if result is None else result.step,
-        result_seconds=None if result is None else result.t,
+        result_seconds=None if result is None else result.seconds,
         notes=list(notes),
         seconds=time_of(ordered[-1]) if ordered else 0.0,
-        time_to_target=hit.t if hit else None,
+        seconds_to_target=hit.seconds if hit else None,
         samples_to_target=hit.samples if hit else None,
-        bytes_to_target=hit.bytes if hit else None,
+        bytes_to_target=hit.sent_bytes if hit else None,
         final_metric=quality.metric,
         best_metric=quality.best,
         final_loss=quality.loss,
@@ -253,15 +253,15 @@ def summarize(
         replicas_agree=agree,
         hashes={node_name(a): nodes[a].hash for a in sorted(nodes, key=lambda a: (a < 0, abs(a)))},
         per_worker=workers,
-        figures=_figures(ordered),
+        scalars=_scalars(ordered),
         lost=_first_reports(ordered),
     )
 
 
 def _traffic(workers: Sequence[WorkerTotals]) -> dict[str, Any]:
     return {
-        "sent_per_worker": _mean(w.sent for w in workers) or 0.0,
-        "received_per_worker": _mean(w.received for w in workers) or 0.0,
+        "sent_bytes_per_worker": _mean(w.sent_bytes for w in workers) or 0.0,
+        "received_bytes_per_worker": _mean(w.received_bytes for w in workers) or 0.0,
         "messages_per_worker": _mean(w.messages_sent + w.messages_received for w in workers) or 0.0,
         "header_bytes_per_worker": _mean(w.header_bytes for w in workers) or 0.0,
     }
@@ -410,7 +410,7 @@ def _replicas_agree(workers: int, nodes: dict[Address, NodeEvent]) -> bool | Non
     return len({nodes[rank].hash for rank in range(workers)}) == 1
 
 
-def _figures(events: Sequence[Event]) -> dict[str, float]:
+def _scalars(events: Sequence[Event]) -> dict[str, float]:
     last = {(event.name, event.node): event.value for event in events if isinstance(event, ScalarEvent)}
     sums: Counter[str] = Counter()
     for (name, _), value in last.items():

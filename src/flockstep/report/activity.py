@@ -61,7 +61,7 @@ def per_step(series: Sequence[Series]) -> Figure:
 
 def _ms_per_step(one: Series, kind: str) -> float:
     summary = one.record.summary
-    total: float = sum(getattr(worker, kind) for worker in summary.per_worker)
+    total: float = sum(getattr(worker, f"{kind}_seconds") for worker in summary.per_worker)
     return 1e3 * total / max(summary.steps, 1)
 
 
@@ -111,10 +111,10 @@ def _worker_bars(one: Series, index: int) -> list[dict[str, Any]]:
             "type": "bar",
             "name": name,
             "x": [worker.rank for worker in workers],
-            "y": [getattr(worker, kind) / worker.seconds for worker in workers],
+            "y": [getattr(worker, f"{kind}_seconds") / worker.seconds for worker in workers],
             "width": 0.86 if len(workers) <= 32 else 1.0,
             "marker": {"color": color, "line": {"width": 0}},
-            "customdata": [[words.seconds(getattr(worker, kind)), worker.steps] for worker in workers],
+            "customdata": [[words.seconds(getattr(worker, f"{kind}_seconds")), worker.steps] for worker in workers],
             "hovertemplate": f"worker %{{x}}, {name}: %{{customdata[0]}} (%{{y:.1%}})"
             "<br>%{customdata[1]:,} steps<extra></extra>",
             "xaxis": ref("x", index),

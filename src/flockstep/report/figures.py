@@ -11,8 +11,8 @@ from flockstep.records.summary import Summary
 from flockstep.report.style import INK, Figure, Panels, Series, axis, key, layout, ref, title_px
 
 _X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
-    ("seconds", lambda s: s.t),
-    ("MB sent per worker", lambda s: s.bytes / 1e6),
+    ("seconds", lambda s: s.seconds),
+    ("MB sent per worker", lambda s: s.sent_bytes / 1e6),
     ("samples, all workers", lambda s: float(s.samples)),
 )
 _MOST_BARS = 40
@@ -48,7 +48,7 @@ def progress(series: Sequence[Series]) -> Figure:
 def _curves(one: Series) -> list[dict[str, Any]]:
     snapshots = [event for event in one.record.events if isinstance(event, EvaluationEvent)]
     summary = one.record.summary
-    hit = next((s for s in snapshots if s.t == summary.time_to_target), None)
+    hit = next((s for s in snapshots if s.seconds == summary.seconds_to_target), None)
     data: list[dict[str, Any]] = []
     for panel in range(6):
         row, column = divmod(panel, 3)

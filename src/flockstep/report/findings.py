@@ -52,10 +52,12 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
     hits = []
     for one in series:
         s = one.record.summary
-        if s.time_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
+        if s.seconds_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
             continue
-        times = [e.t for e in one.record.events if isinstance(e, EvaluationEvent) and e.t < s.time_to_target]
-        hits.append(_Hit(one, s.time_to_target, s.samples_to_target, s.bytes_to_target, max(times, default=0.0)))
+        times = [
+            e.seconds for e in one.record.events if isinstance(e, EvaluationEvent) and e.seconds < s.seconds_to_target
+        ]
+        hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target, max(times, default=0.0)))
     return sorted(hits, key=lambda hit: hit.time)
 
 
@@ -69,7 +71,7 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
             )
         ]
     goal = f"{best.metric} {best.target:g}"
-    missed = [one for one in series if one.record.summary.time_to_target is None]
+    missed = [one for one in series if one.record.summary.seconds_to_target is None]
     if not hits:
         return [
             (
@@ -116,12 +118,14 @@ def _costs(fast: _Hit, slow: _Hit) -> str:
 
 def _step(hit: _Hit) -> str:
     summary = hit.summary
-    spent = {name: sum(getattr(w, kind) for w in summary.per_worker) for kind, (name, _) in ACTIVITIES.items()}
+    spent = {
+        name: sum(getattr(w, f"{kind}_seconds") for w in summary.per_worker) for kind, (name, _) in ACTIVITIES.items()
+    }
     total = sum(spent.values())
     if not total or not summary.steps:
         return f"{hit.label} has no times on the record"
     parts = _and([f"{words.share(seconds / total)} {name}" for name, seconds in spent.items()])
-    sent = summary.sent_per_worker * summary.workers / summary.steps
+    sent = summary.sent_bytes_per_worker * summary.workers / summary.steps
     return f"{hit.label} {words.seconds(total / summary.steps)}, {parts}, with {words.size(sent)} sent"
 
 

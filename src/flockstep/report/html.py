@@ -133,7 +133,7 @@ def _troubles(series: Sequence[Series]) -> list[tuple[Series, str, list[str]]]:
     found = []
     for one in series:
         summary = one.record.summary
-        lost = [f"{node_name(e.node)} lost after {words.seconds(e.t)}: {e.reason}" for e in summary.lost]
+        lost = [f"{node_name(e.node)} lost after {words.seconds(e.seconds)}: {e.reason}" for e in summary.lost]
         if summary.status != "finished":
             found.append(
                 (

@@ -18,7 +18,8 @@ from flockstep.report import words
 from flockstep.report.ranking import rank
 
 _MIDDLE = (
-    "seconds", "sent_per_worker", "received_per_worker", "messages_per_worker", "staleness_mean", "utilization",
+    "seconds", "sent_bytes_per_worker", "received_bytes_per_worker", "messages_per_worker", "staleness_mean",
+    "utilization",
     "divergence", "completeness", "final_loss", "best_metric",
 )  # fmt: skip
 
@@ -48,7 +49,7 @@ class RepeatedRuns:
         useful = 2 * len(self.useful) > len(self.runs)
 
         def off(run: Summary) -> tuple[bool, float, float]:
-            return run.useful != useful, _apart(run.time_to_target, time), _apart(run.final_metric, metric)
+            return run.useful != useful, _apart(run.seconds_to_target, time), _apart(run.final_metric, metric)
 
         return min(self.runs, key=off)
 
@@ -64,13 +65,13 @@ class RepeatedRuns:
             **middle,
             status=ended.status,
             error=ended.error,
-            time_to_target=time,
+            seconds_to_target=time,
             final_metric=metric,
         )
 
     def _medians(self) -> tuple[float | None, float | None]:
         worst = -math.inf if self.runs[0].higher_is_better else math.inf
-        return self._median("time_to_target", math.inf), self._median("final_metric", worst)
+        return self._median("seconds_to_target", math.inf), self._median("final_metric", worst)
 
     def _median(self, name: str, missing: float) -> float | None:
         figures = [getattr(run, name) if run.useful else None for run in self.runs]
@@ -80,13 +81,13 @@ class RepeatedRuns:
     def document(self, chosen: bool) -> dict[str, Any]:
         """The group as plain data, for JSON; `chosen`: whether the strategy is ranked by this learning rate."""
         keys = ("least", "median", "largest")
-        spreads = {name: self.spread(name) for name in ("time_to_target", "final_metric", "seconds")}
+        spreads = {name: self.spread(name) for name in ("seconds_to_target", "final_metric", "seconds")}
         return {
             "strategy": self.runs[0].strategy,
             "lr": self.runs[0].lr,
             "chosen": chosen,
             "seeds": [run.seed for run in self.runs],
-            "reached": sum(run.time_to_target is not None for run in self.useful),
+            "reached": sum(run.seconds_to_target is not None for run in self.useful),
             "useless": len(self.runs) - len(self.useful),
             **{n: None if s is None else dict(zip(keys, s, strict=True)) for n, s in spreads.items()},
         }
@@ -131,9 +132,9 @@ def _missed(rates: Sequence[RepeatedRuns], chosen: RepeatedRuns) -> list[str]:
     """
     first, runs = chosen.runs[0], [run for group in rates for run in group.runs]
     tops = [(run.best_metric, run.lr) for group in rates for run in group.useful if run.best_metric is not None]
-    if first.target is None or chosen.median().time_to_target is not None or not tops:
+    if first.target is None or chosen.median().seconds_to_target is not None or not tops:
         return []
-    reached = sum(run.time_to_target is not None for group in rates for run in group.useful)
+    reached = sum(run.seconds_to_target is not None for group in rates for run in group.useful)
     top, lr = (max if first.higher_is_better else min)(tops, key=lambda pair: pair[0])
     word = "highest" if first.higher_is_better else "lowest"
     among, at = (f" at {len(rates)} learning rates", f", at {lr:g}") if len(rates) > 1 else ("", "")
@@ -170,7 +171,7 @@ def rows(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> list
 def _row(group: RepeatedRuns, starred: bool) -> list[str]:
     first, told = group.runs[0], group.document(starred)
     lr = f"{words.NONE if first.lr is None else f'{first.lr:g}'}{'*' if starred else ''}"
-    figures = [_range(group.spread("time_to_target")), _range(group.spread("final_metric"))]
+    figures = [_range(group.spread("seconds_to_target")), _range(group.spread("final_metric"))]
     counts = [str(len(group.runs)), *figures, str(told["reached"]), str(told["useless"])]
     return [first.system or first.strategy, lr, *counts]
 

@@ -15,8 +15,8 @@ class Prediction:
 
     seconds: float
     measured: float
-    sent: float
-    measured_sent: float
+    sent_bytes: float
+    measured_sent_bytes: float
     source: str
     """Source of the prediction: a closed form or a rehearsal, and the machines that it describes."""
 
@@ -28,4 +28,4 @@ class Prediction:
     def cells(self, label: str) -> list[str]:
         """The texts of a table row, in the order of `HEADINGS`."""
         took = [words.seconds(self.seconds), words.seconds(self.measured), f"{self.error:+.1%}"]
-        return [label, *took, f"{self.sent / 1e6:.4g}", f"{self.measured_sent / 1e6:.4g}", self.source]
+        return [label, *took, f"{self.sent_bytes / 1e6:.4g}", f"{self.measured_sent_bytes / 1e6:.4g}", self.source]

@@ -62,5 +62,5 @@ def labels(summaries: Sequence[Summary]) -> list[str]:
 def _key(summary: Summary) -> tuple[bool, float, float, float, str, int]:
     metric = summary.final_metric
     badness = math.inf if metric is None else -metric if summary.higher_is_better else metric
-    time = math.inf if summary.time_to_target is None else summary.time_to_target
+    time = math.inf if summary.seconds_to_target is None else summary.seconds_to_target
     return (not summary.useful, time, badness, summary.bytes_per_worker, summary.strategy, summary.seed)

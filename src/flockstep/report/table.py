@@ -42,7 +42,7 @@ def cells(place: int, label: str, summary: Summary) -> list[str]:
         label,
         _time(summary),
         words.metric(summary.final_metric),
-        f"{words.number(summary.sent_per_worker / 1e6)}/{words.number(summary.received_per_worker / 1e6)}",
+        f"{words.number(summary.sent_bytes_per_worker / 1e6)}/{words.number(summary.received_bytes_per_worker / 1e6)}",
         words.staleness(summary),
         words.share(summary.utilization),
         words.number(summary.divergence),
@@ -52,8 +52,8 @@ def cells(place: int, label: str, summary: Summary) -> list[str]:
 
 
 def _time(summary: Summary) -> str:
-    if summary.time_to_target is not None:
-        return words.number(summary.time_to_target)
+    if summary.seconds_to_target is not None:
+        return words.number(summary.seconds_to_target)
     return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
 
 

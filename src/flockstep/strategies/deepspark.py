@@ -87,7 +87,7 @@ class AdaptiveElasticAveraging(ElasticAveraging):
             window.before, window.total, window.count = now, 0.0, 0
         ceiling = self.ceiling(me.workers, me.lr)
         window.alpha = min(max(window.alpha, self.smallest), ceiling)
-        me.record_figure("alpha", window.alpha)
+        me.record_scalar("alpha", window.alpha)
         return window.alpha
 
     async def step(self, me: Worker) -> None:

@@ -113,8 +113,8 @@ class Hogwild(Strategy):
                     updated += (await me.receive("stopped", peer)).note.updated
             me.send_all(me.peers, "count")
             if self.count and not me.lost:  # a dead worker's number of updates is unknown
-                me.record_figure("updates", updated)
-                me.record_figure("lost_updates", updated - int(segment.counts.sum()))
+                me.record_scalar("updates", updated)
+                me.record_scalar("lost_updates", updated - int(segment.counts.sum()))
         elif 0 in me.peers:
             me.send(0, "stopped", None, WriterStopped(updated))
             with contextlib.suppress(PeerLost):

@@ -104,7 +104,7 @@ class Observed(SimulatedRun):
 
     def ends(self, rank: int) -> list[float]:
         """End of each step of that worker, in virtual seconds."""
-        return [event.t for event in self.of(StepEvent) if event.rank == rank]
+        return [event.seconds for event in self.of(StepEvent) if event.rank == rank]
 
     def same_as(self, other: Observed, exact: bool, without: Sequence[int] = ()) -> bool:
         """Whether all nodes but `without` ended with the same parameters, bit for bit (`exact`) or up to rounding."""

@@ -296,7 +296,7 @@ class SimulatedRun:
 
     def seconds_to(self, target: float) -> float:
         """Virtual seconds until the metric of an evaluation reached `target` from below; infinite if none did."""
-        return next((event.t for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
+        return next((event.seconds for event in self.of(EvaluationEvent) if event.metric >= target), math.inf)
 
     @property
     def nodes(self) -> dict[Address, Node]:
@@ -321,7 +321,7 @@ class SimulatedRun:
     @property
     def seconds(self) -> float:
         """Duration of the run in virtual seconds."""
-        return max(event.t for event in self.of(NodeEvent))
+        return max(event.seconds for event in self.of(NodeEvent))
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of one class, in order."""
