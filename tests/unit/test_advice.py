@@ -19,8 +19,8 @@ from flockstep.costs.cluster import ClusterShape
 from flockstep.costs.cluster_reading import read_cluster
 from flockstep.errors import UnknownName
 from flockstep.optimizers.sgd import SGD
-from flockstep.planning.advice import DROPS, NEEDS, Advice, advise, value
-from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, lost, need
+from flockstep.planning.advice import DROPS, REQUIREMENTS, Advice, advise, value
+from flockstep.planning.criteria import DOUBT, NOISE, approximates, is_central, is_synchronous, lost, relative_samples
 from flockstep.planning.plan import Outlook, plan
 from flockstep.planning.prospect import ALONE, prospect
 from flockstep.planning.sentences import Case, recommendation
@@ -88,7 +88,7 @@ def test_needs_rule_out() -> None:
         out = {name for name, _ in advise(predicted, (wanted,)).excluded}
         assert not kept & out
         assert "ensemble" in out
-    out = {need: {name for name, _ in advise(predicted, (need,)).excluded} for need in NEEDS}
+    out = {one: {name for name, _ in advise(predicted, (one,)).excluded} for one in REQUIREMENTS}
     assert "local_sgd(period=8)" in out["unbalanced"]
     assert "ps(consistency=asynchronous)" in out["reproducible"]
     assert "all_reduce" in out["elastic"]
@@ -98,7 +98,7 @@ def test_needs_rule_out() -> None:
 
 def test_clusters_that_come_and_go_need_no_telling() -> None:
     advice = advise(outlook("100gbit", more="comes_and_goes = true"))
-    assert advice.needs == ("elastic",)
+    assert advice.requirements == ("elastic",)
     assert advice.choice.strategy is None or advice.choice.strategy.traits.survives
 
 
@@ -121,7 +121,7 @@ def test_where_nothing_fits_it_is_said_and_why() -> None:
     assert advice.choice is None
     assert "one worker: the data are on other machines" in advice.sentences[0]
     assert "1 strategy: stops when a worker is lost" in advice.sentences[0]
-    assert "--need" in advice.sentences[1]
+    assert "--require" in advice.sentences[1]
     assert advise(only, ("private",)).choice is not only.alone
 
 
@@ -227,13 +227,13 @@ def test_dropping_without_feedback_is_never_advised() -> None:
 def test_doubts_are_paid_for() -> None:
     predicted = outlook("100gbit")
     plain, packed = (predicted.named(name) for name in ("all_reduce", "all_reduce(codec=topk, feedback=residual)"))
-    assert predicted.need(packed) >= 1.1 * predicted.need(plain)
-    assert predicted.need(predicted.alone) == 1
+    assert predicted.relative_samples(packed) >= 1.1 * predicted.relative_samples(plain)
+    assert predicted.relative_samples(predicted.alone) == 1
 
 
 def needed(text: str, bandwidth: str, task: JobProfile = TASK, workers: int = 8) -> float:
     site = Site(task, cluster(bandwidth, "constant(0.1)"))
-    return need(prospect(Strategy.parse(text), site, workers), site)
+    return relative_samples(prospect(Strategy.parse(text), site, workers), site)
 
 
 def test_free_running_messages_are_late_without_bound_where_links_are_full() -> None:
@@ -292,7 +292,7 @@ def advised(
     name: str,
     compute: str | None = None,
     bandwidth: str | None = None,
-    needs: bool = True,
+    requirements: bool = True,
     strategies: tuple[str, ...] = RIVALS,
 ) -> Advice:
     """What is advised in a case of the benchmark, perhaps with another law of compute times or other links."""
@@ -303,7 +303,7 @@ def advised(
     if bandwidth is not None:
         text = re.sub(r"bandwidth = .*", f'bandwidth = "{bandwidth}"', text)
     found = plan(case.task, read_cluster(text, name=name), strategies=strategies, further=False)
-    return advise(found, case.needs if needs else ())
+    return advise(found, case.requirements if requirements else ())
 
 
 def one_worker(advice: Advice) -> bool:
@@ -403,7 +403,7 @@ def test_known_answers_among_all_strategies(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["slow-spells", "heavy-tail", "preempted", "memoryless"])
 def test_without_stragglers_known_answers_are_others(name: str) -> None:
-    assert synchronous(advised(name, compute="constant(0.1)", needs=False))
+    assert synchronous(advised(name, compute="constant(0.1)", requirements=False))
 
 
 @pytest.mark.parametrize("name", ["modem"])

@@ -59,8 +59,8 @@ def test_one_worker_that_is_ruled_out_but_quicker_is_told_first() -> None:
     assert advice.sentences[0].startswith(told)
     assert advice.sentences[0].endswith(f"so that it advances {100 * worth:.0f} % as quickly as one worker.")
     quick = plan(TASK, cluster("100gbit"), strategies=("all_reduce",), further=False)
-    for needs in ((), ("private",)):
-        fast = advise(quick, needs)
+    for requirements in ((), ("private",)):
+        fast = advise(quick, requirements)
         assert fast.worths["all_reduce"] > 2
         assert fast.sentences[0].startswith("Take all_reduce on 8 workers: it is taken to advance 2.7 times as quickly")
 

@@ -156,8 +156,8 @@ def test_a_program_on_the_command_line_may_start_a_run() -> None:
 
 def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["all_reduce", "local_sgd"]
-    made = flockstep.plan("softmax", "edge", strategies=chosen, workers=4, need=["reproducible"])
-    words = ["plan", "softmax", "-c", "edge", "-n", "4", "--need", "reproducible"]
+    made = flockstep.plan("softmax", "edge", strategies=chosen, workers=4, require=["reproducible"])
+    words = ["plan", "softmax", "-c", "edge", "-n", "4", "--require", "reproducible"]
     want = said([*words, "-s", "all_reduce", "-s", "local_sgd"], capsys)
     assert json.loads(json.dumps(made.document())) == want
     assert {one.name for one in made.outlook.prospects} == {one["name"] for one in want["strategies"]}  # type: ignore[attr-defined]
@@ -166,15 +166,15 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     assert made.write("plan.html").read_text().startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("name", ["need", "strategies", "imports"])
+@pytest.mark.parametrize("name", ["require", "strategies", "imports"])
 def test_a_text_for_a_list_of_a_plan_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be a list, got 'elastic'"):
         flockstep.plan("softmax", "laptop", **{name: "elastic"})  # type: ignore[arg-type]
 
 
 def test_an_unknown_need_of_a_plan_is_refused_before_anything_is_read() -> None:
-    with pytest.raises(ConfigurationError, match="no need is called 'elastik'; did you mean 'elastic'"):
-        flockstep.plan("no such job", "no such cluster", need=["elastik"])
+    with pytest.raises(ConfigurationError, match="no requirement is called 'elastik'; did you mean 'elastic'"):
+        flockstep.plan("no such job", "no such cluster", require=["elastik"])
 
 
 def test_a_strategy_is_given_as_text_or_as_an_object() -> None:

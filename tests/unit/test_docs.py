@@ -22,7 +22,7 @@ from flockstep.cli.app import app
 from flockstep.costs.cluster_reading import load_cluster, read_cluster
 from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
-from flockstep.planning.advice import NEEDS
+from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.task import task_of
 from support.matrix import each, few
 
@@ -101,7 +101,7 @@ def _parse(words: list[str]) -> None:
     if name == "plan":
         task_of(given["what"])
         load_cluster(given["cluster"] or "laptop")
-        assert set(given["need"] or ()) <= set(NEEDS)
+        assert set(given["require"] or ()) <= set(REQUIREMENTS)
     if "script" in given:
         assert (ROOT / given["script"]).is_file()
 

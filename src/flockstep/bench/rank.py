@@ -1,4 +1,6 @@
-"""One process of a benchmark: executes requests that arrive through a socket. Started by `flockstep.bench.turns`."""
+"""One process of a benchmark: executes requests that arrive through a socket. Started by
+`flockstep.bench.interleaved`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flockstep.bench.ways import BenchProcess, Party, Way
+from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation
 
 
 def main(arguments: list[str]) -> None:
@@ -22,34 +24,41 @@ def main(arguments: list[str]) -> None:
     catalog, address, workers, largest, *given = arguments
     rank = int(given[0]) if given else _rank_in_mpi()
     place = BenchProcess(rank, int(workers), Path(address).parent, "", int(largest))
-    ways: dict[str, Way] = {way.name: way for way in importlib.import_module(catalog).WAYS}
+    implementations: dict[str, Implementation] = {
+        implementation.name: implementation for implementation in importlib.import_module(catalog).IMPLEMENTATIONS
+    }
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
-    parties: dict[str, Party] = {}
+    workers_by_name: dict[str, BenchWorker] = {}
     with connection.makefile("rw", encoding="utf-8") as file:
-        _say(file, {"rank": rank})
+        _write(file, {"rank": rank})
         for line in file:
             try:
-                answer = {"answer": _obey(json.loads(line), ways, parties, place)}
+                answer = {"answer": _execute(json.loads(line), implementations, workers_by_name, place)}
             except Exception as error:  # noqa: BLE001 - reported to the process that asked
                 answer = {"failed": "".join(traceback.format_exception_only(error)).strip()}
-            _say(file, answer)
-        for party in parties.values():
-            party.close()
+            _write(file, answer)
+        for worker in workers_by_name.values():
+            worker.close()
 
 
-def _obey(command: dict[str, Any], ways: dict[str, Way], parties: dict[str, Party], place: BenchProcess) -> Any:
-    name = command["way"]
+def _execute(
+    command: dict[str, Any],
+    implementations: dict[str, Implementation],
+    workers_by_name: dict[str, BenchWorker],
+    place: BenchProcess,
+) -> Any:
+    name = command["implementation"]
     if command["do"] == "open":
-        parties[name] = ways[name].party(replace(place, segment=command["segment"]))
-        return parties[name].told
+        workers_by_name[name] = implementations[name].worker(replace(place, segment=command["segment"]))
+        return workers_by_name[name].address
     if command["do"] == "connect":
-        parties[name].connect(command["told"])
+        workers_by_name[name].connect(command["addresses"])
         return None
-    return parties[name].run(command["size"], command["calls"])
+    return workers_by_name[name].run(command["size"], command["calls"])
 
 
-def _say(file: Any, what: dict[str, Any]) -> None:
+def _write(file: Any, what: dict[str, Any]) -> None:
     file.write(json.dumps(what) + "\n")
     file.flush()
 

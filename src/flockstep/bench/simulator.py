@@ -66,15 +66,15 @@ def measure(
     engine = make_engine(job, 0)
     figures = []
     for count in replicas:
-        ways = {LOOP: _loop(job, engine, count), BATCHED: _batched(engine, count)}
-        ways |= {text: _simulated(engine, text, count, steps) for text in strategies}
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        events: dict[str, list[float]] = {name: [] for name in ways}
+        implementations = {LOOP: _loop(job, engine, count), BATCHED: _batched(engine, count)}
+        implementations |= {text: _simulated(engine, text, count, steps) for text in strategies}
+        rates: dict[str, list[float]] = {name: [] for name in implementations}
+        events: dict[str, list[float]] = {name: [] for name in implementations}
         for number in range(-1, rounds):  # the first round warms up
             say(f"{count} replicas, round {number + 1} of {rounds}")
-            for name, way in ways.items():
+            for name, implementation in implementations.items():
                 start = time.perf_counter()
-                done, recorded = way()
+                done, recorded = implementation()
                 spent = time.perf_counter() - start
                 if number >= 0:
                     rates[name].append(done / spent)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from flockstep.arrays.schema import FlatArray
-from flockstep.bench.post import Post
-from flockstep.bench.turns import Measurement, take_turns
-from flockstep.bench.ways import BenchProcess, Party, Way, seconds_of
+from flockstep.bench.bare_node import BareNode
+from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, seconds_of
+from flockstep.bench.interleaved import Measurement, measure_interleaved
 from flockstep.transports.base import Transport
 from flockstep.transports.shared_group import SharedGroup
 from flockstep.transports.shared_memory import SharedMemory
@@ -22,7 +22,7 @@ COPY = "memory copy"
 DONE = b"d"
 
 
-class _Pushing(Party):
+class _Pushing(BenchWorker):
     """Process 0 pushes arrays; process 1 adds them and replies when it has added all."""
 
     def __init__(self, place: BenchProcess):
@@ -50,33 +50,33 @@ class _Pushing(Party):
 class _ByTransport(_Pushing):
     def __init__(self, transport: Transport, place: BenchProcess):
         super().__init__(place)
-        self._post = Post(transport, str(transport), place)
-        self.told = self._post.bus.address
+        self._node = BareNode(transport, str(transport), place)
+        self.address = self._node.bus.address
 
-    def connect(self, told: Sequence[str]) -> None:
-        self._post.connect(told)
+    def connect(self, addresses: Sequence[str]) -> None:
+        self._node.connect(addresses)
 
     def _pushed(self, array: FlatArray, calls: int) -> None:
         async def program() -> None:
             for _ in range(calls):
-                self._post.peer.send(1, "push", array)
-            await self._post.peer.receive("added", 1)
+                self._node.peer.send(1, "push", array)
+            await self._node.peer.receive("added", 1)
 
-        self._post.run(program())
+        self._node.run(program())
 
     def _added(self, array: FlatArray, calls: int) -> None:
         async def program() -> None:
             for _ in range(calls):
-                array.__iadd__((await self._post.peer.receive("push", 0)).payload)
-            self._post.peer.send(0, "added")
+                array.__iadd__((await self._node.peer.receive("push", 0)).payload)
+            self._node.peer.send(0, "added")
 
-        self._post.run(program())
+        self._node.run(program())
 
     def close(self) -> None:
-        self._post.close()
+        self._node.close()
 
 
-class ByTransport(Way):
+class ByTransport(Implementation):
     """A transport of the registry, including the node's messages and mailbox."""
 
     def __init__(self, name: str):
@@ -87,7 +87,7 @@ class ByTransport(Way):
         """Requirement of Linux for shared memory; empty for other transports."""
         return "needs Linux" if self.name == "shared_memory" and sys.platform != "linux" else ""
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _ByTransport(Transport.parse(self.name), place)
 
 
@@ -108,7 +108,7 @@ class _InWindow(_Pushing):
         """Do nothing: the sender adds directly to the receiver's memory."""
 
 
-class InWindow(Way):
+class InWindow(Implementation):
     """The method `accumulate` of a window of a shared array: the sender adds in the receiver's memory."""
 
     name = "shared window"
@@ -118,7 +118,7 @@ class InWindow(Way):
         """Requirement of Linux for shared memory."""
         return "" if sys.platform == "linux" else "needs Linux"
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _InWindow(place)
 
 
@@ -132,11 +132,11 @@ class _BySocket(_Pushing):
             self._socket.bind(str(place.folder / "raw") if self._unix else ("127.0.0.1", 0))
             self._socket.listen(1)
             address = self._socket.getsockname()
-            self.told = address if self._unix else str(address[1])
+            self.address = address if self._unix else str(address[1])
 
-    def connect(self, told: Sequence[str]) -> None:
+    def connect(self, addresses: Sequence[str]) -> None:
         if self._rank == 0:
-            self._socket.connect(told[1] if self._unix else ("127.0.0.1", int(told[1])))
+            self._socket.connect(addresses[1] if self._unix else ("127.0.0.1", int(addresses[1])))
         else:
             listening, self._socket = self._socket, self._socket.accept()[0]
             listening.close()
@@ -159,17 +159,17 @@ class _BySocket(_Pushing):
         self._socket.close()
 
 
-class BySocket(Way):
+class BySocket(Implementation):
     """A loop of send and receive on a raw socket; the receiver adds whole arrays."""
 
     def __init__(self, name: str, family: socket.AddressFamily):
         self.name, self._family = name, family
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _BySocket(self._family, place)
 
 
-class _Copying(Party):
+class _Copying(BenchWorker):
     def __init__(self, place: BenchProcess):
         self._rank = place.rank
         self._from, self._to = np.ones(place.largest // 4, np.float32), np.zeros(place.largest // 4, np.float32)
@@ -181,16 +181,16 @@ class _Copying(Party):
         return seconds_of(lambda: np.copyto(self._to[:size], self._from[:size]), calls)
 
 
-class Copying(Way):
+class Copying(Implementation):
     """numpy.copyto within one process."""
 
     name = COPY
 
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         return _Copying(place)
 
 
-WAYS: tuple[Way, ...] = (
+IMPLEMENTATIONS: tuple[Implementation, ...] = (
     InWindow(),
     *map(ByTransport, ("shared_memory", "ipc", "tcp")),
     BySocket("raw unix socket", socket.AF_UNIX),
@@ -204,4 +204,4 @@ def measure(
     sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: Callable[[str], None] = lambda what: None
 ) -> list[Measurement]:
     """Measure one push with each implementation, for each size in bytes."""
-    return take_turns("flockstep.bench.transport", WAYS, 2, sizes, rounds, say)
+    return measure_interleaved("flockstep.bench.transport", IMPLEMENTATIONS, 2, sizes, rounds, say)

@@ -18,7 +18,7 @@ NOISY = 0.5
 """Distance of the quartiles, as a share of the median, above which a row counts as noisy."""
 LEGEND = (
     "time: median; GB/s: bytes of the array over that time; ~: the quartiles lie more than half the median apart, so "
-    "repeat it on a quieter machine. All ways took turns in one run."
+    "repeat it on a quieter machine. All implementations took turns in one run."
 )
 
 app = typer.Typer(no_args_is_help=True, help="Measure transports, collectives, codecs and the simulator beside others.")
@@ -31,12 +31,12 @@ Out = Annotated[Path | None, typer.Option("--out", help="Also draw a picture, as
 @app.command()
 def transport(rounds: Rounds = 20, sizes: Sizes = "16777216", out: Out = None, as_json: Json = False) -> None:
     """One-way push with the receiver adding: ours, raw sockets and a memory copy."""
-    from flockstep.bench import pictures
+    from flockstep.bench import plots
     from flockstep.bench.transport import COPY, measure
 
     with show.status() as say:
         figures = measure(_numbers("sizes", sizes), _at_least_one("rounds", rounds), say)
-    _answer("One-way push, the receiver adding", figures, out, as_json, lambda: pictures.of_rates(figures), COPY)
+    _answer("One-way push, the receiver adding", figures, out, as_json, lambda: plots.of_rates(figures), COPY)
 
 
 @app.command()
@@ -44,28 +44,30 @@ def collectives(
     workers: Annotated[str, typer.Option("--workers", "-n", help="Numbers of processes.")] = "2,4",
     sizes: Sizes = "4096,1048576,4194304,33554432",
     rounds: Rounds = 20,
-    way: Annotated[list[str] | None, typer.Option("--way", "-w", help="Only this one; repeat for each.")] = None,
+    implementation: Annotated[
+        list[str] | None, typer.Option("--implementation", "-i", help="Only this one; repeat for each.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the table that collective auto(table=…) reads.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """All-reduce of float32: ours, gloo's and OpenMPI's."""
-    from flockstep.bench import pictures
-    from flockstep.bench.collectives import SHOWN, WAYS, candidates, measure, table_of
+    from flockstep.bench import plots
+    from flockstep.bench.collectives import IMPLEMENTATIONS, SHOWN, candidates, measure, table_of
     from flockstep.collectives.table import write_table
     from flockstep.errors import UnknownName
 
-    known = [one.name for one in WAYS]
-    for name in way or []:
+    known = [one.name for one in IMPLEMENTATIONS]
+    for name in implementation or []:
         if name not in known:
-            raise UnknownName.among("way", name, known)
-    names = list(dict.fromkeys([*(way or SHOWN), *(candidates() if save else [])]))
+            raise UnknownName.among("implementation", name, known)
+    names = list(dict.fromkeys([*(implementation or SHOWN), *(candidates() if save else [])]))
     counts = _numbers("workers", workers)
     with show.status() as say:
         figures = measure(names, counts, _numbers("sizes", sizes), _at_least_one("rounds", rounds), say)
     if save is not None:
         write_table(save, table_of(figures))
-    _answer("All-reduce of float32", figures, out, as_json, lambda: pictures.of_rates(figures), "openmpi")
+    _answer("All-reduce of float32", figures, out, as_json, lambda: plots.of_rates(figures), "openmpi")
 
 
 @app.command()
@@ -77,7 +79,7 @@ def codecs(
     as_json: Json = False,
 ) -> None:
     """Encoding and decoding rates, relative to a copy of the same float32 array."""
-    from flockstep.bench import pictures
+    from flockstep.bench import plots
     from flockstep.bench.codecs import measure
     from flockstep.codecs.base import Codec
 
@@ -93,8 +95,8 @@ def codecs(
         cells = [words.number(one.bits), *map(words.number, speeds), ms]
         rows.append([one.codec, *(["", one.missing, "", "", ""] if one.missing else cells)])
     if out is not None:
-        title, caption = "Rates of codecs, a copy being 1", pictures.OF_COPIES
-        pictures.page(title, caption, pictures.of_codecs(figures), headings, rows).write(out)
+        title, caption = "Rates of codecs, a copy being 1", plots.OF_COPIES
+        plots.page(title, caption, plots.of_codecs(figures), headings, rows).write(out)
     legend = f"rates as shares of a copy's of {elements:,} float32, more is faster; medians of {rounds} rounds"
     _print(figures, as_json, headings, rows, legend)
 
@@ -109,7 +111,7 @@ def simulator(
     as_json: Json = False,
 ) -> None:
     """Worker-steps per second in virtual time, beside a plain loop over the same gradients and the batched call."""
-    from flockstep.bench import pictures
+    from flockstep.bench import plots
     from flockstep.bench.simulator import STRATEGIES, measure
 
     counts, usual = _numbers("replicas", replicas), _at_least_one("rounds", rounds)
@@ -122,8 +124,8 @@ def simulator(
         ratios = f"{one.to_loop:.2f}", f"{one.to_batched:.2f}"
         rows.append([one.strategy, str(one.replicas), f"{one.rate:,.0f}", *ratios, events])
     if out is not None:
-        title, caption = "Simulation beside a plain loop", pictures.STEPS
-        pictures.page(title, caption, pictures.of_simulator(figures), headings, rows).write(out)
+        title, caption = "Simulation beside a plain loop", plots.STEPS
+        plots.page(title, caption, plots.of_simulator(figures), headings, rows).write(out)
     _print(figures, as_json, headings, rows)
 
 
@@ -142,7 +144,7 @@ def prediction(
     as_json: Json = False,
 ) -> None:
     """Steps of real processes on shaped links, beside those predicted from one run; Linux, as root, some minutes."""
-    from flockstep.bench import pictures
+    from flockstep.bench import plots
     from flockstep.bench import prediction as bench
 
     names = [text.strip() for text in bandwidths.split(",")]
@@ -162,7 +164,7 @@ def prediction(
     ]
     if out is not None:
         title = "Seconds of a step, predicted and measured"
-        pictures.page(title, pictures.PREDICTED, pictures.of_prediction(found), headings, rows).write(out)
+        plots.page(title, plots.PREDICTED, plots.of_prediction(found), headings, rows).write(out)
     if as_json:
         show.json(found.document())
         return
@@ -174,22 +176,26 @@ def prediction(
 def _answer(
     title: str, figures: Sequence[Any], out: Path | None, as_json: bool, draw: Callable[[], Any], beside: str
 ) -> None:
-    """Print the figures, each rate also as a multiple of that of the way `beside` it; draw them if asked to."""
-    from flockstep.bench import pictures
+    """Print the figures, each rate also as a multiple of that of the implementation `beside` it; draw
+    them if asked to.
+    """
+    from flockstep.bench import plots
 
-    headings = ("way", "processes", "bytes", "time", "quartiles", "GB/s", f"of {beside}'s rate")
+    headings = ("implementation", "processes", "bytes", "time", "quartiles", "GB/s", f"of {beside}'s rate")
     rows = rows_of(figures, beside)
     if out is not None:
-        pictures.page(title, f"{pictures.RATES} {LEGEND}", draw(), headings, rows).write(out)
+        plots.page(title, f"{plots.RATES} {LEGEND}", draw(), headings, rows).write(out)
     _print(figures, as_json, headings, rows, LEGEND, title)
 
 
 def rows_of(figures: Sequence[Any], beside: str) -> list[list[str]]:
-    """The cells of a table: each rate also as a multiple of that of the way `beside` it; noisy ones are marked."""
-    known = {(one.workers, one.bytes): one.seconds for one in figures if one.way == beside and one.seconds}
+    """The cells of a table: each rate also as a multiple of that of the implementation `beside` it; noisy ones are
+    marked.
+    """
+    known = {(one.workers, one.bytes): one.seconds for one in figures if one.implementation == beside and one.seconds}
     rows = []
     for one in figures:
-        start = [one.way, str(one.workers), f"{one.bytes:,}"]
+        start = [one.implementation, str(one.workers), f"{one.bytes:,}"]
         if one.seconds is None:
             rows.append([*start, "not here:", one.missing, "", ""])
             continue

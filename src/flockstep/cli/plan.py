@@ -32,9 +32,9 @@ Named = Annotated[
         show_default="laptop, or here if calibrated; of --check the run's own",
     ),
 ]
-Needs = Annotated[
+Requirements = Annotated[
     list[str] | None,
-    typer.Option("--need", help="unbalanced, reproducible, elastic, private or slow-links; repeatable."),
+    typer.Option("--require", help="unbalanced, reproducible, elastic, private or slow-links; repeatable."),
 ]
 
 Hours = Annotated[
@@ -79,7 +79,9 @@ Seed = Annotated[
 ]
 SplitText = Annotated[
     str | None,
-    typer.Option("--split", help="How data is split in trials (default: by the needs).", rich_help_panel=TRIALS_PANEL),
+    typer.Option(
+        "--split", help="How data is split in trials (default: by the requirements).", rich_help_panel=TRIALS_PANEL
+    ),
 ]
 Keep = Annotated[
     Path | None,
@@ -98,7 +100,7 @@ def plan(
     ],
     cluster: Named = None,
     workers: Annotated[int | None, typer.Option("--workers", "-n", help="Workers (default: all it has).")] = None,
-    need: Needs = None,
+    require: Requirements = None,
     strategy: Strategies = None,
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", help="Samples per gradient (default: the job's).")
@@ -130,11 +132,11 @@ def plan(
         return
     from flockstep.planning.advice import require_known
 
-    require_known(need or ())
+    require_known(require or ())
     outlook = _outlook(what, cluster or _usual(), workers, batch, tuple(strategy or ()), _seconds(hours))
-    needs = tuple(need or ())
-    tried = _tried(outlook, needs, bool(strategy), asked) if simulate else None
-    _conclude(outlook, needs, tried, out, as_json)
+    requirements = tuple(require or ())
+    tried = _tried(outlook, requirements, bool(strategy), asked) if simulate else None
+    _conclude(outlook, requirements, tried, out, as_json)
 
 
 def _usual() -> str:
@@ -165,11 +167,13 @@ def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: 
         raise ConfigurationError(f"--out must be an .html file, got {str(out)!r}; give it that ending")
 
 
-def _conclude(outlook: Outlook, needs: tuple[str, ...], tried: Tried | None, out: Path | None, as_json: bool) -> None:
+def _conclude(
+    outlook: Outlook, requirements: tuple[str, ...], tried: Tried | None, out: Path | None, as_json: bool
+) -> None:
     """Advise, draw and print, also where trials were interrupted."""
     from flockstep.planning.advice import advise
 
-    advice = advise(outlook, needs, *(() if tried is None else (tried.found, tried.candidates)))
+    advice = advise(outlook, requirements, *(() if tried is None else (tried.found, tried.candidates)))
     if out is not None:
         from flockstep.planning.page import write_plan
 
@@ -187,7 +191,7 @@ def _listing(tried: Tried) -> Listing:
     return listing(tried)
 
 
-def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:
+def _tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, given: dict[str, Any]) -> Tried:
     from flockstep.cli.search import SearchOptions, tried
     from flockstep.planning.search import TRIALS
 
@@ -199,10 +203,10 @@ def _tried(outlook: Outlook, needs: tuple[str, ...], named: bool, given: dict[st
         top=given["top"],
         target=given["target"],
         seed=given["seed"] or 0,
-        split=given["split"] or ("by-label" if "unbalanced" in needs else "iid"),
+        split=given["split"] or ("by-label" if "unbalanced" in requirements else "iid"),
         keep=o.folder(given["keep"], f"plan-{site.task.name}-{site.cluster.name}"),
     )
-    return tried(outlook, needs, named, asked)
+    return tried(outlook, requirements, named, asked)
 
 
 def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool) -> None:

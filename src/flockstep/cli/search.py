@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from flockstep.cli import show
-from flockstep.planning.advice import asked as all_needs
+from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
 from flockstep.planning.kept import TrialStore, settings_of
 from flockstep.planning.plan import Outlook
@@ -57,7 +57,7 @@ class Tried:
     """Strategies that were to be tried."""
 
 
-def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
+def tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Tried:
     """Try the plan's most promising strategies, or all that are `named`.
 
     Raises:
@@ -65,7 +65,7 @@ def tried(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: SearchOp
     """
     search = None
     try:
-        search = _begun(outlook, needs, named, asked)
+        search = _begun(outlook, requirements, named, asked)
         with _progress() as say:
             search.run(say)
     except KeyboardInterrupt:
@@ -82,11 +82,11 @@ def _made(search: Search, asked: SearchOptions, interrupted: str | None) -> Trie
     return Tried(search.found(), search.target, _notes(search, asked), interrupted, candidates)
 
 
-def _begun(outlook: Outlook, needs: tuple[str, ...], named: bool, asked: SearchOptions) -> Search:
+def _begun(outlook: Outlook, requirements: tuple[str, ...], named: bool, asked: SearchOptions) -> Search:
     """A search with what was kept, before its first trial."""
     context = TrialContext(outlook.site)
     target = goal_of(context.job(asked.seed), asked.target)
-    whole = all_needs(outlook, needs)
+    whole = all_requirements(outlook, requirements)
     excluded = () if named else (one.name for one in outlook.prospects if unfit(one, outlook, whole))
     top = asked.top if asked.top is not None else len(outlook.prospects) if named else TOP
     kept = TrialStore(settings_of(context, outlook.workers, target, asked.seed, asked.split), asked.keep)

@@ -29,7 +29,7 @@ class PlanResult:
 
     @property
     def choice(self) -> str | None:
-        """The recommended strategy as an expression; None if no strategy meets the needs."""
+        """The recommended strategy as an expression; None if no strategy meets the requirements."""
         return None if self.advice.choice is None else self.advice.choice.name
 
     def document(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def plan(
     cluster: str | Path = "laptop",
     *,
     workers: int | None = None,
-    need: Sequence[str] = (),
+    require: Sequence[str] = (),
     strategies: Sequence[str] = (),
     batch: int | None = None,
     hours: float | None = None,
@@ -69,7 +69,7 @@ def plan(
         what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
         cluster: a name in `flockstep list clusters`, or the path of a TOML file.
         workers: number of workers; None for all that the cluster has.
-        need: any of unbalanced, reproducible, elastic, private, slow-links.
+        require: any of unbalanced, reproducible, elastic, private, slow-links.
         strategies: the strategies to consider; empty for all.
         batch: samples per worker and step; None for the job's own.
         hours: duration of the run in hours; None for the job's own.
@@ -79,16 +79,16 @@ def plan(
         The predictions and the advice.
 
     Raises:
-        ConfigurationError: a job, cluster, need or strategy does not exist.
+        ConfigurationError: a job, cluster, requirement or strategy does not exist.
     """
     if hours is not None and not 0 < hours < float("inf"):
         raise ConfigurationError(f"hours must be > 0 and finite, got {hours:g}; leave it out for the job's own length")
-    needs, chosen = listed("need", need), listed("strategies", strategies)
-    require_known(needs)
+    requirements, chosen = listed("require", require), listed("strategies", strategies)
+    require_known(requirements)
     import_components(listed("imports", imports))
     length = None if hours is None else 3600 * hours
     outlook = predicted(what, cluster, workers, batch, chosen, length)
-    return PlanResult(outlook, advise(outlook, needs))
+    return PlanResult(outlook, advise(outlook, requirements))
 
 
 def predicted(

@@ -1,5 +1,5 @@
 """Advice on the choice of a strategy, from Table 2 of Langer et al. (2020) with the plan's figures, and the user's
-needs.
+requirements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flockstep.report import words
 if TYPE_CHECKING:
     from flockstep.planning.search import Found
 
-NEEDS = {
+REQUIREMENTS = {
     "unbalanced": "the workers' data differ in kind or size, as if sorted by label",
     "reproducible": "the same run again has to give the same result",
     "elastic": "workers come and go",
@@ -30,7 +30,7 @@ NEEDS = {
 }
 """Need that a user can name → its meaning."""
 DROPS = "drops part of what it means to send, and nothing feeds it back: accuracy is lost (feedback=residual keeps it)"
-"""Reason for which a strategy is not advised, whatever the needs."""
+"""Reason for which a strategy is not advised, whatever the requirements."""
 UNCOUNTED = "records no updates: what its samples are worth is not known"
 """Reason for which a strategy without trials is not advised on its speed."""
 LEAVING = {
@@ -39,7 +39,7 @@ LEAVING = {
 }
 """Value of `Traits.samples` → how data leave their machines."""
 SLOWER = 4.0
-"""Factor by which links are assumed to be slower at times, under the need slow-links."""
+"""Factor by which links are assumed to be slower at times, under the requirement slow-links."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Advice:
     """A recommendation as sentences, with its reasons."""
 
     choice: Prospect | None
-    """The recommended strategy; None if no strategy meets the needs."""
+    """The recommended strategy; None if no strategy meets the requirements."""
     runner_up: Prospect | None
     sentences: tuple[str, ...]
     """Sentences that say what to do."""
@@ -55,8 +55,8 @@ class Advice:
     changes: tuple[str, ...]
     """Sentences about conditions under which the advice would change."""
     excluded: tuple[tuple[str, str], ...]
-    """Strategies that the needs rule out, each with the reason."""
-    needs: tuple[str, ...]
+    """Strategies that the requirements rule out, each with the reason."""
+    requirements: tuple[str, ...]
     worths: dict[str, float] = field(default_factory=dict)
     """Name of a strategy → its predicted speed relative to one worker, by which strategies are ranked."""
     crossovers: tuple[Crossover, ...] = ()
@@ -76,28 +76,29 @@ class Advice:
             "reasons": list(self.reasons),
             "changes": list(self.changes),
             "excluded": [{"name": name, "why": why} for name, why in self.excluded],
-            "needs": list(self.needs),
+            "requirements": list(self.requirements),
             "crossovers": [one.document() for one in self.crossovers],
             "untried": list(self.untried),
         }
 
 
 def advise(
-    outlook: Outlook, needs: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
+    outlook: Outlook, requirements: tuple[str, ...] = (), found: Sequence[Found] = (), candidates: Sequence[str] = ()
 ) -> Advice:
-    """Recommend the strategy with the highest worth among those that meet the needs; trials in `found` take precedence.
+    """Recommend the strategy with the highest worth among those that meet the requirements; trials in `found` take
+    precedence.
 
     `candidates` were to be tried: if some were not, the advice says that it is partial.
 
     Raises:
-        UnknownName: a need does not exist.
+        UnknownName: a requirement does not exist.
     """
-    needs = asked(outlook, needs)
+    requirements = asked(outlook, requirements)
     refused = {one.strategy: f"cannot be tried: {one.refused}" for one in found if one.refused and not one.trials}
     left, excluded = list[Prospect](), list[tuple[str, str]]()
     tried = {one.strategy: one for one in found if one.trials}
     for one in outlook.prospects:
-        why = unfit(one, outlook, needs) or refused.get(one.name)
+        why = unfit(one, outlook, requirements) or refused.get(one.name)
         if why is None and not counted(one) and one.name not in tried:
             why = UNCOUNTED
         if why is None:
@@ -105,15 +106,17 @@ def advise(
         else:
             excluded.append((one.name, why))
     single = outlook.alone.samples_per_second
-    worths = {one.name: value(one, outlook, needs) / single for one in outlook.prospects}
+    worths = {one.name: value(one, outlook, requirements) / single for one in outlook.prospects}
     if not left:
         told = say.nothing(outlook, excluded)
-        return Advice(None, None, told, (), (), tuple(excluded), needs, worths)
+        return Advice(None, None, told, (), (), tuple(excluded), requirements, worths)
     left.sort(key=lambda one: (*_rank(tried.get(one.name)), -worths[one.name]))
     choice = left[0]
     first = choice.name in tried and tried[choice.name].seconds is not None
-    case = say.Case(outlook, left, worths, [NEEDS[need] for need in needs], dict(excluded).get(ALONE), first)
-    passed = _passed(case, needs) if not tried else ()
+    case = say.Case(
+        outlook, left, worths, [REQUIREMENTS[one] for one in requirements], dict(excluded).get(ALONE), first
+    )
+    passed = _passed(case, requirements) if not tried else ()
     untried = tuple(name for name in candidates if name not in tried and name not in refused)
     return Advice(
         choice,
@@ -122,37 +125,37 @@ def advise(
         (*_tried(choice, case.second, tried), *say.reasons(case, choice)),
         say.changes(case, choice, passed, bool(tried)),
         tuple(excluded),
-        needs,
+        requirements,
         worths,
         passed,
         untried,
     )
 
 
-def asked(outlook: Outlook, needs: tuple[str, ...]) -> tuple[str, ...]:
-    """The user's needs, with those that follow from the cluster.
+def asked(outlook: Outlook, requirements: tuple[str, ...]) -> tuple[str, ...]:
+    """The user's requirements, with those that follow from the cluster.
 
     Raises:
-        UnknownName: a need does not exist.
+        UnknownName: a requirement does not exist.
     """
-    require_known(needs)
-    return tuple(dict.fromkeys((*needs, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
+    require_known(requirements)
+    return tuple(dict.fromkeys((*requirements, *(["elastic"] if outlook.site.cluster.comes_and_goes else []))))
 
 
-def require_known(needs: Iterable[str]) -> None:
-    """Refuse a need that there is not.
+def require_known(requirements: Iterable[str]) -> None:
+    """Refuse a requirement that does not exist.
 
     Raises:
         UnknownName: one that is not known.
     """
-    for need in needs:
-        if need not in NEEDS:
-            raise UnknownName.among("need", need, list(NEEDS))
+    for name in requirements:
+        if name not in REQUIREMENTS:
+            raise UnknownName.among("requirement", name, list(REQUIREMENTS))
 
 
-def slower(needs: tuple[str, ...]) -> float:
-    """Factor on the duration of everything but computing, under the needs."""
-    return SLOWER if "slow-links" in needs else 1.0
+def slower(requirements: tuple[str, ...]) -> float:
+    """Factor on the duration of everything but computing, under the requirements."""
+    return SLOWER if "slow-links" in requirements else 1.0
 
 
 def _rank(tried: Found | None) -> tuple[int, float]:
@@ -162,8 +165,8 @@ def _rank(tried: Found | None) -> tuple[int, float]:
     return (2, 0.0) if tried.seconds is None else (0, tried.seconds)
 
 
-def _passed(case: say.Case, needs: tuple[str, ...]) -> tuple[Crossover, ...]:
-    """The circumstances in which another strategy that meets the needs becomes better than the choice."""
+def _passed(case: say.Case, requirements: tuple[str, ...]) -> tuple[Crossover, ...]:
+    """The circumstances in which another strategy that meets the requirements becomes better than the choice."""
     outlook, left = case.outlook, {one.name for one in case.left}
     if not outlook.further:
         return ()
@@ -172,7 +175,7 @@ def _passed(case: say.Case, needs: tuple[str, ...]) -> tuple[Crossover, ...]:
         key=lambda one: -case.worth(one.found),
     )
     among = [one for place, one in enumerate(ranked) if place < KEEN or one.pace is None]
-    return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(needs))
+    return crossovers(among, outlook.site, outlook.workers, case.left[0].name, slower(requirements))
 
 
 def _partial(case: say.Case, tried: dict[str, Found], untried: tuple[str, ...]) -> tuple[str, ...]:
@@ -204,12 +207,12 @@ def _tried(choice: Prospect, second: Prospect | None, tried: dict[str, Found]) -
     return tuple(said)
 
 
-def value(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> float:
+def value(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> float:
     """Samples per second, in samples of plain training; with slow links, as if the waiting parts took longer."""
     rate = found.samples_per_second
     if found.strategy is not None:
-        rate /= waiting(found.utilization, slower(needs))
-    return rate / outlook.need(found)
+        rate /= waiting(found.utilization, slower(requirements))
+    return rate / outlook.relative_samples(found)
 
 
 def counted(found: Prospect) -> bool:
@@ -217,28 +220,28 @@ def counted(found: Prospect) -> bool:
     return found.updates or found.workers == 1 or (found.strategy is not None and found.strategy.cell is not None)
 
 
-def unfit(found: Prospect, outlook: Outlook, needs: tuple[str, ...]) -> str | None:
-    """Reason why a strategy does not meet the needs or cannot run; None if it can."""
+def unfit(found: Prospect, outlook: Outlook, requirements: tuple[str, ...]) -> str | None:
+    """Reason why a strategy does not meet the requirements or cannot run; None if it can."""
     memory = outlook.site.cluster.memory
     if memory is not None and found.memory > memory:
         return f"needs more memory than the {words.size(memory)} of a worker"
     if found.strategy is None:
-        return "the data are on other machines" if "private" in needs else None
+        return "the data are on other machines" if "private" in requirements else None
     cell, traits = found.strategy.cell, found.strategy.traits
     if (found.workers > 1 and not combines(found)) or "ensemble" in traits.results:
         return "trains a model on every worker, not one"
-    if "private" in needs and traits.samples != "own":
+    if "private" in requirements and traits.samples != "own":
         return LEAVING[traits.samples]
-    if "unbalanced" in needs and not (is_central(cell) and is_synchronous(cell, traits)):
+    if "unbalanced" in requirements and not (is_central(cell) and is_synchronous(cell, traits)):
         return "needs data that are alike on all workers"
-    if "unbalanced" in needs and traits.completeness == 4:
+    if "unbalanced" in requirements and traits.completeness == 4:
         return "drops the gradients of slow workers, whose data then count less"
-    if "reproducible" in needs and not is_synchronous(cell, traits):
+    if "reproducible" in requirements and not is_synchronous(cell, traits):
         return "the order of updates differs from run to run"
-    if "reproducible" in needs and not is_repeatable(cell, traits):
+    if "reproducible" in requirements and not is_repeatable(cell, traits):
         return "the order of arrival decides whose gradients are dropped"
     if traits.curvature:
         return "steps by curvature: how many steps it takes to a target is not known"
-    if "elastic" in needs and (why := unfit_to_lose_workers(found, outlook)) is not None:
+    if "elastic" in requirements and (why := unfit_to_lose_workers(found, outlook)) is not None:
         return why
     return DROPS if drops(found) else None

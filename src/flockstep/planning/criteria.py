@@ -147,7 +147,7 @@ def departures(found: Prospect, site: Site) -> tuple[str, ...]:
     return tuple(said)
 
 
-def need(found: Prospect, site: Site) -> float:
+def relative_samples(found: Prospect, site: Site) -> float:
     """Number of samples of a strategy that do the work of one sample of plain training on one worker.
 
     To a target, plain training takes S (1 + r) steps: S of them for any batch size, and r S because of gradient noise,

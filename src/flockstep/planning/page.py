@@ -99,7 +99,7 @@ SCALING = (
     "times plus the cost of the slowest worker. The thick dashed line is one worker alone."
 )
 MAP = (
-    "The strategy with the highest worth among those that meet the needs and fit in memory, over bandwidth and "
+    "The strategy with the highest worth among those that meet the requirements and fit in memory, over bandwidth and "
     "parameters; the work of a gradient stays the same. The legend explains the letters. The cross is this cluster "
     "and model."
 )
@@ -224,7 +224,7 @@ class Map:
 
 
 def best_map(outlook: Outlook, advice: Advice) -> Map | None:
-    """The best strategies around this cluster and model among those that meet the needs; None if none does."""
+    """The best strategies around this cluster and model among those that meet the requirements; None if none does."""
     site, rivals = outlook.site, _rivals(outlook, advice)
     if not rivals:
         return None
@@ -232,7 +232,7 @@ def best_map(outlook: Outlook, advice: Advice) -> Map | None:
 
     def there(size: float, quick: float) -> str:
         moved = replace(site, task=site.task.scaled(size), cluster=faster(site.cluster, quick))
-        return best(rivals, moved, outlook.workers, slower=slower(advice.needs))
+        return best(rivals, moved, outlook.workers, slower=slower(advice.requirements))
 
     return Map(
         tuple(site.link[1] * one for one in factors),
@@ -242,7 +242,7 @@ def best_map(outlook: Outlook, advice: Advice) -> Map | None:
 
 
 def _rivals(outlook: Outlook, advice: Advice) -> list[Contender]:
-    """The strategies on the map: the best ones that meet the needs, and one worker if it does."""
+    """The strategies on the map: the best ones that meet the requirements, and one worker if it does."""
     out = {name for name, _ in advice.excluded}
     left = [one for one in outlook.contenders if one.name not in out]
     left.sort(key=lambda one: -advice.worths[one.name])

@@ -10,7 +10,7 @@ from typing import Any
 from flockstep import registry
 from flockstep.costs.cluster import ClusterShape
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import Criteria, criteria, departures, need, worth
+from flockstep.planning.criteria import Criteria, criteria, departures, relative_samples, worth
 from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import JobProfile, Site
@@ -91,13 +91,13 @@ class Outlook:
         """The ways in which a strategy differs from plain training."""
         return departures(found, self.site)
 
-    def need(self, found: Prospect) -> float:
+    def relative_samples(self, found: Prospect) -> float:
         """Number of the strategy's samples that do the work of one sample of plain training."""
-        return need(found, self.site)
+        return relative_samples(found, self.site)
 
     def worth(self, found: Prospect) -> float:
         """Samples per second of a strategy, in samples of plain training, by which strategies are compared."""
-        return worth(found.samples_per_second, self.need(found))
+        return worth(found.samples_per_second, self.relative_samples(found))
 
     def criteria(self, found: Prospect) -> Criteria:
         """The strategy's row of Table 2."""
@@ -118,7 +118,7 @@ class Outlook:
                 {
                     **found.document(),
                     "departures": list(self.departures(found)),
-                    "need": self.need(found),
+                    "relative_samples": self.relative_samples(found),
                     "criteria": self.criteria(found).document(),
                 }
                 for found in self.prospects
@@ -171,7 +171,7 @@ def plan(
             found.append(prospect(strategy, site, count))
         except ConfigurationError as error:
             refused.append((str(strategy), str(error)))
-    found.sort(key=lambda one: -worth(one.samples_per_second, need(one, site)))
+    found.sort(key=lambda one: -worth(one.samples_per_second, relative_samples(one, site)))
     rivals = _contenders(found, site)
     outlook = Outlook(site, count, tuple(found), tuple(refused), left_out(site, found, count), tuple(rivals))
     steps = task.steps(count) if length is None and cluster.failures else None
@@ -215,14 +215,16 @@ def _require_sense(strategy: Strategy, site: Site, workers: int) -> None:
 
 def _contenders(found: list[Prospect], site: Site) -> list[Contender]:
     rivals = [
-        Contender(one, need(one, site), None if one.strategy is None else Pace(one.strategy, site, one), site)
+        Contender(
+            one, relative_samples(one, site), None if one.strategy is None else Pace(one.strategy, site, one), site
+        )
         for one in found
     ]
     return sorted(rivals, key=lambda one: one.pace is not None)
 
 
 def _further(outlook: Outlook) -> Outlook:
-    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.need))
+    ranked = sorted(outlook.contenders, key=lambda one: -worth(one.found.samples_per_second, one.relative_samples))
     combining = [one for one in ranked if one.pace is None or combines(one.found)]
     many = [one for one in combining if one.pace is not None]
     curves = (curve(one, outlook.site, outlook.alone.samples_per_second) for one in many)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flockstep.errors import ConfigurationError
-from flockstep.planning.criteria import need, worth
+from flockstep.planning.criteria import relative_samples, worth
 from flockstep.planning.prospect import Moved, Pace, Prospect, faster
 from flockstep.planning.task import Site
 from flockstep.simulation.compute import ComputeModel, SharedCores, SlowSpells
@@ -41,7 +41,7 @@ class Contender:
     """A prediction that can be evaluated under other circumstances; `pace` is None for one worker."""
 
     found: Prospect
-    need: float
+    relative_samples: float
     """Number of the strategy's samples that do the work of one sample of plain training."""
     pace: Pace | None
     site: Site = field(repr=False)
@@ -74,14 +74,14 @@ class Contender:
         times as long.
         """
         if self.pace is None:
-            return worth(self.found.samples_per_second, self.need)
+            return worth(self.found.samples_per_second, self.relative_samples)
         cost = self._step(self.pace, site, workers, law)
         if cost is None or cost.samples_per_second <= 0:
             return 0.0
         rate = cost.samples_per_second
         if slower != 1:
             rate /= waiting(min(1.0, self._computing(site, workers, law) / cost.seconds), slower)
-        return worth(rate, need(self._moved(cost, site, workers), site))
+        return worth(rate, relative_samples(self._moved(cost, site, workers), site))
 
     def _moved(self, cost: Moved, site: Site, workers: int) -> Prospect:
         """The prediction under other circumstances; with other workers, bytes and staleness are those of the pace."""

@@ -28,13 +28,13 @@ class Case:
 
     outlook: Outlook
     left: Sequence[Prospect]
-    """Strategies that meet the needs, the best first."""
+    """Strategies that meet the requirements, the best first."""
     worths: Mapping[str, float]
-    """Name of a strategy → its predicted speed relative to one worker, under the needs."""
+    """Name of a strategy → its predicted speed relative to one worker, under the requirements."""
     meanings: Sequence[str]
-    """Meanings of the needs."""
+    """Meanings of the requirements."""
     alone: str | None = None
-    """Reason why one worker does not meet the needs; None if it does."""
+    """Reason why one worker does not meet the requirements; None if it does."""
     tried: bool = False
     """Whether the best remaining strategy was chosen by trials."""
 
@@ -49,7 +49,7 @@ class Case:
 
 
 def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Sentences that no strategy meets the needs, with the reasons."""
+    """Sentences that no strategy meets the requirements, with the reasons."""
     why, memory, alone = dict(excluded), outlook.site.cluster.memory, outlook.alone
     single = f"{alone.name}: {why.pop(alone.name)}"
     too_large = memory is not None and alone.memory > memory
@@ -57,7 +57,7 @@ def nothing(outlook: Outlook, excluded: Sequence[tuple[str, str]]) -> tuple[str,
         single = f"{alone.name} needs {words.size(alone.memory)} and has {words.size(memory)}"
     others = list(why.values())
     said = [single, *(f"{many(others.count(one), 'strategy', 'strategies')}: {one}" for one in dict.fromkeys(others))]
-    way = "plan for machines with more memory" if too_large else "leave out a --need"
+    way = "plan for machines with more memory" if too_large else "leave out a --require"
     return (f"Nothing here meets what is asked: {'; '.join(said)}.", f"To get advice, {way}.")
 
 
@@ -107,9 +107,9 @@ def _rather(case: Case, choice: Prospect) -> tuple[str, ...]:
 
 
 def _dear(case: Case, found: Prospect) -> str:
-    need = words.number(case.outlook.need(found))
+    relative_samples = words.number(case.outlook.relative_samples(found))
     return (
-        f"{need} of those are taken to do the work of one of plain training, so that it advances "
+        f"{relative_samples} of those are taken to do the work of one of plain training, so that it advances "
         f"{as_much(case.worth(found), 'quickly')} as one worker"
     )
 
@@ -150,7 +150,8 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
     departs = outlook.departures(choice)
     if departs:
         said.append(
-            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.need(choice))} of its "
+            f"It departs from plain training: {', '.join(departs)}. {words.number(outlook.relative_samples(choice))} "
+            "of its "
             "samples are taken to do the work of one, so that it advances "
             f"{as_much(case.worth(choice), 'quickly')} as one worker."
         )
@@ -160,7 +161,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
     if case.second is not None:
         said.append(
             f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "
-            f"a second and {words.number(outlook.need(case.second))} of them to one of plain training."
+            f"a second and {words.number(outlook.relative_samples(case.second))} of them to one of plain training."
         )
     return tuple(said)
 
@@ -198,7 +199,7 @@ def changes(case: Case, choice: Prospect, crossovers: Sequence[Crossover], tried
     if second is None:
         return tuple(said)
     ratio = second.samples_per_second / choice.samples_per_second
-    if case.outlook.need(second) > case.outlook.need(choice) and ratio > 1.005:
+    if case.outlook.relative_samples(second) > case.outlook.relative_samples(choice) and ratio > 1.005:
         said.append(
             f"if lateness, approximation and models apart cost this job nothing, {short(second.name)} would be better: "
             f"it gets through {as_much(ratio)} samples"

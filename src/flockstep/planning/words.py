@@ -128,7 +128,7 @@ def scaling(curves: Sequence[Curve], excluded: Sequence[tuple[str, str]]) -> tup
 
 
 def ruled_out(excluded: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Strategies that do not meet the needs, grouped by reason."""
+    """Strategies that do not meet the requirements, grouped by reason."""
     return tuple(
         f"{', '.join(short(name) for name, why in excluded if why == reason)}: {reason}"
         for reason in dict.fromkeys(why for _, why in excluded)

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.bench.ways import Way
+from flockstep.bench.implementation import Implementation
 from flockstep.errors import FlockstepError
 from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
-PATIENCE = 120.0
+ANSWER_TIMEOUT = 120.0
 """Seconds within which a process must answer."""
-ROOM = 1 << 20
+EXTRA_BYTES = 1 << 20
 """Bytes of shared memory in addition to two arrays of the largest size."""
 
 
@@ -35,7 +35,7 @@ ROOM = 1 << 20
 class Measurement:
     """Result of one implementation for one array size, or the reason why there is none."""
 
-    way: str
+    implementation: str
     workers: int
     bytes: int
     seconds: float | None = None
@@ -54,7 +54,7 @@ class Measurement:
         return None if not self.seconds else self.bytes / self.seconds
 
 
-class Crew:
+class ProcessSet:
     """Processes that execute requests, started by this process or by mpirun."""
 
     def __init__(self, catalog: str, workers: int, by_mpirun: bool, folder: Path, largest: int):
@@ -78,7 +78,7 @@ class Crew:
             raise
 
     def _accepted(self) -> Any:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + ANSWER_TIMEOUT
         while True:
             try:
                 connection, _ = self._listening.accept()
@@ -87,7 +87,7 @@ class Crew:
                 ended = [process.args for process in self._processes if process.poll() is not None]
                 if ended or time.monotonic() > deadline:
                     raise FlockstepError("its processes do not start") from None
-        connection.settimeout(PATIENCE)
+        connection.settimeout(ANSWER_TIMEOUT)
         with connection:  # the file keeps it open
             return connection.makefile("rw", encoding="utf-8")
 
@@ -131,9 +131,9 @@ def _mpirun(workers: int) -> list[str]:
     return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", bound, "-n", str(workers)]
 
 
-def take_turns(
+def measure_interleaved(
     catalog: str,
-    ways: Sequence[Way],
+    implementations: Sequence[Implementation],
     workers: int,
     sizes: Sequence[int],
     rounds: int,
@@ -142,37 +142,54 @@ def take_turns(
     """Measure all implementations; in each round every one has a turn with every array size in bytes.
 
     Returns medians over the rounds; an implementation that cannot run has a figure with the reason. `catalog`: module
-    in whose `WAYS` the processes find an implementation by its name.
+    in whose `IMPLEMENTATIONS` the processes find an implementation by its name.
     """
     missing = [
-        Measurement(way.name, workers, size, missing=way.missing) for way in ways if way.missing for size in sizes
+        Measurement(implementation.name, workers, size, missing=implementation.missing)
+        for implementation in implementations
+        if implementation.missing
+        for size in sizes
     ]
-    able = [way for way in ways if not way.missing]
-    with contextlib.ExitStack() as stack, _crews(catalog, able, workers, max(sizes)) as crews:
-        failed = {way.name: "its processes do not start" for way in able if way not in [one for one, _ in crews]}
-        for way, crew in crews:
+    able = [implementation for implementation in implementations if not implementation.missing]
+    with contextlib.ExitStack() as stack, _process_sets(catalog, able, workers, max(sizes)) as process_sets:
+        failed = {
+            implementation.name: "its processes do not start"
+            for implementation in able
+            if implementation not in [one for one, _ in process_sets]
+        }
+        for implementation, processes in process_sets:
             try:
-                told = crew.ask(do="open", way=way.name, segment=_segment(stack, workers, max(sizes)))
-                crew.ask(do="connect", way=way.name, told=told)
+                addresses = processes.ask(
+                    do="open", implementation=implementation.name, segment=_segment(stack, workers, max(sizes))
+                )
+                processes.ask(do="connect", implementation=implementation.name, addresses=addresses)
             except FlockstepError as error:
-                failed[way.name] = str(error)
+                failed[implementation.name] = str(error)
         times: dict[tuple[str, int], list[float]] = {}
         for number in range(-1, rounds):  # the first round warms up
             say(f"{workers} processes, round {number + 1} of {rounds}")
             for size in sizes:
-                for way, crew in crews[number % len(crews) :] + crews[: number % len(crews)] if crews else []:
-                    if way.name in failed:
+                for implementation, processes in (
+                    process_sets[number % len(process_sets) :] + process_sets[: number % len(process_sets)]
+                    if process_sets
+                    else []
+                ):
+                    if implementation.name in failed:
                         continue
                     try:
-                        spent = max(crew.ask(do="run", way=way.name, size=size // 4, calls=calls_for(size)))
+                        spent = max(
+                            processes.ask(
+                                do="run", implementation=implementation.name, size=size // 4, calls=calls_for(size)
+                            )
+                        )
                     except FlockstepError as error:
-                        failed[way.name] = str(error)
+                        failed[implementation.name] = str(error)
                     else:
-                        times.setdefault((way.name, size), []).extend([spent] if number >= 0 else [])
+                        times.setdefault((implementation.name, size), []).extend([spent] if number >= 0 else [])
     missing += [Measurement(name, workers, size, missing=why) for name, why in failed.items() for size in sizes]
     figures = [_figure(*key, workers, spent) for key, spent in times.items() if spent and key[0] not in failed]
-    order = [way.name for way in ways]
-    return sorted(figures + missing, key=lambda figure: (figure.bytes, order.index(figure.way)))
+    order = [implementation.name for implementation in implementations]
+    return sorted(figures + missing, key=lambda figure: (figure.bytes, order.index(figure.implementation)))
 
 
 def calls_for(nbytes: int) -> int:
@@ -181,18 +198,24 @@ def calls_for(nbytes: int) -> int:
 
 
 @contextlib.contextmanager
-def _crews(catalog: str, ways: Sequence[Way], workers: int, largest: int) -> Iterator[list[tuple[Way, Crew]]]:
+def _process_sets(
+    catalog: str, implementations: Sequence[Implementation], workers: int, largest: int
+) -> Iterator[list[tuple[Implementation, ProcessSet]]]:
     """Context manager: each implementation with its processes.
 
     Implementations started in the same way share processes.
     """
-    crews: dict[bool, Crew] = {}
+    process_sets: dict[bool, ProcessSet] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for by_mpirun in sorted({way.by_mpirun for way in ways}):
+        for by_mpirun in sorted({implementation.by_mpirun for implementation in implementations}):
             with contextlib.suppress(FlockstepError):  # an implementation whose processes do not start is skipped
-                crews[by_mpirun] = Crew(catalog, workers, by_mpirun, Path(folder), largest)
-                stack.callback(crews[by_mpirun].close)
-        yield [(way, crews[way.by_mpirun]) for way in ways if way.by_mpirun in crews]
+                process_sets[by_mpirun] = ProcessSet(catalog, workers, by_mpirun, Path(folder), largest)
+                stack.callback(process_sets[by_mpirun].close)
+        yield [
+            (implementation, process_sets[implementation.by_mpirun])
+            for implementation in implementations
+            if implementation.by_mpirun in process_sets
+        ]
 
 
 def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
@@ -202,13 +225,13 @@ def _segment(stack: contextlib.ExitStack, workers: int, largest: int) -> str:
     """
     if sys.platform != "linux":
         return ""
-    memory = SharedMemory.create(needed(workers, 2 * largest + ROOM))
+    memory = SharedMemory.create(needed(workers, 2 * largest + EXTRA_BYTES))
     stack.callback(lambda: memory.address)
     return memory.address
 
 
-def _figure(way: str, size: int, workers: int, spent: list[float]) -> Measurement:
+def _figure(implementation: str, size: int, workers: int, spent: list[float]) -> Measurement:
     low, middle, high = statistics.quantiles(spent, n=4) if len(spent) > 1 else spent * 3
     return Measurement(
-        way, workers, size, statistics.median(spent) if len(spent) > 1 else middle, low, high, len(spent)
+        implementation, workers, size, statistics.median(spent) if len(spent) > 1 else middle, low, high, len(spent)
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flockstep.bench.codecs import CodecFigure
+from flockstep.bench.interleaved import Measurement
 from flockstep.bench.prediction import WITHIN, Truth
 from flockstep.bench.simulator import SimulatorFigure
-from flockstep.bench.turns import Measurement
 from flockstep.report import page as report
 from flockstep.report import words
 from flockstep.report.page import Page
@@ -37,7 +37,7 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
     Error bars are quartiles.
     """
     counts = sorted({one.workers for one in figures})
-    ways = list(dict.fromkeys(one.way for one in figures))
+    implementations = list(dict.fromkeys(one.implementation for one in figures))
     panels = Panels(len(counts), min(2, len(counts)), gap_x=0.09, panel_px=360)
     made: dict[str, object] = {}
     data: list[dict[str, object]] = []
@@ -51,20 +51,22 @@ def of_rates(figures: Sequence[Measurement]) -> Drawing:
         made[key("y", index)] = axis(
             "GB/s" if index == 0 else "", type="log", domain=low_high, anchor=ref("x", index), **decades(rates, _plain)
         )
-        for place, way in enumerate(ways):
-            mine = [one for one in figures if one.way == way and one.workers == count and one.seconds]
+        for place, implementation in enumerate(implementations):
+            mine = [
+                one for one in figures if one.implementation == implementation and one.workers == count and one.seconds
+            ]
             if mine:
-                data.append(_line(mine, way, place, index, first=index == 0))
+                data.append(_line(mine, implementation, place, index, first=index == 0))
     return {"data": data, "layout": layout(panels.height + 80, legend=_ABOVE, **made)}
 
 
-def _line(mine: Sequence[Measurement], way: str, place: int, index: int, first: bool) -> dict[str, object]:
+def _line(mine: Sequence[Measurement], implementation: str, place: int, index: int, first: bool) -> dict[str, object]:
     rates = [one.bytes / one.seconds / 1e9 for one in mine if one.seconds]
     return {
         "type": "scatter",
         "mode": "lines+markers",
-        "name": way,
-        "legendgroup": way,
+        "name": implementation,
+        "legendgroup": implementation,
         "showlegend": first,
         "x": [one.bytes for one in mine],
         "y": rates,
@@ -79,7 +81,7 @@ def _line(mine: Sequence[Measurement], way: str, place: int, index: int, first: 
         },
         "line": {"color": COLORS[place % len(COLORS)], "dash": ("solid", "10px,4px", "2px,3px")[place % 3]},
         "marker": {"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
-        "hovertemplate": "%{x:,} bytes<br>%{y:.3g} GB/s<extra>" + way + "</extra>",
+        "hovertemplate": "%{x:,} bytes<br>%{y:.3g} GB/s<extra>" + implementation + "</extra>",
         "xaxis": ref("x", index),
         "yaxis": ref("y", index),
     }

@@ -28,8 +28,8 @@ class BenchProcess:
     """Size of the largest array in bytes."""
 
 
-class Way(ABC):
-    """One implementation in a benchmark; `party` is called in each of its processes."""
+class Implementation(ABC):
+    """One implementation in a benchmark; `worker` is called in each of its processes."""
 
     name: str
     packages: tuple[str, ...] = ()
@@ -45,18 +45,18 @@ class Way(ABC):
         return f"pip install {' '.join(self.packages)}" if absent else ""
 
     @abstractmethod
-    def party(self, place: BenchProcess) -> Party:
+    def worker(self, place: BenchProcess) -> BenchWorker:
         """Create this process's part of the measurement."""
 
 
-class Party(ABC):
+class BenchWorker(ABC):
     """One process's part of a measurement."""
 
-    told: str = ""
+    address: str = ""
     """What the other processes need to connect to this one."""
 
-    def connect(self, told: Sequence[str]) -> None:  # noqa: B027 - most have nothing to connect
-        """Connect to the other processes; `told` holds the `told` of each, by rank."""
+    def connect(self, addresses: Sequence[str]) -> None:  # noqa: B027 - most have nothing to connect
+        """Connect to the other processes; `addresses` holds the `address` of each, by rank."""
 
     @abstractmethod
     def run(self, size: int, calls: int) -> float:
@@ -66,7 +66,7 @@ class Party(ABC):
         """Release sockets and memory."""
 
 
-class Summing(Party):
+class Summing(BenchWorker):
     """One process's part of an all-reduce: `all_reduce` on an array returned by `buffer`."""
 
     def buffer(self, size: int) -> FlatArray:

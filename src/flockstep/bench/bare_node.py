@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flockstep.bench.ways import BenchProcess
+from flockstep.bench.implementation import BenchProcess
 from flockstep.drivers.messenger import Messenger
 from flockstep.drivers.runner import Runner
 from flockstep.errors import FlockstepError
@@ -18,7 +18,7 @@ from flockstep.transports.base import Transport
 from flockstep.transports.wire import SenderIdentity
 
 
-class Post(Messenger):
+class BareNode(Messenger):
     """One node on a transport; `peer` is the interface that programs use."""
 
     def __init__(self, transport: Transport, name: str, place: BenchProcess):
@@ -27,9 +27,9 @@ class Post(Messenger):
         self.peer = Peer(place.rank, Cluster(place.workers), np.zeros(0), np.random.default_rng(place.rank))
         super().__init__(self.bus, self.bus.poll, self.peer, None)
 
-    def connect(self, told: Sequence[str]) -> None:
-        """Connect to all other nodes at the addresses `told`, by rank, and wait until all are reachable."""
-        others = {rank: address for rank, address in enumerate(told) if rank != self.peer.rank}
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connect to all other nodes at the `addresses`, by rank, and wait until all are reachable."""
+        others = {rank: address for rank, address in enumerate(addresses) if rank != self.peer.rank}
         self.bus.connect(others)
         while not all(map(self.bus.reachable, others)):
             if (message := self.bus.poll(0.1)) is not None:
