@@ -22,6 +22,9 @@ SPREAD := -n auto --maxprocesses 4 --dist loadfile
 # what every push runs
 PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 
+# The processes that tests start share the compiled modules.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv demo test test-all check format docs package fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 

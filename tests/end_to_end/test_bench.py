@@ -88,7 +88,7 @@ def test_transport_has_every_way(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = outcome(["bench", "collectives", "-n", "2", "--sizes", "4096", "-r", "1", "-w", "ring"], capsys)
+    code, out, _ = outcome(["bench", "collectives", "-n", "2", "--sizes", "4096", "-r", "1", "-i", "ring"], capsys)
     assert code == 0
     assert "ring" in out
     assert "GB/s" in out
@@ -136,7 +136,7 @@ def test_the_simulator_is_measured_beside_a_loop(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["collectives", "-w", "rnig"], "no way is called 'rnig'; did you mean 'ring'?"),
+        (["collectives", "-i", "rnig"], "no implementation is called 'rnig'; did you mean 'ring'?"),
         (["collectives", "-n", "1"], "workers must be whole numbers >= 2"),
         (["collectives", "--sizes", "many"], "sizes must be whole numbers >= 4"),
         (["transport", "-r", "0"], "rounds must be >= 1, got 0; 20 is usual"),

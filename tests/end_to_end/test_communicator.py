@@ -18,7 +18,7 @@ import zmq
 from flockstep.transports.bus import LAUNCHER
 from flockstep.transports.links import routing_id
 from support.matrix import few
-from support.processes import IPC, PATIENCE, Ended, RealRun, content, open_files, wait_until
+from support.processes import PATIENCE, Ended, RealRun, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -155,7 +155,7 @@ if comm.rank == 1:
 comm.send(1, "here", np.ones(1))
 comm.receive("x", 1)
 """
-    done = ended(tmp_path, body, "-n", "2", *IPC)
+    done = ended(tmp_path, body, "-n", "2")
     assert done.code == 1
     assert done.err == "flockstep: worker 1 was killed by SIGKILL; worker 0 waited for 'x'\n"
 
@@ -163,7 +163,7 @@ comm.receive("x", 1)
 @pytest.mark.full
 def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None:
     body = "with flockstep.join() as comm:\n    if comm.rank == 1: raise OSError('no disk')\n    comm.receive('x', 1)"
-    done = ended(tmp_path, body, "-n", "2", *IPC)
+    done = ended(tmp_path, body, "-n", "2")
     assert done.code == 1
     assert "flockstep: worker 1 raised OSError: no disk" in done.err
 
@@ -178,7 +178,7 @@ def test_an_error_in_one_script_ends_the_run_and_is_told(tmp_path: Path) -> None
 )
 def test_who_does_not_join_as_the_others_do_is_told(tmp_path: Path, body: str, code: int, text: str) -> None:
     who = "from flockstep.drivers.ticket import ticket_from_environment\nticket = ticket_from_environment().address\n"
-    done = ended(tmp_path, who + body, "-n", "2", *IPC)
+    done = ended(tmp_path, who + body, "-n", "2")
     assert done.code == (code or 1)
     assert text in done.err
 
@@ -210,7 +210,7 @@ print("finished", rank)
 
 @pytest.mark.parametrize("strategy", few(["bsp", "all_reduce"], "bsp"))
 def test_a_communicator_beside_a_strategy(tmp_path: Path, strategy: str) -> None:
-    done = ended(tmp_path, BESIDE.replace("STRATEGY", repr(strategy)), "-n", "3", *IPC)
+    done = ended(tmp_path, BESIDE.replace("STRATEGY", repr(strategy)), "-n", "3")
     went_well(done)
     assert done.out.count("finished") == 3
     assert done.summary is not None
@@ -222,7 +222,7 @@ def test_a_scheme_of_one_s_own_brings_all_models_to_the_truth(tmp_path: Path) ->
     script = Path(__file__).parents[2] / "examples" / "one_sided_gossip.py"
     page = Path(__file__).parents[2] / "docs" / "how-to" / "communicator.md"
     assert f"```python\n{script.read_text()}```" in page.read_text(), "the page shows the example as it is"
-    done = RealRun(["launch", "-n", "3", *IPC, str(script)], tmp_path / "run").end()
+    done = RealRun(["launch", "-n", "3", str(script)], tmp_path / "run").end()
     went_well(done)
     distances = re.findall(r"rank \d: the mean of all models is ([\d.]+) from the truth", done.out)
     assert len(distances) == 3

@@ -17,7 +17,7 @@ import flockstep
 from flockstep.drivers.ticket import SIZES
 from flockstep.errors import ConfigurationError
 from support.matrix import few
-from support.processes import IPC, Ended, RealRun
+from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -67,7 +67,7 @@ def launched(body: str, folder: Path, workers: int = 2, *options: str) -> Ended:
     script = folder / "script.py"
     script.write_text(body)
     torch = "import torch" in body
-    return RealRun(["launch", "-n", str(workers), *IPC, *options, str(script)], folder / "run", torch=torch).end()
+    return RealRun(["launch", "-n", str(workers), *options, str(script)], folder / "run", torch=torch).end()
 
 
 def sampled(folder: Path, offset: str, strategy: str = "all_reduce", workers: int = 2) -> Ended:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.matrix import few
 from support.mixed import Mixed, backward
 from support.processes import RealRun
 
@@ -114,11 +115,15 @@ def simulated(rule: Callable[[list[Replica], int], None]) -> list[Replica]:
 
 @pytest.mark.parametrize(
     ("strategy", "rule", "control"),
-    [
-        ("all_reduce", all_reduce, server),
+    few(
+        [
+            ("all_reduce", all_reduce, server),
+            ("ps(bsp)", server, all_reduce),
+            (f"local_sgd({PERIOD})", local_sgd, forgetful),
+        ],
         ("ps(bsp)", server, all_reduce),
         (f"local_sgd({PERIOD})", local_sgd, forgetful),
-    ],
+    ),
     ids=["all_reduce", "ps", "local_sgd"],
 )
 def test_two_workers(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import IPC, RealRun
+from support.processes import RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -21,7 +21,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def run(tmp_path: Path, body: str):
     script = tmp_path / "script.py"
     script.write_text(body)
-    started = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run", torch="torch" in body)
+    started = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run", torch="torch" in body)
     try:
         return started.end()
     finally:

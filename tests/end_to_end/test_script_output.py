@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.matrix import few
-from support.processes import IPC, PATIENCE, RealRun, wait_until
+from support.processes import PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -39,7 +39,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(folder: Path, *options: str) -> RealRun:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    return RealRun(["launch", "-n", "2", *IPC, *options, str(script)], folder / "run")
+    return RealRun(["launch", "-n", "2", *options, str(script)], folder / "run")
 
 
 CASES = [
@@ -101,7 +101,7 @@ flockstep.join()
 """
     script = tmp_path / "script.py"
     script.write_text(body)
-    ended = RealRun(["launch", "-n", "2", *IPC, str(script)], tmp_path / "run").end()
+    ended = RealRun(["launch", "-n", "2", str(script)], tmp_path / "run").end()
     assert ended.code == 1
     assert re.search(
         r"ConfigurationError: this process has left the run; call flockstep\.join after .*finish\(\)", ended.err

@@ -14,7 +14,7 @@ from flockstep.arrays.schema import slices
 from flockstep.errors import CompositionError, ConfigurationError
 from flockstep.testing.strategies import equal_bits, run_strategy
 from support.matrix import few
-from support.processes import IPC, Ended, RealRun
+from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -49,7 +49,7 @@ SMALL = "cap=0.003, first=0.001"
 def launched(body: str, folder: Path, workers: int = 3, heartbeat: float = 10) -> RealRun:
     script = folder / "script.py"
     script.write_text(START + body)
-    options = ["-n", str(workers), *IPC, "--heartbeat", str(heartbeat)]
+    options = ["-n", str(workers), "--heartbeat", str(heartbeat)]
     return RealRun(["launch", *options, str(script)], folder / "run", torch=True)
 
 

@@ -17,7 +17,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import Event
 from flockstep.records.folder import RunFolder
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, alive, content, open_files, wait_until
+from support.processes import IPC, PATIENCE, RealRun, alive, content, open_files, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -54,7 +54,7 @@ def test_a_second_signal_waits_until_the_record_is_complete(tmp_path: Path, monk
 
     monkeypatch.setattr(RunFolder, "merge_events", struck)
     record = RunFolder(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         with record.created(config), finished(record, config):
             raise Interrupted("stopped by SIGTERM")
     assert record.read_summary().error == "stopped by SIGTERM"
@@ -78,7 +78,7 @@ def test_an_interrupted_comparison_keeps_what_is_finished_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategies = ["-s", "gossip", "-s", "all_reduce"]
-    options = ["-n", "2", "--epochs", "20"]
+    options = ["-n", "2", "--epochs", "20", *IPC]
     run = RealRun(["compare", "softmax", *strategies, *options], tmp_path / "c")
     wait_until(lambda: (tmp_path / "c/gossip/summary.json").exists(), PATIENCE, "the first run finished")
     run.record = tmp_path / "c/all-reduce"

@@ -15,7 +15,7 @@ from flockstep.drivers.setup import prepare
 from flockstep.records.events import ResultEvent
 from flockstep.records.folder import RunFolder
 from support.matrix import few
-from support.processes import IPC, Ended, RealRun
+from support.processes import Ended, RealRun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -83,7 +83,7 @@ for step in range(1_000_000):
 def test_the_newest_model_of_a_launched_script_is_the_result(fault: str, tmp_path: Path) -> None:
     """The only weight counts the steps."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    run = RealRun(["launch", "-n", "2", *IPC, str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
+    run = RealRun(["launch", "-n", "2", str(tmp_path / "script.py"), fault], tmp_path / "run", torch=True)
     if fault == "interrupt":
         run.wait_for_work()
         run.fault(signal.SIGINT, "main")

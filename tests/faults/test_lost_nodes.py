@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from flockstep.transports.kinds import Ipc
 from flockstep.transports.links import SupervisorLink
 from support.jobs import go_on, paced
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, wait_until
+from support.processes import IPC, MEMORY, PATIENCE, RealRun, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
@@ -41,8 +42,15 @@ SURVIVES = few(
 """With a server, with a collector at the end, with neighbors whose weights change."""
 
 
-def started(strategy: str, folder: Path, steps: int, heartbeat: float = 5.0, job: str = "softmax") -> RealRun:
-    options = ["-n", "3", "--steps", str(steps), "--heartbeat", str(heartbeat), "--seed", "1"]
+def started(
+    strategy: str,
+    folder: Path,
+    steps: int,
+    heartbeat: float = 5.0,
+    job: str = "softmax",
+    transport: Sequence[str] = IPC,
+) -> RealRun:
+    options = ["-n", "3", "--steps", str(steps), "--heartbeat", str(heartbeat), "--seed", "1", *transport]
     run = RealRun(["train", job, "-s", strategy, *options], folder / "run")
     run.wait_for_work()
     return run
@@ -50,7 +58,7 @@ def started(strategy: str, folder: Path, steps: int, heartbeat: float = 5.0, job
 
 @pytest.mark.parametrize("strategy", NEEDS_EVERYONE)
 def test_where_everyone_is_needed_a_killed_worker_ends_the_run(strategy: str, tmp_path: Path) -> None:
-    run = started(strategy, tmp_path, steps=1_000_000)
+    run = started(strategy, tmp_path, steps=1_000_000, transport=MEMORY)
     run.fault(signal.SIGKILL, "worker-1")
     ended = run.end()
     assert ended.seconds < ended.limit

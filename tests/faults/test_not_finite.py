@@ -13,7 +13,7 @@ from flockstep.arrays.namespace import first_not_finite
 from flockstep.errors import Diverged
 from flockstep.testing.strategies import Watched, run_strategy
 from support.matrix import few
-from support.processes import IPC, RealRun
+from support.processes import RealRun
 
 SCRIPT = """
 import torch, flockstep
@@ -84,7 +84,7 @@ def test_one_element_is_found_wherever_it_is(dtype: str, value: float) -> None:
 @pytest.mark.parametrize("strategy", few(["asgd", "all_reduce", "bucketed(1e-5)"], "asgd"))
 def test_a_launched_script_ends_with_the_worker_the_step_and_the_tensor(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(strategy=strategy))
-    ended = RealRun(["launch", "-n", "2", *IPC, str(tmp_path / "script.py")], tmp_path / "run", torch=True).end()
+    ended = RealRun(["launch", "-n", "2", str(tmp_path / "script.py")], tmp_path / "run", torch=True).end()
     assert ended.code == 1
     assert re.search(SAID, ended.err), ended.err
     assert ended.summary is not None

@@ -14,7 +14,7 @@ from flockstep.errors import RunError
 from flockstep.launchers.draws import GradientFingerprints
 from flockstep.launchers.waits import Waits
 from support.matrix import few
-from support.processes import PATIENCE, RealRun, wait_until
+from support.processes import MEMORY, PATIENCE, RealRun, wait_until
 
 
 class Told:
@@ -157,7 +157,7 @@ supervisor.Waits = functools.partial(Strict, period=2.0)
 
 @pytest.mark.parametrize("strategy", few(["all_reduce", "dpsgd(ring)"], "all_reduce"))
 def test_a_worker_that_hangs_is_named_and_ends_the_run_in_time(strategy: str, tmp_path: Path) -> None:
-    arguments = ["train", "quadratic", "-s", strategy, *ENDLESS, "--step-timeout", "80"]
+    arguments = ["train", "quadratic", "-s", strategy, *ENDLESS, "--step-timeout", "80", *MEMORY]
     run = RealRun(arguments, tmp_path / "run", before=STRICT)
     run.wait_for_work()
     run.fault(signal.SIGSTOP, "worker-1")

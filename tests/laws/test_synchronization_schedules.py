@@ -154,7 +154,7 @@ def test_a_warm_up_does_not_shorten_periods():
     for rate in (0.01, 0.05, 0.1, 0.16, 0.04):
         me.lr, me.step = rate, me.step + 8
         period.due(me, state, 8)
-        with pytest.raises(StopIteration):
+        with pytest.raises(StopIteration, match=r"^$"):
             period.met(me, state, Alone()).send(None)
         lengths.append(state.length)
     assert lengths[1:] == [8, 8, 8, 8], "the same loss, and never less than the largest rate allows"

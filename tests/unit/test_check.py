@@ -184,7 +184,9 @@ def test_a_run_of_real_processes_is_checked_with_the_cluster_fitted_to_it(
     (said,) = json.loads(capsys.readouterr().out)
     assert said["source"] == "rehearsal"
     assert said["sent_error"] == pytest.approx(0.0, abs=0.01)
-    assert said["measured"]["seconds"] > 0
+    steps = [event for event in RunFolder(folder).read_events() if isinstance(event, StepEvent)]
+    took = [step.compute_seconds + step.wait_seconds + step.comm_seconds for step in steps]
+    assert min(took) <= said["measured"]["seconds"] <= max(took)
     assert said["error"] == pytest.approx(said["predicted"]["seconds"] / said["measured"]["seconds"] - 1)
     assert run(["report", str(folder), "--cluster", str(file), "--out", str(tmp_path / "with.html")]) == 0
     assert run(["report", str(folder), "--out", str(tmp_path / "without.html")]) == 0

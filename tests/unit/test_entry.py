@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from flockstep.frameworks.torch_groups import TorchOptimizer
 from flockstep.launchers import children, entry, simulate
 from flockstep.planning import trials
 from flockstep.records.config import RunConfig
+from flockstep.strategies.base import Strategy
 from flockstep.workloads.quadratic import Quadratic
 
 
@@ -97,6 +99,27 @@ def test_a_server_loads_torch_before_it_joins(optimizer: str, monkeypatch: pytes
     ticket = Ticket("run", -1, "", str(tmp_path), "ipc", 5.0, str(tmp_path), 1, 0)
     process_module.run_server(ticket, 0, "ps", optimizer, Schema.of({"w": (3,)}, "float32"), 0)
     assert done == ["load", "join"]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_fork_server_loads_kernels_where_they_may_be_used(kernels: bool) -> None:
+    children.forkserver(kernels)
+    preload = multiprocessing.forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    assert preload[: 1 + kernels] == [children.PRELOAD, children.KERNELS][: 1 + kernels]
+    assert (children.KERNELS in preload) == kernels
+
+
+def test_the_fork_server_s_own_module_loads_no_compiler() -> None:
+    program = f"import sys, {children.PRELOAD}; print([name for name in ('torch', 'numba') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sums"),
+    [("all_reduce", True), ("local_sgd(4, outer_optimizer=nesterov)", True), ("gossip", False), ("ps(bsp)", False)],
+)
+def test_kernels_are_loaded_before_the_start_where_a_strategy_has_a_collective(strategy: str, sums: bool) -> None:
+    assert Strategy.parse(strategy).sums == sums
 
 
 def test_the_supervisor_loads_nothing_that_it_does_without() -> None:

@@ -385,7 +385,7 @@ def test_fields_come_in_order_with_their_types():
 
 
 def test_components_are_frozen():
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'count'"):
         Scalars().count = 3
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flockstep.bench import pictures, prediction
+from flockstep.bench import plots, prediction
 from flockstep.bench.prediction import Pair, Truth, predict, rank_correlation, steps_for
 from flockstep.cli.app import run
 from flockstep.costs.cluster import ClusterShape
@@ -86,7 +86,7 @@ def test_what_is_printed_and_drawn(tmp_path: Path) -> None:
     found = truth(0.1, -0.3, 0.0)
     assert "2 of 3 within 20%\n  strategy 1" in found.sentences()[-1]
     assert found.document()["pairs"][1]["error"] == pytest.approx(-0.3)
-    drawing = pictures.of_prediction(found)
+    drawing = plots.of_prediction(found)
     (points,) = [one for one in drawing["data"] if one.get("name") == "1gbit"]
     assert points["x"] == [one.measured for one in found.pairs]
     assert points["y"] == [one.predicted for one in found.pairs]

@@ -25,6 +25,7 @@ from flockstep.records.folder import RunFolder
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy
+from support.matrix import few
 
 JOB = "softmax(features=300, train=512, test=64, batch=16)"
 WORKERS, STEPS = 4, 400
@@ -68,7 +69,7 @@ def recorded(text: str, folder: Path) -> tuple[float, float]:
     return took, statistics.fmean(one.sent_bytes for one in steps)
 
 
-@pytest.mark.parametrize("text", LIKE)
+@pytest.mark.parametrize("text", few(LIKE, LIKE[0], "powersgd", "codistillation", LIKE[-1]))
 def test_a_rehearsal_is_like_a_long_run(text: str, tmp_path: Path) -> None:
     seconds, sent = recorded(text, tmp_path / "run")
     found = rehearsed(text)
@@ -91,7 +92,12 @@ def cluster(bandwidth: str = "1gbit", compute: str = "constant(0.01)", count: in
 
 
 @pytest.mark.parametrize(
-    "text", ["all_reduce", "local_sgd(period=32)", "streaming_diloco", "powersgd", "codistillation"]
+    "text",
+    few(
+        ["all_reduce", "local_sgd(period=32)", "streaming_diloco", "powersgd", "codistillation"],
+        "all_reduce",
+        "codistillation",
+    ),
 )
 def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(text: str) -> None:
     """Two sites: steps are those of a run of 600, and bytes those of the model's own matrices."""
@@ -101,7 +107,6 @@ def test_on_an_uneven_cluster_what_is_promised_is_what_a_long_rehearsal_takes(te
     long = rehearse(strategy, 4, its.nbytes, *laws, tensors=its.tensors, steps=600, lessons=its.lessons)
     assert found.sent_bytes == pytest.approx(long.sent_bytes_per_step, rel=0.05)
     assert found.seconds >= 0.95 * long.seconds_per_step
-    assert found.sent_bytes > 0
 
 
 def test_all_reduce_on_two_sites_is_no_power_sgd() -> None:
@@ -126,8 +131,8 @@ def test_a_server_s_card_counts_too() -> None:
 @pytest.mark.parametrize("text", ["ensemble", "tree_server", "gossip", "tree_easgd", "codistillation"])
 def test_gradients_that_take_no_time(text: str) -> None:
     found = prospect(Strategy.parse(text), cluster("1gbit", "constant(0)"), 4)
-    assert found.samples_per_second > 0
-    assert found.seconds >= 0
+    assert found.seconds >= task().elements / 1e9, "the optimizer's step takes time"
+    assert found.samples_per_second == pytest.approx(4 * 16 / found.seconds)
 
 
 def test_workers_of_different_speed_that_run_freely_each_count_at_their_own_pace() -> None:

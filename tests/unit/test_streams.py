@@ -528,7 +528,7 @@ class Interrupting:
             self.method = ""
             if self.partly:
                 self.inner.send(arguments[0][0][: self.partly])
-            raise Interrupted
+            raise Interrupted("in the middle")
 
         return interrupted if name == self.method else getattr(self.inner, name)
 
@@ -538,7 +538,7 @@ def test_a_handler_that_raises_while_bytes_are_sent_leaves_no_half_of_a_message(
     first, second = introduced(make)
     connection: Any = second._peers[0]
     connection.socket = Interrupting(connection.socket, "sendmsg", 5)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match="in the middle"):
         second.send(0, Message(1, "push", np.ones(3), number=1))
     with pytest.raises(PeerLost, match="worker 0 is not reachable"):
         second.send(0, Message(1, "push", np.ones(3), number=2))
@@ -550,7 +550,7 @@ def test_a_handler_that_raises_while_a_message_is_waited_for_does_no_harm(make: 
     first, second = introduced(make)
     inner = first._epoll
     first._epoll = Interrupting(inner, "poll")  # type: ignore[assignment]
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted, match="in the middle"):
         first.poll(None)
     first._epoll = inner
     second.send(0, Message(1, "push", np.ones(3), number=1))

@@ -236,7 +236,9 @@ def test_a_master_copy_of_another_model_is_refused():
 def test_a_master_copy_is_in_no_state_that_a_plain_optimizer_cannot_load():
     model, optimizer = start("all_reduce", Mixed(), momentum=0.9)
     step(model, optimizer)
-    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).load_state_dict(optimizer.state_dict())
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    plain.load_state_dict(optimizer.state_dict())
+    assert {name for state in plain.state.values() for name in state} == {"momentum_buffer"}
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "local_sgd(2)", "easgd(2)", "ps(ssp(1))"])

@@ -85,6 +85,10 @@ def test_what_ends_as_it_was_is_no_change():
     load(model, net(0))
     model.load_state_dict(kept)
     step(model, optimizer)
+    other, untouched = start()
+    for _ in range(2):
+        step(other, untouched)
+    assert equal(values(model), values(other))
 
 
 def test_a_change_through_data_of_a_large_model_is_found_in_turn():

@@ -32,6 +32,7 @@ from flockstep.planning.trials import Trial, TrialContext, averaging, goal_of, t
 from flockstep.records.config import RunConfig
 from flockstep.strategies.all_reduce import AllReduce
 from flockstep.strategies.base import Strategy
+from support.matrix import few
 
 TARGET = 0.9
 JOB = "softmax"
@@ -77,7 +78,9 @@ def test_time_to_target_is_steps_times_the_closed_form(text: str, site: Site) ->
     assert found.seconds == found.seconds_to_target
 
 
-@pytest.mark.parametrize("text", ["all_reduce", "ps(consistency=asynchronous)", "easgd(period=3)"])
+@pytest.mark.parametrize(
+    "text", few(["all_reduce", "ps(consistency=asynchronous)", "easgd(period=3)"], "ps(consistency=asynchronous)")
+)
 def test_a_trial_is_the_run_that_simulate_records(text: str, task: JobProfile, tmp_path: Path) -> None:
     compute = "exponential(0.02)"
     found = trial(Site(task, cluster(compute)), Strategy.parse(text), 4, target=TARGET, seed=3)
@@ -125,8 +128,8 @@ def test_models_that_never_met_are_averaged_before_they_count(site: Site) -> Non
     never = trial(site, Strategy.parse("local_sgd(period=1000)"), 4, target=TARGET)
     assert never.end == "target"
     seconds, sent = averaging(site, 4)
-    assert seconds > 0
-    assert never.sent_bytes == sent > 0
+    assert seconds > site.task.nbytes / 125e6, "a model crosses a link of 1 Gbit/s"
+    assert never.sent_bytes == sent >= site.task.nbytes
     assert never.seconds == pytest.approx(never.steps * (0.02 + site.task.elements / 1e9) + seconds, rel=1e-6)
     assert averaging(site, 1) == (0, 0)
 
@@ -271,7 +274,7 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(
     made_up.calls.clear()
     made_up.stop_after = 7
     broken = search(outlook, tmp_path)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
         broken.run()
     assert sum(len(one.trials) for one in broken.found()) == 7
     with (tmp_path / FILE).open("a") as file:

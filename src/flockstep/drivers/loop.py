@@ -343,7 +343,7 @@ class Loop:
         """Run a worker whose peers are in other processes."""
         die_with(ticket.supervisor, ticket.directory)
         strategy, rank = self.strategy, self.rank
-        self._member = Member(ticket, schema, self._buffers().nbytes, notes_of(strategy))
+        self._member = Member(ticket, schema, self._buffers().nbytes, notes_of(strategy), strategy.sums)
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
         initial = np.ascontiguousarray(on_host(self._params))
         with self._telling():

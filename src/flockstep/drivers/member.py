@@ -136,14 +136,16 @@ class Ticket:
 class Member:
     """Membership of this process in a run."""
 
-    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES):
+    def __init__(self, ticket: Ticket, schema: Schema, largest: int = 0, notes: Notes = NO_NOTES, sums: bool = False):
         """Prepare to join with a ticket.
 
         Args:
             largest: size in bytes of the largest array that this process sends, if larger than the model.
             notes: the kinds of notes that the strategy declares.
+            sums: whether this process computes sums over all workers; their kernels are loaded before the start.
         """
         self.ticket = ticket
+        self._sums = sums
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
         me = SenderIdentity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
@@ -223,7 +225,7 @@ class Member:
     def _share(self, segment: str, cluster: Cluster) -> None:
         """Attach to the segment for sums over all workers."""
         self.memory = SharedMemory.attach(segment, needed(cluster.workers, room_for(self.schema.nbytes)))
-        if cluster.workers > 1 and self.ticket.address >= 0:
+        if self._sums and cluster.workers > 1:
             warm_up()
 
     def tell(self, tag: str, array: FlatArray | None = None, note: Fields | None = None) -> None:

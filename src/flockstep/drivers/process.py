@@ -32,7 +32,7 @@ def run_worker(ticket: Ticket, make: Callable[[], tuple[Engine, Plan]]) -> int:
         engine, plan = make()
         release()
         largest = max(engine.buffers(ticket.address).nbytes, plan.strategy.largest_message)
-        member = guard.member = Member(ticket, engine.schema, largest, plan.strategy.notes)
+        member = guard.member = Member(ticket, engine.schema, largest, plan.strategy.notes, plan.strategy.sums)
         params = engine.home()
         _warm_up(engine, params, plan, ticket.address)
         _, params[:] = member.join(to_text(plan.strategy), to_data(plan.optimizer), params)

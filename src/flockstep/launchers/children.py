@@ -21,8 +21,10 @@ from typing import IO, Any, Protocol, TextIO
 from flockstep.errors import ConfigurationError
 from flockstep.launchers.scratch import house_fork_server
 
-PRELOAD = ["flockstep.launchers.preload"]
-"""Modules that the fork server imports once, so that each node starts in milliseconds."""
+PRELOAD = "flockstep.launchers.entry"
+"""Module that the fork server imports once, so that each node starts in milliseconds."""
+KERNELS = "flockstep.launchers.preload"
+"""Module that the fork server imports for workers that may compute sums in shared memory."""
 
 DRAIN = 1.0
 """Seconds the supervisor waits for the last output of ended processes; their own children may keep the pipes open."""
@@ -163,20 +165,25 @@ def _write(out: int, data: bytearray) -> None:
                 select.select([], [out], [])
 
 
-def forkserver() -> ForkServerContext:
+def forkserver(kernels: bool = False) -> ForkServerContext:
     """The context of the fork server, which imports the heavy modules once.
 
-    PyTorch is among them only if this process has imported it.
+    PyTorch is among them only if this process has imported it, and compiled sums only if the first process that is
+    forked asks for `kernels`.
     """
     house_fork_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *(["flockstep.frameworks.torch"] if "torch" in sys.modules else [])])
+    torch = ["flockstep.frameworks.torch"] if "torch" in sys.modules else []
+    context.set_forkserver_preload([PRELOAD, *([KERNELS] if kernels else []), *torch])
     return context
 
 
-def fork(target: Callable[..., Any], arguments: Sequence[object]) -> Forked:
-    """Start `target(*arguments)` in a forked process that ignores Ctrl-C; the arguments are plain values."""
-    process = forkserver().Process(target=target, args=tuple(arguments), name=NODE)
+def fork(target: Callable[..., Any], arguments: Sequence[object], kernels: bool = False) -> Forked:
+    """Start `target(*arguments)` in a forked process that ignores Ctrl-C; the arguments are plain values.
+
+    `kernels`: the process may compute sums in shared memory, see `forkserver`.
+    """
+    process = forkserver(kernels).Process(target=target, args=tuple(arguments), name=NODE)
     resource_tracker.ensure_running()  # before SIGINT is blocked, since starting the tracker unblocks it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by both processes
     try:

@@ -1,11 +1,8 @@
-"""The heavy imports of a node, done once by the fork server."""
+"""Loads the kernels of sums in shared memory, once for all processes that the fork server starts."""
 
 import sys
 
-from flockstep.launchers import entry
 from flockstep.transports.shared_group import warm_up
-
-__all__ = ["entry"]
 
 if sys.platform == "linux":
     warm_up()

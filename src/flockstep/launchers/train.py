@@ -74,9 +74,10 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
 
 def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolicy, show: Show) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
+    transport = Transport.parse(config.transport or "shared_memory")
 
     def start_worker(ticket: Ticket) -> Child:
-        return fork(worker_main, (ticket, config.threads or 1, config.to_toml()))
+        return fork(worker_main, (ticket, config.threads or 1, config.to_toml()), kernels=transport.lends)
 
     def start_server(ticket: Ticket, index: int, hello: Hello) -> Child:
         optimizer = str(from_data(hello.optimizer, Optimizer))  # type: ignore[type-abstract]
@@ -85,7 +86,7 @@ def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolic
 
     supervisor = Supervisor(
         config.workers,
-        Transport.parse(config.transport or "shared_memory"),
+        transport,
         config.heartbeat or HEARTBEAT,
         record.path.resolve(),
         start_worker,

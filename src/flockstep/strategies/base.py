@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
 from flockstep.arrays.schema import slices
 from flockstep.codecs.base import Codec
+from flockstep.collectives.base import Collective
 from flockstep.errors import CompositionError
 from flockstep.expression import Component
 from flockstep.messages import Notes
@@ -96,6 +97,11 @@ class Strategy(Component):
         count = self.servers_for(workers)
         return slices(size, count) if count else []
 
+    @property
+    def sums(self) -> bool:
+        """Whether workers compute sums over all of them: the strategy, or a component of it, is given a collective."""
+        return _has_collective(self)
+
     def check(self, workers: int) -> None:
         """Check that the strategy can run on the given number of workers.
 
@@ -122,6 +128,14 @@ class Strategy(Component):
     async def master(self, me: Server) -> None:
         """Run a server's program until every worker has left."""
         raise CompositionError(f"{self} has no server")
+
+
+def _has_collective(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_collective, value))
+    if isinstance(value, Collective):
+        return True
+    return is_dataclass(value) and any(_has_collective(getattr(value, one.name)) for one in fields(value))
 
 
 def choose_result(strategy: Strategy, wanted: ResultPolicy | None) -> ResultPolicy:
