@@ -26,7 +26,7 @@ from flockstep.messages import Message, Wanted
 from flockstep.nodes import Cluster, Peer
 from flockstep.transports import shared_memory
 from flockstep.transports.base import Transport
-from flockstep.transports.bus import Backlog
+from flockstep.transports.bus import Backlog, Bus
 from flockstep.transports.kinds import Tcp
 from flockstep.transports.shared_heap import Borrowed
 from flockstep.transports.streams import StreamBus
@@ -34,6 +34,8 @@ from flockstep.transports.wire import GREETING, SenderIdentity, encode
 
 Make = Callable[..., StreamBus]
 CAN_UNSHARE = bool(shutil.which("ip") and shutil.which("unshare")) and not subprocess.call(["unshare", "-rn", "true"])
+SECRET = b"the secret of the run"
+SEALED = ("authenticated", "encrypted")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 
 
@@ -41,10 +43,13 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs 
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[StreamBus] = []
 
-    def bus(address: int, transport: str = "tcp", run: str = "run") -> StreamBus:
-        one = Transport.parse(transport).bus(
-            SenderIdentity(run, address, "schema", 1 << 20), tmp_path, f"node{len(made)}"
-        )
+    def bus(address: int, transport: str = "tcp", run: str = "run", secret: bytes = SECRET) -> StreamBus:
+        me = SenderIdentity(run, address, "schema", 1 << 20)
+        if transport in SEALED:
+            me.secret = secret
+            one: Bus = StreamBus(me, "tcp://127.0.0.1:*", encrypts=transport == "encrypted")
+        else:
+            one = Transport.parse(transport).bus(me, tmp_path, f"node{len(made)}")
         assert isinstance(one, StreamBus)
         made.append(one)
         return one
@@ -102,7 +107,7 @@ def still_works(first: StreamBus, second: StreamBus) -> None:
     assert (got.tag, got.source) == ("push", 1)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ipc", pytest.param("shared_memory", marks=LINUX)])
+@pytest.mark.parametrize("transport", ["tcp", *SEALED, "ipc", pytest.param("shared_memory", marks=LINUX)])
 def test_messages_go_both_ways_in_order(make: Make, transport: str) -> None:
     first, second = introduced(make, transport)
     arrays = [np.arange(n, dtype=np.float32) for n in (0, 1, 2, 1000, 70_000, 200_000, 5)]
@@ -121,10 +126,11 @@ def test_messages_go_both_ways_in_order(make: Make, transport: str) -> None:
     assert arrived(second).tag == "back"
 
 
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
 @pytest.mark.parametrize("size", [1000, 200_000])
-def test_the_array_may_change_once_it_was_sent(make: Make, size: int) -> None:
+def test_the_array_may_change_once_it_was_sent(make: Make, size: int, transport: str) -> None:
     """Also where most of it has to wait, since nobody reads."""
-    first, second = introduced(make)
+    first, second = introduced(make, transport)
     array = np.zeros(size, np.float32)
     for number in range(1, 21):
         second.send(0, Message(1, "push", array, number=number))
@@ -133,8 +139,9 @@ def test_the_array_may_change_once_it_was_sent(make: Make, size: int) -> None:
         assert (arrived(first, second).payload == number).all()
 
 
-def test_what_was_received_stays_as_long_as_somebody_holds_it(make: Make) -> None:
-    first, second = introduced(make)
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
+def test_what_was_received_stays_as_long_as_somebody_holds_it(make: Make, transport: str) -> None:
+    first, second = introduced(make, transport)
     held = []
     for number in range(1, 31):
         second.send(0, Message(1, "push", np.full(50_000, number, np.float32), number=number))
@@ -142,9 +149,10 @@ def test_what_was_received_stays_as_long_as_somebody_holds_it(make: Make) -> Non
     assert [int(array[0]) for array in held] == [int(array[-1]) for array in held] == list(range(1, 31))
 
 
-def test_messages_arrive_while_the_program_is_elsewhere(make: Make) -> None:
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
+def test_messages_arrive_while_the_program_is_elsewhere(make: Make, transport: str) -> None:
     """More than the sockets hold: the thread beside the program takes it in, and sends what waits."""
-    first, second = introduced(make)
+    first, second = introduced(make, transport)
     for number in range(1, 41):
         second.send(0, Message(1, "push", np.full(250_000, number, np.float32), number=number))
     while first._unread < 40 * 1_000_000:
@@ -175,18 +183,22 @@ def test_a_peer_that_left_cannot_be_reached(make: Make, given_up: bool) -> None:
         first.send(1, Message(0, "push", number=1))
 
 
-def test_what_was_sent_before_closing_arrives(make: Make) -> None:
-    first, second = introduced(make)
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
+def test_what_was_sent_before_closing_arrives(make: Make, transport: str) -> None:
+    first, second = introduced(make, transport)
     for number in range(1, 4):
         second.send(0, Message(1, "push", np.full(10_000, number, np.float32), number=number))
     second.close(1)
     assert [int(arrived(first).payload[0]) for _ in range(3)] == [1, 2, 3]
 
 
-def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["tcp", *SEALED])
+def test_a_slow_peer_makes_its_sender_wait_and_misses_nothing(
+    make: Make, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streams, "QUEUED", 10)
     monkeypatch.setattr(streams, "UNREAD", -1)  # else the thread beside it takes in all
-    first, second = introduced(make)
+    first, second = introduced(make, transport)
     large = np.zeros(1 << 16, np.float32)
     sent = 0
     with pytest.raises(Backlog, match=r"worker 0 takes no messages: [0-9]+ bytes wait for it"):  # noqa: PT012
@@ -649,3 +661,49 @@ def test_a_link_that_goes_silent_is_noticed_while_something_is_under_way() -> No
     """The system itself would give up after a quarter of an hour."""
     command = ["unshare", "-rn", sys.executable, "-c", UNDER_WAY, str(Path(__file__).parent)]
     assert subprocess.run(command, timeout=30, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("transport", SEALED)
+def test_who_does_not_know_the_secret_is_refused(make: Make, transport: str) -> None:
+    """A node of the same run, address and schema, but of another secret; then the real one."""
+    first, forger, second = make(0, transport), make(1, transport, secret=b"another secret"), make(1, transport)
+    first.connect({1: second.address})
+    forger.connect({0: first.address})
+    while not first.rejected or not forger.rejected:
+        assert first.poll(0.01) is None
+        assert forger.poll(0.01) is None
+        assert not first.reachable(1)
+    second.connect({0: first.address})
+    while not (first.reachable(1) and second.reachable(0)):
+        assert first.poll(0.01) is None
+        assert second.poll(0.01) is None
+    still_works(first, second)
+
+
+@pytest.mark.parametrize("transport", SEALED)
+@pytest.mark.parametrize("said", [b"", greeting(1), b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(1 << 16)])
+def test_a_stranger_with_the_right_greeting_does_not_disturb(make: Make, transport: str, said: bytes) -> None:
+    first, second = make(0, transport), make(1, transport)
+    strangers = [knocking(first, said) for _ in range(3)]
+    join(first, second)
+    while said and first.rejected < 3:
+        assert first.poll(0.01) is None
+    still_works(first, second)
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("transport", SEALED)
+def test_who_says_nothing_is_sent_away_after_some_time(
+    make: Make, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = introduced(make, transport)
+    stranger = knocking(first)
+    while len(first._connections) < 2:
+        first.poll(0.01)
+    monkeypatch.setattr(streams, "PATIENCE", 0.0)
+    while len(first._connections) > 1:
+        first.poll(0)
+    assert first.rejected == 1
+    still_works(first, second)
+    stranger.close()

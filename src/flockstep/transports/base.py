@@ -22,6 +22,11 @@ class Transport(Component):
         """Whether nodes of one host read large arrays directly in each other's memory."""
         return False
 
+    @property
+    def encrypts(self) -> bool:
+        """Whether connections between nodes are encrypted."""
+        return False
+
     def share(self, workers: int, model_bytes: int) -> SharedMemory | None:
         """Create a shared-memory segment for sums over all workers; None if the workers may be on several hosts."""
         return None
@@ -34,7 +39,7 @@ class Transport(Component):
         """Create a bus for the node `me`, called `name`; `directory` is private to the run."""
         from flockstep.transports.streams import StreamBus
 
-        return StreamBus(me, self.listen(directory, name), self.lends)
+        return StreamBus(me, self.listen(directory, name), self.lends, self.encrypts)
 
     @abstractmethod
     def listen(self, directory: Path, name: str) -> str:

@@ -44,10 +44,14 @@ class Tcp(Transport):
 
     With `memory`, nodes of one host read large arrays in each other's memory: when nodes connect, each attaches to the
     other's memory and verifies a token. A network namespace counts as a separate host.
+
+    Both ends of a connection prove that they know the secret of the run. With `encrypt`, connections between hosts are
+    encrypted with AES-256-GCM; connections over the loopback address are not.
     """
 
     host: str = "127.0.0.1"
     memory: bool = False
+    encrypt: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -63,6 +67,11 @@ class Tcp(Transport):
     def lends(self) -> bool:
         """The field `memory`."""
         return self.memory
+
+    @property
+    def encrypts(self) -> bool:
+        """The field `encrypt`, unless `host` is a loopback address."""
+        return self.encrypt and not ipaddress.IPv4Address(self.host).is_loopback
 
     def listen(self, directory: Path, name: str) -> str:
         return f"tcp://{self.host}:*"

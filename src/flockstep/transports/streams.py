@@ -27,6 +27,7 @@ from flockstep.errors import CompositionError, PeerLost, ProtocolError
 from flockstep.messages import Address, Array, Message, Wanted, node_name
 from flockstep.transports.bus import Backlog, Bus, Traffic, cannot_listen
 from flockstep.transports.copies import BufferPool
+from flockstep.transports.sealed import LinkForged, SealedSocket
 from flockstep.transports.shared_heap import NODES, SMALLEST, Borrowed, SharedHeap, heap_room_for
 from flockstep.transports.wire import (
     GREETING,
@@ -56,8 +57,8 @@ USUAL_HEADER = 256
 STRANGERS = 128
 """Largest number of connections without a greeting; one more closes the oldest of them."""
 PATIENCE = 20.0
-"""Seconds within which a connection must be established; the first packets over a new network link may be lost and sent
-again late.
+"""Seconds within which a connection must be established, and the other end of an accepted connection must prove that it
+belongs to this run; the first packets over a new network link may be lost and sent again late.
 """
 JOINED = 1 << 13
 """Payloads below this number of bytes are copied behind their header, which costs less than tracking two parts."""
@@ -82,8 +83,10 @@ _PAYLOAD = 1 << 31
 class _Connection:
     """One connection and the state of its incoming and outgoing messages."""
 
-    def __init__(self, sock: socket.socket, wanted: Address | None = None):
+    def __init__(self, sock: socket.socket | SealedSocket, wanted: Address | None = None):
         self.socket = sock
+        self.since = time.monotonic()
+        """Time at which the connection began, in seconds of the monotonic clock."""
         self.wanted = wanted
         """The peer that this node has connected to; None if the other end connected."""
         self.greeting: Message | None = None
@@ -105,6 +108,16 @@ class _Connection:
         """The payload that is arriving, of which `filled` bytes have been received."""
         self.filled = 0
 
+    def established(self) -> bool:
+        """Whether the other end has proved that it belongs to this run; a socket in a private folder needs no proof."""
+        return isinstance(self.socket, socket.socket) or self.socket.established
+
+    def has_output(self) -> bool:
+        """Whether the socket is to report when it accepts more bytes."""
+        return (bool(self.out) and self.established()) or (
+            isinstance(self.socket, SealedSocket) and self.socket.blocked
+        )
+
     def usable(self) -> bool:
         """Whether data can be written to the connection."""
         return self.open and not self.deaf
@@ -113,10 +126,11 @@ class _Connection:
 class StreamBus(Bus):
     """A node's connections to its peers, one connection for each peer."""
 
-    def __init__(self, me: SenderIdentity, address: str, lends: bool = False):
+    def __init__(self, me: SenderIdentity, address: str, lends: bool = False, encrypts: bool = False):
         """Listen at `address`, ipc://PATH or tcp://HOST:* for any free port.
 
-        `lends`: peers may read this node's memory.
+        `lends`: peers may read this node's memory. `encrypts`: TCP connections are encrypted. If `me` has a secret,
+        both ends of a TCP connection must prove that they know it.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
@@ -125,6 +139,7 @@ class StreamBus(Bus):
         self.rejected = 0
         """Number of connections that were refused."""
         self._me = me
+        self._encrypts = encrypts
         self._copies = BufferPool()
         self._heap = SharedHeap(heap_room_for(me.model_bytes)) if lends else None
         self._listener, self.address = _listening(address)
@@ -236,7 +251,7 @@ class StreamBus(Bus):
         """
         now = time.monotonic()
         until = None if seconds is None else now + seconds
-        self._end_unanswered(now)
+        self._end_silent(now)
         self._woken = False
         place = None if wanted is None else wanted.place
         if isinstance(place, np.ndarray) and place.ndim == 1 and place.flags.c_contiguous:
@@ -264,7 +279,7 @@ class StreamBus(Bus):
         until = time.monotonic() + linger
         with self._lock:
             self._closed = True
-            while any(one.out for one in self._connections.values()) and time.monotonic() < until:
+            while any(one.has_output() for one in self._connections.values()) and time.monotonic() < until:
                 self._move(BRIEF)
             for connection in list(self._connections.values()):
                 with contextlib.suppress(OSError):
@@ -277,7 +292,7 @@ class StreamBus(Bus):
         """Receive and send as far as the sockets allow while the program computes; return whether to call again."""
         if not self._asked and self._lock.acquire(blocking=False):
             try:
-                self._end_unanswered(time.monotonic())
+                self._end_silent(time.monotonic())
                 while self._may_attend() and self._move(0):
                     pass
             finally:
@@ -288,15 +303,17 @@ class StreamBus(Bus):
     def _may_attend(self) -> bool:
         return not (self._closed or self._asked or self._unread > UNREAD)
 
-    def _end_unanswered(self, now: float) -> None:
-        """Once a second, close connections with too many unacknowledged packets: keepalive sends no probes while data
-        is in flight.
+    def _end_silent(self, now: float) -> None:
+        """Once a second, close connections with too many unacknowledged packets, since keepalive sends no probes while
+        data is in flight; and those whose other end has not proved in time that it belongs to this run.
         """
         if now < self._looked + 1:
             return
         self._looked = now
         for connection in list(self._connections.values()):
-            if connection.socket.family == socket.AF_INET:
+            if connection.wanted is None and not connection.established() and now > connection.since + PATIENCE:
+                self._reject(connection)
+            elif connection.socket.family == socket.AF_INET:
                 *_, resent, probes = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
                 if max(resent, probes) >= UNANSWERED:
                     self._drop(connection)
@@ -315,6 +332,11 @@ class StreamBus(Bus):
                     self._flush(connection)
                 if what & ~select.EPOLLOUT and connection.open:
                     self._read(connection)
+                if isinstance(connection.socket, SealedSocket):
+                    while connection.open and connection.socket.unread:
+                        self._read(connection)
+                    if connection.open:
+                        self._flush(connection)
             elif descriptor == self._listener.fileno():
                 self._accept()
             else:
@@ -346,8 +368,11 @@ class StreamBus(Bus):
         if sock.family != socket.AF_INET or sock.getpeername()[0].startswith("127."):
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, LOCAL_BUFFER)
-        connection = self._connections[sock.fileno()] = _Connection(sock, wanted)
+        sealed = sock.family == socket.AF_INET and self._me.secret
+        link = SealedSocket(sock, self._me.secret, wanted is not None, self._encrypts) if sealed else sock
+        connection = self._connections[sock.fileno()] = _Connection(link, wanted)
         self._epoll.register(sock, select.EPOLLIN)
+        self._flush(connection)
         return connection
 
     def _greet(self, connection: _Connection, peer: Address) -> None:
@@ -420,6 +445,8 @@ class StreamBus(Bus):
         for part in more:
             connection.waiting += part.nbytes
         try:
+            if isinstance(connection.socket, SealedSocket):
+                connection.socket.flush()
             while out:
                 sent = connection.socket.sendmsg([out[0], out[1]] if len(out) > 1 else [out[0]])
                 connection.waiting -= sent
@@ -437,9 +464,9 @@ class StreamBus(Bus):
         except BaseException:
             self._drop(connection)
             raise
-        if connection.armed != bool(out) and connection.open:
-            connection.armed = bool(out)
-            self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if out else 0))
+        if connection.open and connection.armed != connection.has_output():
+            connection.armed = not connection.armed
+            self._epoll.modify(connection.socket, select.EPOLLIN | (select.EPOLLOUT if connection.armed else 0))
 
     def _read(self, connection: _Connection) -> None:
         """Read what has arrived, as far as it belongs to one message."""
@@ -450,8 +477,10 @@ class StreamBus(Bus):
                 connection.end += count
                 if count:
                     self._parse(connection)
-                else:
+                elif connection.established() or connection.wanted is not None:
                     self._drop(connection)
+                else:
+                    self._reject(connection)
             while connection.body is not None and connection.open:
                 count = connection.socket.recv_into(connection.body[connection.filled :])
                 connection.filled += count
@@ -462,6 +491,8 @@ class StreamBus(Bus):
                     self._deliver(connection, connection.header, body)
         except BlockingIOError:
             pass
+        except LinkForged:
+            self._reject(connection)
         except OSError:  # the peer has closed the connection
             self._drop(connection)
         except BaseException:

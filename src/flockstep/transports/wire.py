@@ -94,6 +94,8 @@ class SenderIdentity:
     heard: dict[Address, int] = field(default_factory=dict)
     notes: Notes = field(default_factory=dict)
     """Tag → kind of note, as the strategy declares."""
+    secret: bytes = field(default=b"", repr=False)
+    """Secret of the run, which both ends of a TCP connection must know; empty if connections are not authenticated."""
 
     @property
     def limit(self) -> int:

@@ -1,0 +1,109 @@
+"""The first bytes of a connection: both ends prove that they know the secret of the run, and agree on keys.
+
+The end that connects sends a hello, the other end a hello and a proof, the first end a proof. A hello names the
+protocol and has 32 random bytes, which are the public key of an X25519 exchange if the link is encrypted. A proof is an
+HMAC of both hellos, under a key that is derived from the secret and the exchange. So a recorded session cannot be
+replayed, the proof of one end is none of the other's, and who learns the secret later cannot read what was recorded
+before. Until a valid proof has arrived, the bytes from the other end are bounded by `Handshake.due`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
+
+from flockstep.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+PLAIN, ENCRYPTED = b"flockstep1p", b"flockstep1e"
+"""The first bytes of a hello: the version of the handshake, and whether the link is to be encrypted."""
+SHARE = 32
+"""Random bytes of a hello, or the length of its public key."""
+PROOF = 32
+"""Length of a proof in bytes."""
+HELLO = len(PLAIN) + SHARE
+"""Length of a hello in bytes."""
+
+
+class Keys(NamedTuple):
+    """Keys of an encrypted link, 32 bytes each."""
+
+    sending: bytes
+    receiving: bytes
+
+
+class Handshake:
+    """One end of a handshake, without its socket.
+
+    Send `out`; give the next `due` bytes of the other end to `feed`; go on until `due` is 0.
+    """
+
+    def __init__(self, secret: bytes, connects: bool, encrypts: bool):
+        """`connects`: this end has opened the connection."""
+        self._secret = secret
+        self._connects = connects
+        self._private: X25519PrivateKey | None = None
+        share = secrets.token_bytes(SHARE)
+        if encrypts:
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+            self._private = X25519PrivateKey.generate()
+            share = self._private.public_key().public_bytes_raw()
+        self._hello = (ENCRYPTED if encrypts else PLAIN) + share
+        self._key = self._hellos = b""
+        self.out = self._hello if connects else b""
+        """Bytes to send now."""
+        self.due = HELLO + PROOF if connects else HELLO
+        """Number of bytes of the other end that `feed` expects next; 0 once both ends are proved."""
+
+    def feed(self, arrived: bytes) -> None:
+        """Check the next `due` bytes of the other end.
+
+        Raises:
+            ProtocolError: the other end speaks another protocol, or does not know the secret.
+        """
+        first = not self._key
+        if first:
+            self._agree(arrived[:HELLO])
+            self.out = self._proof(self._connects) if self._connects else self._hello + self._proof(self._connects)
+        if first and not self._connects:
+            self.due = PROOF  # of the other end, which has not had this end's hello yet
+            return
+        if not hmac.compare_digest(arrived[-PROOF:], self._proof(not self._connects)):
+            self.out = b""
+            raise ProtocolError("the other end of a connection does not know the secret of this run")
+        self.due = 0
+
+    def keys(self) -> Keys | None:
+        """Keys of the encrypted link after the handshake; None if the link is not encrypted."""
+        if self._private is None:
+            return None
+        return Keys(*(self._derived(b"key", connects) for connects in (self._connects, not self._connects)))
+
+    def _agree(self, other: bytes) -> None:
+        name = self._hello[: len(PLAIN)]
+        if other[: len(name)] != name:
+            raise ProtocolError(f"the other end of a connection began with {other[: len(name)]!r} instead of {name!r}")
+        shared = b""
+        if self._private is not None:
+            from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PublicKey
+
+            try:
+                shared = self._private.exchange(X25519PublicKey.from_public_bytes(other[len(name) :]))
+            except ValueError as error:  # a point of small order
+                raise ProtocolError(f"the other end of a connection sent a bad public key: {error}") from None
+        self._hellos = self._hello + other if self._connects else other + self._hello
+        self._key = hmac.digest(self._secret, hashlib.sha256(self._hellos).digest() + shared, "sha256")
+
+    def _proof(self, connects: bool) -> bytes:
+        return self._derived(b"proof", connects)
+
+    def _derived(self, use: bytes, connects: bool) -> bytes:
+        """A value for one `use` at one end, which only who knows the secret can compute."""
+        return hmac.digest(
+            self._key, use + (b" of the end that connects" if connects else b" of the other end"), "sha256"
+        )
