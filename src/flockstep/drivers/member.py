@@ -131,6 +131,8 @@ class Ticket:
     """Seed of the nodes' random streams."""
     imports: tuple[str, ...] = ()
     """Files that register custom components, for a script to import."""
+    secret: str = dataclasses.field(default="", repr=False)
+    """Secret of the run in hexadecimal digits, which both ends of its TCP connections must know."""
 
 
 class Member:
@@ -148,7 +150,8 @@ class Member:
         self._sums = sums
         self.largest = max(schema.nbytes, largest)
         self.schema = schema
-        me = SenderIdentity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes)
+        secret = bytes.fromhex(ticket.secret)
+        me = SenderIdentity(ticket.run, ticket.address, schema.hash, self.largest, notes=notes, secret=secret)
         transport, folder = Transport.parse(ticket.transport), Path(ticket.directory)
         name = node_name(ticket.address).replace(" ", "-")
         with contextlib.suppress(OSError):  # what `ps` and `top` call this process, on Linux
@@ -382,7 +385,7 @@ class Member:
 
 def knock(ticket: Ticket, words: Hello | Failure) -> None:
     """Send one message to the supervisor's control socket, which never answers."""
-    links.knock(ticket.control, msgspec.msgpack.encode(words), ticket.heartbeat)
+    links.knock(ticket.control, msgspec.msgpack.encode(words), ticket.heartbeat, bytes.fromhex(ticket.secret))
 
 
 def failure_of(error: Exception, ticket: Ticket, step: int | None) -> Failure:

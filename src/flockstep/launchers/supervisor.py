@@ -102,7 +102,7 @@ class Supervisor:
         self._start_server = start_server
         self._show = show
         self._patience = patience
-        self._run = secrets.token_hex(8)
+        self._run, self._secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._evaluation, self._places = evaluation or SnapshotHandler(), places(record, self._run)
         self._directory, self._open = Path(), contextlib.ExitStack()
         self._links: dict[Address, ProcessLink] = {}
@@ -154,7 +154,7 @@ class Supervisor:
     def _start(self) -> None:
         self._directory = self._open.enter_context(scratch())
         self._open.callback(self._transport.clean_up, self._directory)
-        self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat)
+        self._control = Control(self._transport.listen(self._directory, "control"), self._heartbeat, self._secret)
         self._open.callback(self._control.close)
         for rank in range(self._workers):
             self._keep_child(rank, self._start_worker(self._ticket(rank)))
@@ -174,6 +174,7 @@ class Supervisor:
             str(self._record),
             self._workers,
             os.getpid(),
+            secret=self._secret.hex(),
         )
 
     def _watch(self) -> None:

@@ -3,13 +3,19 @@
 The connections are ZeroMQ sockets. A ZeroMQ thread answers heartbeats, so a process that computes for long, even in
 code that holds the interpreter lock, is not mistaken for a stopped one, and a stopped process is noticed. Message sizes
 are limited.
+
+TCP connections are encrypted and authenticated by the CURVE mechanism of ZeroMQ, with keys derived from the secret of
+the run: ZeroMQ itself closes the connection of an end that does not know the secret, before the socket sees a message
+or an identity.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterable, Iterator
 
 import zmq
+import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from flockstep.arrays.schema import FlatArray
@@ -29,6 +35,8 @@ ZERO_COPY = 1 << 18
 array.
 """
 _READABLE = int(zmq.POLLIN)
+SHAKING = 20_000
+"""Milliseconds within which the other end of a TCP connection must prove that it knows the secret of the run."""
 QUEUED = 10_000
 """Largest number of queued messages; a sender waits when its queue is full."""
 KNOCKING = 20_000
@@ -40,16 +48,20 @@ be lost and sent again late.
 class Control:
     """The supervisor's socket that every process of the run can send to; opens the links to the processes."""
 
-    def __init__(self, address: str, heartbeat: float):
-        """Listen at `address`; `heartbeat`: seconds without a heartbeat after which a node counts as lost.
+    def __init__(self, address: str, heartbeat: float, secret: bytes = b""):
+        """Listen at `address`.
+
+        `heartbeat`: seconds without a heartbeat after which a node counts as lost; `secret`: the secret of the run.
 
         Raises:
             ConfigurationError: it is not possible to listen at the address.
         """
         self._heartbeat = heartbeat
+        self._secret = secret
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         harden(self._socket, CONTROL_BYTES, heartbeat)
+        seal(self._socket, address, secret, listens=True)
         self.address = bind(self._socket, address)
 
     def heard(self) -> Iterator[bytes]:
@@ -59,7 +71,7 @@ class Control:
 
     def link(self, address: Address, endpoint: str, me: SenderIdentity) -> SupervisorLink:
         """Open a link to the node that listens at `endpoint`; `me` identifies the supervisor."""
-        return SupervisorLink(self._context, address, endpoint, me, self._heartbeat)
+        return SupervisorLink(self._context, address, endpoint, me, self._heartbeat, self._secret)
 
     def wait(self, wires: Iterable[SupervisorLink], seconds: float) -> bool:
         """Wait up to `seconds` for a message on the control socket or on a link; return whether one has arrived."""
@@ -85,12 +97,14 @@ class SupervisorLink:
         endpoint: str,
         me: SenderIdentity,
         heartbeat: float,
+        secret: bytes,
     ):
         self._address = address
         self._me = me
         self._told = 0
         self.socket = context.socket(zmq.DEALER)
         harden(self.socket, me.model_bytes, heartbeat)
+        seal(self.socket, endpoint, secret, listens=False)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id(LAUNCHER))
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
@@ -158,6 +172,7 @@ class Line:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         harden(self._socket, me.model_bytes, heartbeat)
+        seal(self._socket, address, me.secret, listens=True)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id(me.address))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._told = 0
@@ -217,11 +232,12 @@ class Line:
         self._context.term()
 
 
-def knock(control: str, data: bytes, heartbeat: float) -> None:
+def knock(control: str, data: bytes, heartbeat: float, secret: bytes = b"") -> None:
     """Send one message to the control socket at `control`, which never answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     harden(socket, CONTROL_BYTES, heartbeat)
+    seal(socket, control, secret, listens=False)
     socket.setsockopt(zmq.LINGER, KNOCKING)
     socket.connect(control)
     socket.send(data)
@@ -241,6 +257,26 @@ def harden(socket: zmq.Socket[bytes], max_bytes: int, heartbeat: float) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUED)
     socket.setsockopt(zmq.RCVHWM, QUEUED)
     socket.setsockopt(zmq.LINGER, 2000)
+
+
+def seal(socket: zmq.Socket[bytes], address: str, secret: bytes, listens: bool) -> None:
+    """Authenticate and encrypt the TCP connections of a socket that will bind (`listens`) or connect to `address`.
+
+    The socket that listens has a key pair derived from the secret, whose public half is never sent; only an end that
+    derives it too can connect.
+    """
+    if not (secret and address.startswith("tcp:")):
+        return
+    private = zmq.utils.z85.encode(hmac.digest(secret, b"flockstep supervision", "sha256"))
+    public = zmq.curve_public(private)
+    if listens:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+    else:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, public)
+        public, private = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, private)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, SHAKING)
 
 
 def bind(socket: zmq.Socket[bytes], address: str) -> str:
