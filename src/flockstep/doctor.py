@@ -134,7 +134,19 @@ def facts() -> dict[str, str]:
 def usual() -> Iterator[SelfTest]:
     """The tests of all parts of flockstep, those that others need first."""
     yield SelfTest("Python", "core", ("-c", _PYTHON), True, f"install Python {'.'.join(map(str, OLDEST))} or newer")
-    for package in ("numpy", "numba", "ml_dtypes", "zmq", "msgspec", "networkx", "typer", "rich", "jinja2", "tomli_w"):
+    for package in (
+        "numpy",
+        "numba",
+        "ml_dtypes",
+        "zmq",
+        "msgspec",
+        "networkx",
+        "cryptography",
+        "typer",
+        "rich",
+        "jinja2",
+        "tomli_w",
+    ):
         name = {"zmq": "pyzmq", "tomli_w": "tomli-w"}.get(package, package)
         fix = f"pip install --force-reinstall {name}"
         yield SelfTest(name, "core", ("-c", _VERSION.format(package, name)), True, fix, package)

@@ -94,6 +94,26 @@ def test_strangers_and_garbage_do_not_disturb_a_run_over_tcp(tmp_path: Path) -> 
     assert quiet.summary["hashes"] == ended.summary["hashes"], "nothing that strangers said had an effect"
 
 
+def test_strangers_that_come_before_the_nodes_of_a_run_do_not_take_their_names(tmp_path: Path) -> None:
+    """They connect with every node's name to each port as soon as it is there, before the nodes have met."""
+    options = ["-n", "3", "--transport", "tcp", "--steps", str(STEPS), "--seed", "1"]
+    run = RealRun(["train", paced(tmp_path), "-s", "bsp", *options], tmp_path / "run")
+    met, ports = contextlib.ExitStack(), set[int]()
+    with met:
+        while not run.steps(0):
+            new = {port for _, port in listening(run)} - ports
+            met.enter_context(strangers(new))
+            ports |= new
+            assert run.going()
+        assert ports, "somebody listened before the first step"
+        go_on(tmp_path)
+        ended = run.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.summary is not None
+    assert ended.summary["lost"] == []
+    assert [worker["steps"] for worker in ended.summary["per_worker"]] == [STEPS] * 3
+
+
 def test_a_run_over_ipc_listens_nowhere_and_leaves_no_way_in(tmp_path: Path) -> None:
     run = RealRun(["train", paced(tmp_path), "-s", "bsp", "-n", "2", "--steps", "500"], tmp_path / "run")
     run.wait_for_work(20)
