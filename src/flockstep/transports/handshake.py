@@ -29,7 +29,7 @@ HELLO = len(PLAIN) + SHARE
 """Length of a hello in bytes."""
 
 
-class Keys(NamedTuple):
+class LinkKeys(NamedTuple):
     """Keys of an encrypted link, 32 bytes each."""
 
     sending: bytes
@@ -78,11 +78,11 @@ class Handshake:
             raise ProtocolError("the other end of a connection does not know the secret of this run")
         self.due = 0
 
-    def keys(self) -> Keys | None:
+    def keys(self) -> LinkKeys | None:
         """Keys of the encrypted link after the handshake; None if the link is not encrypted."""
         if self._private is None:
             return None
-        return Keys(*(self._derived(b"key", connects) for connects in (self._connects, not self._connects)))
+        return LinkKeys(*(self._derived(b"key", connects) for connects in (self._connects, not self._connects)))
 
     def _agree(self, other: bytes) -> None:
         name = self._hello[: len(PLAIN)]
