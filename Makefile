@@ -7,6 +7,8 @@
 # make mutants  a sample of changed operators in every algorithm: do the tests notice? some minutes a folder
 # make package  build the wheel and the sdist, install each in a clean environment, try the command there
 # make docs     rewrite the generated tables in README.md and docs/, and draw the README's picture
+# make tutorials run the tutorials in docs/ and rewrite what their commands print; some minutes
+# make site     build the site of the documentation into build/site; a link that leads nowhere fails
 # PIP_ARGS adds options to pip, for example an index that holds torch without CUDA.
 
 PYTHON ?= python3
@@ -25,7 +27,7 @@ PUSH := $(SPREAD) -m 'not full' --hypothesis-profile=push
 # The processes that tests start share the compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test test-all check format docs package fuzz nightly mutants clean
+.PHONY: help venv demo test test-all check format docs tutorials site package fuzz nightly mutants clean
 .DELETE_ON_ERROR:
 
 help:
@@ -62,6 +64,13 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/picture.py
+
+tutorials: $(READY)
+	$(BIN)/python docs/tutorials.py
+
+site: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[torch,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 package: $(READY)
 	rm -rf build/package dist

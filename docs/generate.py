@@ -184,20 +184,49 @@ def commands() -> str:
     """The command line: what each command takes and does."""
     group: Any = typer.main.get_command(app)
     rows = []
-    for name, command in _commands_of(group):
+    for name, command in commands_of(group):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         words = [p.name.upper() if p.required else f"[{p.name.upper()}]" for p in arguments]
         rows.append((_code(" ".join(["flockstep", name, *words])), inspect.cleandoc(command.help or "")))
     return table(("command", "does"), rows)
 
 
-def _commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+def commands_of(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     """Every command with its name, those of groups with the group's before it."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from _commands_of(command, f"{before}{name} ")
+            yield from commands_of(command, f"{before}{name} ")
         else:
             yield f"{before}{name}", command
+
+
+def example(name: str) -> Callable[[], str]:
+    """A program of examples/, as a block with the file's name."""
+
+    def block() -> str:
+        return f'```python title="{name}"\n{(ROOT / "examples" / name).read_text("utf-8")}```'
+
+    return block
+
+
+def home() -> str:
+    """The first screen of README.md, for the site: its text up to the end of the section on installing."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    found = re.search(r"\A.*?^## Install.*?(?=^## )", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, "README.md has no section called Install"
+    return without_far_links(found[0].strip().replace("](docs/", "](").replace('="docs/', '="'))
+
+
+def limits() -> str:
+    """What README.md says about what flockstep does not do."""
+    found = re.search(r"^## Limits\n.*?(?=^## |\Z)", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert found is not None, "README.md has no section called Limits"
+    return found[0].strip().replace("](docs/", "](")
+
+
+def without_far_links(text: str) -> str:
+    """`text` without links to headings that it does not have, other than those to the limits."""
+    return re.sub(r"\[([^]]*)\]\(#(?!limits)[^)]*\)", r"\1", text)
 
 
 def difference() -> str:
@@ -236,13 +265,13 @@ def config_fields() -> str:
 
 
 def _fields_of_class(kind: type, types: dict[str, Any]) -> str:
-    said = _attribute_docstrings(kind)
+    said = attribute_docstrings(kind)
     return table(
         ("field", "type", "meaning"), [(_code(name), _type(t), said.get(name, "")) for name, t in types.items()]
     )
 
 
-def _attribute_docstrings(kind: type) -> dict[str, str]:
+def attribute_docstrings(kind: type) -> dict[str, str]:
     """Field → the string that stands below it in the class."""
     body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(kind)).body[0]).body
     found = {}
@@ -348,6 +377,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "failure-words": lambda: table(("word", "what is observed"), list(failure_matrix.WORDS.items())),
     "commands": commands,
     "difference": difference,
+    "one-process": example("one_process.py"),
+    "own-loop": example("own_loop.py"),
+    "own-job": example("own_job.py"),
+    "home": home,
+    "limits": limits,
     "events": event_fields,
     "summary": summary_fields,
     "workers": worker_fields,

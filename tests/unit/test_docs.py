@@ -24,11 +24,13 @@ from flockstep.drivers.setup import check, load_job
 from flockstep.errors import FlockstepError
 from flockstep.planning.advice import REQUIREMENTS
 from flockstep.planning.task import task_of
-from support.matrix import each
+from support.matrix import each, few
+from support.site import program
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TUTORIALS: list[Path] = program("tutorials").PAGES
+BLOCK = re.compile(r"^```(\w+)(?: title=[^\n]*)?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
 
@@ -46,10 +48,11 @@ def commands(text: str) -> list[list[str]]:
     return [words[1:] for line in lines if (words := shlex.split(line, comments=True)) and words[0] == "flockstep"]
 
 
+LOOKED_UP = [path for path in PAGES if path not in TUTORIALS]
 COMMANDS = [
-    (path, words) for path in PAGES for block in blocks(path, "console", "sh", "bash") for words in commands(block)
+    (path, words) for path in LOOKED_UP for block in blocks(path, "console", "sh", "bash") for words in commands(block)
 ]
-SNIPPETS = [path for path in PAGES if blocks(path, "python")]
+SNIPPETS = [path for path in LOOKED_UP if blocks(path, "python")]
 
 
 def generator() -> ModuleType:
@@ -103,7 +106,7 @@ def _parse(words: list[str]) -> None:
         load_cluster(given["cluster"] or "laptop")
         assert set(given["require"] or ()) <= set(REQUIREMENTS)
     if "script" in given:
-        assert (ROOT / given["script"]).is_file()
+        assert Path(given["script"]).is_file() or (ROOT / given["script"]).is_file()
 
 
 FEW_PLANNED = """
@@ -135,6 +138,67 @@ def test_cluster_files_are_read() -> None:
         assert read_cluster(text).workers > 1
 
     each(check, [(path, text) for path in PAGES for text in blocks(path, "toml")])
+
+
+@pytest.mark.parametrize("path", few(TUTORIALS, ROOT / "docs" / "tutorials" / "own-strategy.md"), ids=shown)
+def test_a_tutorial_prints_what_its_page_shows(path: Path, tmp_path: Path) -> None:
+    tutorials, text = program("tutorials"), path.read_text("utf-8")
+    tutorials.write_files(text, tmp_path)
+    outputs = list(tutorials.run(text, tmp_path))
+    wrong = {output.block.body: output.shortened for output in outputs if not output.agrees}
+    assert wrong == {}, "run make tutorials"
+    assert len(outputs) == len(re.findall(r"^```console$", text, re.MULTILINE)), (
+        "each group of commands shows its output"
+    )
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=shown)
+def test_commands_of_tutorials_are_understood(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program("tutorials").write_files(path.read_text("utf-8"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    given = [words for block in blocks(path, "console") for words in commands(block)]
+    made = {"--import", "here.toml"}  # of these, the page's own programs and commands make what is needed
+    own = [words for words in given if not made & set(words) and words[0] != "launch"]
+    assert {" ".join(words): why for words in own if (why := refusal(words))} == {}
+
+
+PAGE = """
+```python title="say.py"
+import sys
+
+print("it took", 3 * 0.5, "s")
+sys.exit(int(sys.argv[1]))
+```
+
+```console
+$ python say.py {code}
+```
+
+```text{title}
+{shown}
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "agrees"), [("it took 1.5 s", True), ("it took 1.6 s", False), ("…", True), ("it takes 1.5 s", False)]
+)
+def test_a_tutorial_that_shows_something_else_is_noticed(shown: str, agrees: bool, tmp_path: Path) -> None:
+    tutorials, text = program("tutorials"), PAGE.format(code=0, title="", shown=shown)
+    tutorials.write_files(text, tmp_path)
+    (output,) = tutorials.run(text, tmp_path)
+    assert output.agrees is agrees
+    assert output._replace(timed=True).agrees is (agrees or "took" in shown), "figures of real runs are not compared"
+    assert ("it took 1.5 s" in tutorials.rewritten(text)) is (shown != "…")
+
+
+def test_an_unexpected_exit_code_of_a_tutorial_is_noticed(tmp_path: Path) -> None:
+    tutorials = program("tutorials")
+    for code, title in [(1, ""), (0, ' title="exit code 1"'), (2, ' title="exit code 1"')]:
+        text = PAGE.format(code=code, title=title, shown="it took 1.5 s")
+        tutorials.write_files(text, tmp_path)
+        with pytest.raises(AssertionError, match=f"say.py {code} ended with {code}"):
+            list(tutorials.run(text, tmp_path))
 
 
 def test_there_are_commands_and_snippets() -> None:
@@ -210,18 +274,20 @@ def links(path: Path) -> list[str]:
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not link.startswith(("http:", "https:"))]
 
 
-def anchors(path: Path) -> set[str]:
-    """The names that headings can be linked by."""
-    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text("utf-8")), re.MULTILINE)
+def anchors(text: str) -> set[str]:
+    """The names that headings of a page can be linked by."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere() -> None:
+    built = {ROOT / "docs" / place: text for place, text in program("hooks").added().items()}
+
     def check(path: Path, link: str) -> None:
         name, _, anchor = link.partition("#")
         target = (path.parent / name).resolve() if name else path
-        assert target.exists()
-        assert not anchor or anchor in anchors(target)
+        assert target.exists() or target in built
+        assert not anchor or anchor in anchors(built.get(target) or target.read_text("utf-8"))
 
     each(check, [(path, link) for path in PAGES for link in links(path)])
 
