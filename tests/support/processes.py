@@ -43,8 +43,9 @@ gc.set_threshold(100_000, 10, 10)
 atexit.register(gc.freeze)
 """
 """What a process does first: looking for garbage in torch takes 0.2 s while it is imported, and 0.6 s at the end."""
-WITHOUT_DYNAMO = """
+WITHOUT_COMPILER = """
 import sys, types
+sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
 dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
 dynamo.disable = lambda function=None, *_, **__: function
 dynamo.graph_break = lambda: None
@@ -133,7 +134,7 @@ class RealRun:
         self.scratch = Path(tempfile.mkdtemp(prefix="fs-"))  # short: a socket's path may not be long
         first = self.scratch / "first"
         first.mkdir()
-        (first / "sitecustomize.py").write_text(FIRST + (WITHOUT_DYNAMO if torch else ""))
+        (first / "sitecustomize.py").write_text(FIRST + (WITHOUT_COMPILER if torch else ""))
         if not torch:
             (first / "torch.py").write_text("raise ModuleNotFoundError('absent', name='torch')\n")
         path = os.pathsep.join(map(str, (first, SOURCE)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -158,3 +159,17 @@ def test_numpy_jobs_do_not_import_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_file_that_was_changed_within_a_second_is_read_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytecode of the same size and time would be taken for the file's."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    found = []
+    for name in ("one", "two"):
+        file = write(tmp_path, GOOD.replace("mine", name))
+        os.utime(file, (1e9, 1e9))
+        found.append(load_job_file(file).name)
+    assert found == ["one", "two"]
+    assert list(tmp_path.iterdir()) == [file], "no bytecode is left beside the user's file"
