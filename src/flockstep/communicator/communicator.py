@@ -21,7 +21,7 @@ from flockstep.communicator.requests import Handler, Request, RequestServer
 from flockstep.communicator.shared_arrays import SharedArray, SharedWindow, array_bytes, attached, segment_bytes
 from flockstep.communicator.window import Window
 from flockstep.drivers.member import in_short
-from flockstep.drivers.place import Membership
+from flockstep.drivers.membership import Membership
 from flockstep.errors import CompositionError, ConfigurationError, FlockstepError, TimedOut
 from flockstep.messages import Array, Message, node_name
 from flockstep.transports.bus import Bus
@@ -58,7 +58,7 @@ class Communicator(Collectives):
         sockets: Sockets,
         max_bytes: int,
         patience: float = 0.0,
-        place: Membership | None = None,
+        membership: Membership | None = None,
     ):
         """Create the communicator; called by `join`.
 
@@ -67,15 +67,15 @@ class Communicator(Collectives):
             sockets: what the communicator sends and receives with.
             max_bytes: size in bytes of the largest array.
             patience: seconds for which a connection may be broken before its rank counts as dead.
-            place: the process's part in a run, or None if the script was not launched.
+            membership: the process's membership in a run, or None if the script was not launched.
         """
         super().__init__(ProgressEngine(sockets.bus, sockets.receive, node, patience), max_bytes)
-        self._sockets, self._place = sockets, place
+        self._sockets, self._membership = sockets, membership
         self._servers: dict[str, RequestServer] = {}
         self._arrays: dict[int, SharedArray] = {}
         self._closing = False
-        if place is not None:
-            place.close_communicator = self.close
+        if membership is not None:
+            membership.close_communicator = self.close
         atexit.register(self._at_exit)
 
     def send(self, to: int, name: str, array: Any, codec: str | Codec | None = None) -> None:
@@ -271,15 +271,15 @@ class Communicator(Collectives):
         if late:
             lost = [f"; {nbytes} bytes for worker {rank} were not delivered" for rank, nbytes in waiting.items()]
             raise TimedOut(late + "".join(lost))
-        if self._place is not None:
-            self._place.finish(self._engine.runner.account)
+        if self._membership is not None:
+            self._membership.finish(self._engine.runner.account)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close; after an error only when the process ends, so that the error is reported before the end."""
-        if kind is None or self._place is None:
+        if kind is None or self._membership is None:
             self.close()
 
     async def _leave(self, me: Rank) -> None:

@@ -20,7 +20,7 @@ from flockstep.communicator.engine import Alone
 from flockstep.communicator.rank import Rank
 from flockstep.drivers.account import Account
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
-from flockstep.drivers.place import Membership, place_here, take_place
+from flockstep.drivers.membership import Membership, membership_here, set_membership
 from flockstep.drivers.reports import Reports
 from flockstep.drivers.ticket import claim_ticket, place_of_script, require_own_process, ticket_from_environment
 from flockstep.errors import ConfigurationError, FlockstepError
@@ -85,7 +85,7 @@ def _private(directory: Path) -> None:
         raise ConfigurationError(f"{directory} belongs to another user; remove it and start the run again")
 
 
-class ScriptPlace(Membership):
+class ScriptMembership(Membership):
     """A script's part in a run without a strategy: admission, supervision, records, and its end."""
 
     def __init__(self, ticket: Ticket):
@@ -140,28 +140,28 @@ def join(max_bytes: int = MAX_BYTES) -> Communicator:
     """Return the communicator of this process; see `flockstep.join`."""
     if not 1 <= max_bytes < 1 << 62:
         raise ConfigurationError(f"max_bytes must be >= 1, got {max_bytes}; leave it out for {MAX_BYTES}")
-    ticket, place = ticket_from_environment(), place_here()
+    ticket, membership = ticket_from_environment(), membership_here()
     if ticket is None:
         place_of_script()
         require_own_process("join")
         return Communicator(Rank(0, 1, 0), Alone(), max_bytes)
-    if place is None:
+    if membership is None:
         from flockstep.frameworks.job import import_components
 
         import_components(ticket.imports)
         claim_ticket()
-        place = ScriptPlace(ticket)
-        take_place(place)
-    elif place.member.closed:
+        membership = ScriptMembership(ticket)
+        set_membership(membership)
+    elif membership.member.closed:
         raise ConfigurationError(
             "this process has left the run; call flockstep.join after flockstep.distribute and before finish()"
         )
-    elif place.close_communicator is not None:
+    elif membership.close_communicator is not None:
         raise ConfigurationError("this process has joined already; call flockstep.join once in a script")
     try:
-        beside = sockets_beside(place.member, max_bytes)
+        beside = sockets_beside(membership.member, max_bytes)
     except FlockstepError as error:
-        place.fail(error)
+        membership.fail(error)
         raise
     node = Rank(ticket.address, ticket.workers, ticket.seed)
-    return Communicator(node, beside, max_bytes, 2 * ticket.heartbeat, place)
+    return Communicator(node, beside, max_bytes, 2 * ticket.heartbeat, membership)

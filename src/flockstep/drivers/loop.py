@@ -20,7 +20,7 @@ from flockstep.arrays.schema import FlatArray, Schema
 from flockstep.drivers.account import Account, fingerprint
 from flockstep.drivers.making import make_server, make_worker
 from flockstep.drivers.member import Member, Ticket, die_with, failure_of
-from flockstep.drivers.place import Membership, place_here, take_place
+from flockstep.drivers.membership import Membership, membership_here, set_membership
 from flockstep.drivers.real import Seat
 from flockstep.drivers.renewal import Reception, common, end_tasks, meet, notes_of, remembered, renewed
 from flockstep.drivers.runner import OneProcess, Runner
@@ -290,8 +290,8 @@ class Loop:
         if self._finished:
             return None
         self._finished = True
-        if self._member is not None and (place := place_here()) is not None:
-            place.leave()
+        if self._member is not None and (membership := membership_here()) is not None:
+            membership.leave()
         self._runner.close()
         with self._telling():
             last = self._leave(remember)
@@ -354,7 +354,7 @@ class Loop:
         self._seat = Seat(self._member, worker, strategy)
         self._seat.snapshots.buffers = self._buffers
         self._runner, self.gradients = self._seat.runner, self._seat.home(self.gradients)
-        take_place(Membership(self._member, self._runner.scalar))
+        set_membership(Membership(self._member, self._runner.scalar))
 
     def _on_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Exception hook of a launched script: the run's own errors are printed by the supervisor as one sentence,

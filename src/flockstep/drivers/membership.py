@@ -1,4 +1,4 @@
-"""This process's part in a run, and the communicator that it may open in addition."""
+"""The membership of this process in a run, and the communicator that the process may open in addition."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flockstep.drivers.member import Member
 
 
 class Membership:
-    """This process's part in a run, which may have a communicator."""
+    """The membership of this process in a run; the process may have a communicator."""
 
     def __init__(self, member: Member, scalar: Callable[[str, float], None]):
         """`scalar`: function that records a scalar."""
@@ -17,7 +17,7 @@ class Membership:
         self.close_communicator: Callable[[], None] | None = None
 
     def leave(self) -> None:
-        """End the part, and close its communicator."""
+        """Close the communicator of a process that leaves the run."""
         if self.close_communicator is not None:
             self.close_communicator()
 
@@ -30,15 +30,15 @@ class Membership:
         """Handle a communicator that could not be created; the strategy may continue without it."""
 
 
-_places: list[Membership] = []
+_memberships: list[Membership] = []
 """At most one entry: a process takes part in one run, because its environment holds one ticket."""
 
 
-def take_place(place: Membership) -> None:
-    """Set this process's part in a run."""
-    _places[:] = [place]
+def set_membership(membership: Membership) -> None:
+    """Set the membership of this process."""
+    _memberships[:] = [membership]
 
 
-def place_here() -> Membership | None:
-    """This process's part in a run; None if it has none."""
-    return _places[0] if _places else None
+def membership_here() -> Membership | None:
+    """Return the membership of this process; None if the process takes part in no run."""
+    return _memberships[0] if _memberships else None
