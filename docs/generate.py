@@ -328,7 +328,7 @@ def _system_section(known: System) -> str:
     lines += [f"* {f'{mode.name}: ' if mode.name else ''}{_code(mode.strategy)}" for mode in known.modes]
     runs = [known.name, *(f"{known.name}: {mode.name}" for mode in known.modes[1:])]
     commands = [f"flockstep simulate digits -s {shlex.quote(name)} -n 16 --epochs 20" for name in runs]
-    return "\n".join([*lines, "", "```console", *commands, "```"])
+    return "\n".join([*lines, "", "```sh", *commands, "```"])
 
 
 def claims() -> str:

@@ -196,11 +196,11 @@ def error_tree() -> str:
     """Every class of error with its docstring and its exit code."""
     drawing = (inspect.getdoc(errors) or "").partition("\n\n")
     rows = [
-        (f"`{name}`", f"`{kind.__base__.__name__}`", str(kind.exit_code), escaped(inspect.getdoc(kind) or ""))
+        (f"`{name}`", escaped(inspect.getdoc(kind) or ""), f"`{kind.__base__.__name__}`", str(kind.exit_code))
         for name, kind in _public(errors)
         if isinstance(kind, type)
     ]
-    heading = ("class", "kind of", "exit code of a command", "meaning")
+    heading = ("class", "meaning", "kind of", "exit code of a command")
     return "\n\n".join(
         [
             "# Errors",
