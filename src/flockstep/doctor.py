@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flockstep import __version__
+from flockstep.report.progress import Say, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
@@ -92,9 +93,7 @@ class Diagnosis:
         return "\n".join([*lines, "", end])
 
 
-def examine(
-    tests: Iterable[SelfTest] | None = None, say: Callable[[str], None] = lambda name: None, limit: float = LIMIT
-) -> Diagnosis:
+def examine(tests: Iterable[SelfTest] | None = None, say: Say = silent, limit: float = LIMIT) -> Diagnosis:
     """Try every part, one after another.
 
     Args:

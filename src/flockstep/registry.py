@@ -147,7 +147,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "C6": "flockstep.claims.c06_deep_gradient_compression:DeepGradientCompression",
         "C7": "flockstep.claims.c07_power_sgd:PowerSgdAccuracy",
         "C8": "flockstep.claims.c08_push_with_stragglers:PushWithStragglers",
-        "C9": "flockstep.claims.c09_backup_time_to_target:BackupTimeToTarget",
+        "C9": "flockstep.claims.c09_backup_seconds_to_target:BackupTimeToTarget",
         "C10": "flockstep.claims.c10_layer_wise_rates:LayerWiseRates",
         "C11": "flockstep.claims.c11_batch_increase:LargerBatches",
         "C13": "flockstep.claims.c13_hogwild:HogwildSpeedUp",
@@ -368,6 +368,11 @@ def load(noun: str, name: str) -> Any:
         _loaded[key] = getattr(importlib.import_module(module), attribute)
         _names[_loaded[key]] = name
     return _loaded[key]
+
+
+def is_custom(noun: str, name: str) -> bool:
+    """Whether `name` was registered by code outside flockstep."""
+    return not _table(noun).get(name, "flockstep.").startswith("flockstep.")
 
 
 def name_of(kind: type) -> str:

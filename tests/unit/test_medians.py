@@ -7,10 +7,10 @@ import re
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from flockstep.records import RunConfig, Summary, summarize
 from flockstep.report.medians import RepeatedRuns, caveats, spreads, title
+from flockstep.report.terminal import TextTable
 from flockstep.report.words import number
 
 BASE = summarize(RunConfig(kind="train", job="digits", strategy="asgd", workers=4, target=0.95), [], "finished")
@@ -22,7 +22,7 @@ def ran(seed: int, best: float, time: float | None = None, lr: float = 0.1, stra
     )
 
 
-def shown(table: Table) -> str:
+def shown(table: TextTable) -> str:
     page = Console(file=io.StringIO(), width=200)
     page.print(table)
     assert isinstance(page.file, io.StringIO)

@@ -17,6 +17,7 @@ from flockstep import registry
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.errors import FlockstepError
+from flockstep.report.progress import Say, silent
 
 SIZE = 4 << 20
 """Number of elements of the measured array."""
@@ -48,7 +49,7 @@ def measure(
     codecs: Sequence[str] | None = None,
     size: int = SIZE,
     rounds: int = ROUNDS,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> list[CodecFigure]:
     """Measure every codec in turn, round after round, with a copy of the array in the same round."""
     array = np.random.default_rng(0).standard_normal(size, np.float32)
@@ -68,7 +69,7 @@ def measure(
         actions[TOPK] = {"encode": _topk_of(array)}
     times: dict[tuple[str, str], list[float]] = {}
     for number in range(-1, rounds):  # the first round warms up
-        say(f"round {number + 1} of {rounds}")
+        say(f"round {number + 1} of {rounds}", number + 1, rounds + 1)
         for name, mine in actions.items():
             for what, action in mine.items():
                 start = time.perf_counter()

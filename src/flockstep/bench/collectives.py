@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flockstep.arrays.schema import FlatArray
@@ -15,6 +15,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import Measured
 from flockstep.expression import to_text
+from flockstep.report.progress import Say, silent
 from flockstep.transports.base import Transport
 from flockstep.transports.kinds import Ipc, Tcp
 from flockstep.transports.shared_group import SharedGroup, warm_up
@@ -165,7 +166,7 @@ def measure(
     workers: Sequence[int] = WORKERS,
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> list[Measurement]:
     """Measure each implementation for each number of processes and each size in bytes."""
     chosen = [implementation for implementation in IMPLEMENTATIONS if implementation.name in names]

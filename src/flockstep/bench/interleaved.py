@@ -15,13 +15,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flockstep.bench.implementation import Implementation
 from flockstep.errors import FlockstepError
+from flockstep.report.progress import Say, silent
 from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
@@ -137,7 +138,7 @@ def measure_interleaved(
     workers: int,
     sizes: Sequence[int],
     rounds: int,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> list[Measurement]:
     """Measure all implementations; in each round every one has a turn with every array size in bytes.
 
@@ -167,7 +168,7 @@ def measure_interleaved(
                 failed[implementation.name] = str(error)
         times: dict[tuple[str, int], list[float]] = {}
         for number in range(-1, rounds):  # the first round warms up
-            say(f"{workers} processes, round {number + 1} of {rounds}")
+            say(f"{workers} processes, round {number + 1} of {rounds}", number + 1, rounds + 1)
             for size in sizes:
                 for implementation, processes in (
                     process_sets[number % len(process_sets) :] + process_sets[: number % len(process_sets)]

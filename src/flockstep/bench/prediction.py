@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from flockstep.planning.rates import measure_rates
 from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
+from flockstep.report.progress import Say, silent
 from flockstep.simulation import units
 from flockstep.strategies.base import Strategy
 
@@ -270,7 +271,7 @@ def measure(
     strategies: Sequence[str] = STRATEGIES,
     bandwidths: Sequence[str] = BANDWIDTHS,
     rounds: int = 1,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
     job: str = JOB,
     workers: int = WORKERS,
     pairs: Sequence[tuple[str, str]] = (),

@@ -17,6 +17,7 @@ from flockstep.frameworks.job import make_engine
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.nodes import Cluster
 from flockstep.optimizers.sgd import SGD
+from flockstep.report.progress import Say, silent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
@@ -59,7 +60,7 @@ def measure(
     rounds: int = ROUNDS,
     steps: int = STEPS,
     workload: str = "softmax",
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> list[SimulatorFigure]:
     """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links, torch on one thread, all in turn."""
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]
@@ -71,7 +72,7 @@ def measure(
         rates: dict[str, list[float]] = {name: [] for name in implementations}
         events: dict[str, list[float]] = {name: [] for name in implementations}
         for number in range(-1, rounds):  # the first round warms up
-            say(f"{count} replicas, round {number + 1} of {rounds}")
+            say(f"{count} replicas, round {number + 1} of {rounds}", number + 1, rounds + 1)
             for name, implementation in implementations.items():
                 start = time.perf_counter()
                 done, recorded = implementation()

@@ -277,9 +277,14 @@ def list_components(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every component of every kind.")] = False,
+    imports: o.Imports = None,
     as_json: o.Json = False,
 ) -> None:
     """What there is to choose from: a summary of the kinds, all of one kind, or one component with its arguments."""
+    if imports:
+        from flockstep.frameworks.job import import_components
+
+        import_components(imports)
     listing.show(what, everything, as_json)
 
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from flockstep.cli import runs, show
 from flockstep.experiments.comparison import Comparison, Grid, carry_out_all, runs_in
+from flockstep.records.config import RunConfig
+from flockstep.records.summary import Summary
+from flockstep.report import words
 from flockstep.report.medians import spreads
 from flockstep.report.table import one_by_one, table
 
 
 def compare_all(grid: Grid, out: Path, as_json: bool) -> int:
     """Carry out a comparison with its progress; return the exit code: 1 if a strategy has no useful run."""
+    began, finished, ran = time.monotonic(), 0, 0
 
     def say(line: str) -> None:
+        nonlocal finished
+        finished += 1
         show.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    found = carry_out_all(grid, out, runs.run, say, lambda found: _print(found, as_json))
+    def execute(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary:
+        nonlocal ran
+        rest = grid.count - finished - 1
+        if ran and rest:
+            title += f", {rest} more in about {words.seconds((time.monotonic() - began) / ran * rest)}"
+        ran += 1
+        return runs.run(config, folder, title, overwrite)
+
+    found = carry_out_all(grid, out, execute, say, lambda found: _print(found, as_json))
     return 1 if found.failures else 0
 
 
@@ -31,7 +46,7 @@ def _print(found: Comparison, as_json: bool) -> None:
         rows = [runs.as_data(run.summary, run.folder) for run in found.runs]
         show.json({"report": str(found.report), "runs": rows, "medians": medians})
         return
-    show.page().print(table(found.summaries))
+    show.page().print(table(found.summaries, found.seeds))
     if found.repeated:
         show.page().print(spreads(found.groups, found.chosen))
     print(f"report: {found.report}")

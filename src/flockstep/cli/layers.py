@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from flockstep import registry
 from flockstep.cli import show
@@ -15,10 +13,13 @@ from flockstep.costs.reference import MODELS, reference
 from flockstep.errors import ConfigurationError, UnknownName
 from flockstep.frameworks.layers import file_shape, job_shape
 from flockstep.report import layers
+from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.workloads.base import Workload
 
 MANY = 40
 """Layers above which the table leaves out those without parameters."""
+RANKS = (0, 3, 0, 5, 6, 7, 4, 8, 1, 0, 0, 2)
+"""Ranks of the columns: in a narrow terminal those of the highest rank are left out."""
 
 
 def show_layers(
@@ -70,19 +71,15 @@ def shape_named(what: str) -> ModelShape:
     return job_shape(Workload.parse(what).job(0))
 
 
-def _table(model: ModelShape, batch: int, workers: int, everything: bool) -> Table:
+def _table(model: ModelShape, batch: int, workers: int, everything: bool) -> TextTable:
     rows = layers.rows(model, batch, workers)
     shown = [row for row in rows if everything or len(rows) <= MANY or row.parameters or row.counted != "formula"]
     left_out = len(rows) - len(shown)
-    caption = f"{left_out} layers without parameters are in the total; --all shows them" if left_out else None
     title = f"{model.name}: {batch} samples on each of {workers} workers"
-    made = Table(title=escape(title), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(layers.HEADINGS):
-        made.add_column(
-            heading, no_wrap=place != 1, justify="left" if place < 2 or place == len(layers.HEADINGS) - 1 else "right"
-        )
-    for row in shown:
-        made.add_row(*(escape(text) for text in layers.cells(row)))
-    made.add_section()
-    made.add_row(*(escape(text) for text in layers.total_cells(model, batch, workers)))
-    return made
+    columns = [
+        TableColumn(one, text=place < 2 or place == len(layers.HEADINGS) - 1, rank=rank)
+        for place, (one, rank) in enumerate(zip(layers.HEADINGS, RANKS, strict=True))
+    ]
+    cells = [*map(layers.cells, shown), layers.total_cells(model, batch, workers)]
+    said = [f"{left_out} layers without parameters are in the total; --all shows them."] if left_out else []
+    return TextTable(columns, cells, title, total=True, notes=said)

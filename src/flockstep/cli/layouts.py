@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from flockstep.cli import show
 from flockstep.cli.layers import shape_named
 from flockstep.errors import ConfigurationError
 from flockstep.report import words
 from flockstep.report.layouts import Delays, ModelSize, layouts_page
+from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.simulation import units
 
 MODELS = ("vgg-a", "resnet-152", "googlenet")
@@ -39,13 +38,10 @@ def show_layouts(
         show.json(delays.document())
         return
     title = f"Least delay of a step, {workers} workers with {delays.link} each"
-    made = Table("layout", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for model in models:
-        made.add_column(escape(f"{model.name}, {words.size(model.nbytes)}"), justify="right")
-    for row in delays.rows():
-        made.add_row(*(escape(text) for text in row))
+    headings = [f"{model.name}, {words.size(model.nbytes)}" for model in models]
+    columns = [TableColumn("layout", text=True), *(TableColumn(one, rank=i) for i, one in enumerate(headings))]
     page = show.page()
-    page.print(made)
+    page.print(TextTable(columns, delays.rows(), title))
     for sentence in delays.sentences():
         page.print(escape(sentence), highlight=False)
     if out is not None:

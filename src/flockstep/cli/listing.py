@@ -82,7 +82,14 @@ def complete(incomplete: str) -> list[str]:
 def summary() -> list[dict[str, Any]]:
     """One row for each kind: how many there are, what a component of that kind decides, and the names."""
     return [
-        {"noun": noun, "plural": plural(noun), "count": len(found), "summary": ABOUT[noun], "names": found}
+        {
+            "noun": noun,
+            "plural": plural(noun),
+            "count": len(found),
+            "summary": ABOUT[noun],
+            "names": found,
+            "custom": [name for name in found if noun not in DESCRIBED and registry.is_custom(noun, name)],
+        }
         for noun in nouns()
         for found in [names(noun)]
     ]
@@ -118,31 +125,31 @@ def _show_summary(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         output.json(rows)
         return
-    from rich.table import Table
+    from flockstep.report.terminal import TableColumn, TextTable
 
-    table = Table("kind", "", "what it decides", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    for row in rows:
-        table.add_row(row["plural"], str(row["count"]), row["summary"])
+    columns = (TableColumn("kind", text=True), TableColumn("number"), TableColumn("what it decides", text=True))
+    cells = [[row["plural"], str(row["count"]), row["summary"] + _and_custom(row["custom"])] for row in rows]
     page = output.page()
-    page.print(table)
+    page.print(TextTable(columns, cells))
     page.print("\nflockstep list strategies: all of a kind; flockstep list topk: one component; --all: everything.")
     page.print("flockstep systems: the systems of the literature, by name.", highlight=False)
+
+
+def _and_custom(names: list[str]) -> str:
+    return f"; custom: {', '.join(names)}" if names else ""
 
 
 def _show_rows(rows: list[dict[str, str]], as_json: bool) -> None:
     if as_json:
         output.json(rows)
         return
-    from rich.markup import escape
-    from rich.table import Table
+    from flockstep.report.terminal import TableColumn, TextTable
 
-    kinds = len({row["noun"] for row in rows})
-    table = Table(*(["kind"] if kinds > 1 else []), "write", "what it is")
-    for row in rows:
-        cells = [*([row["noun"]] if kinds > 1 else []), row["write"], row["summary"]]
-        table.add_row(*map(escape, cells))
-    output.page().print(table)
+    headings = {"noun": "kind", "write": "write", "summary": "what it is"}
+    if len({row["noun"] for row in rows}) == 1:
+        del headings["noun"]
+    columns = [TableColumn(heading, text=True) for heading in headings.values()]
+    output.page().print(TextTable(columns, [[row[name] for name in headings] for row in rows]))
 
 
 def _system(noun: str, name: str) -> dict[str, Any]:
@@ -202,6 +209,8 @@ def listing(noun: str) -> list[dict[str, str]]:
         kind = registry.load(noun, name)
         arguments = ", ".join(_argument(field) for field in dataclasses.fields(kind) if field.name in fields_of(kind))
         about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
+        if registry.is_custom(noun, name):
+            about = f"Custom: {about or kind.__qualname__}"
         if issubclass(kind, Topology):
             about += f" {_stated(kind())}"
         rows.append(

@@ -222,7 +222,7 @@ def configured(kind: Kind, given: Mapping[str, Any]) -> RunConfig:
     """The configuration made of a command's options, by name; those that mean nothing for its kind are left out."""
     from flockstep.records.config import RunConfig
 
-    names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", *_NOT_OF[kind]}
+    names = {field.name for field in dataclasses.fields(RunConfig)} - {"kind", "cluster", *_NOT_OF[kind]}
     chosen = {name: value for name, value in given.items() if name in names}
     faults = {"faults": tuple(given["faults"] or ())} if "faults" in chosen else {}
     return RunConfig(kind=kind, **{**chosen, "imports": tuple(given.get("imports") or ()), **faults})

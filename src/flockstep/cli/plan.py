@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from flockstep.cli import options as o
 from flockstep.cli import show
@@ -21,7 +19,9 @@ if TYPE_CHECKING:
     from flockstep.planning.advice import Advice
     from flockstep.planning.check import Check
     from flockstep.planning.plan import Outlook
+    from flockstep.planning.prospect import Prospect
     from flockstep.report.page import Listing
+    from flockstep.report.terminal import TextTable
 
 Named = Annotated[
     str | None,
@@ -90,6 +90,10 @@ Keep = Annotated[
         rich_help_panel=TRIALS_PANEL,
     ),
 ]
+FOREMOST, REASONS = 6, 4
+"""Strategies in the table of a plan, and reasons for the advice; --all shows every one."""
+MATTERS = 5
+"""Largest rank of a column in the table of a plan; --all shows every one."""
 BUDGET = 120.0
 """Real seconds of all trials, where neither they nor their time are given."""
 
@@ -108,6 +112,14 @@ def plan(
     hours: Hours = None,
     record: Records = None,
     imports: o.Imports = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Every strategy and column, and all reasons; otherwise what matters.",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = False,
     simulate: Simulate = False,
     trials: Trials = None,
     budget: Budget = None,
@@ -136,22 +148,18 @@ def plan(
     outlook = _outlook(what, cluster or _usual(), workers, batch, tuple(strategy or ()), _seconds(hours))
     requirements = tuple(require or ())
     tried = _tried(outlook, requirements, bool(strategy), asked) if simulate else None
-    _conclude(outlook, requirements, tried, out, as_json)
+    _conclude(outlook, requirements, tried, out, as_json, everything or bool(strategy))
 
 
 def _usual() -> str:
-    """This machine as it was calibrated, if it was."""
-    from flockstep.costs.cluster_reading import HERE, calibration
+    """The cluster of a plan that names none; a calibration that is used is named on standard error."""
+    from flockstep.costs.cluster_reading import HERE, calibration, usual_cluster
 
-    try:
-        there = calibration().is_file()
-    except (OSError, RuntimeError):  # no home, or none that can be read
-        there = False
-    if not there:
-        return "laptop"
-    said = f"cluster: {HERE}, as calibrated in {calibration()}; --cluster laptop plans for another"
-    show.console.print(said, markup=False, highlight=False, soft_wrap=True)
-    return HERE
+    name = usual_cluster()
+    if name == HERE:
+        said = f"cluster: {HERE}, as calibrated in {calibration()}; --cluster laptop plans for another"
+        show.console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return name
 
 
 def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: Path | None) -> None:
@@ -168,7 +176,12 @@ def _refuse(what: str, simulate: bool, check: bool, asked: dict[str, Any], out: 
 
 
 def _conclude(
-    outlook: Outlook, requirements: tuple[str, ...], tried: Tried | None, out: Path | None, as_json: bool
+    outlook: Outlook,
+    requirements: tuple[str, ...],
+    tried: Tried | None,
+    out: Path | None,
+    as_json: bool,
+    everything: bool,
 ) -> None:
     """Advise, draw and print, also where trials were interrupted."""
     from flockstep.planning.advice import advise
@@ -178,7 +191,7 @@ def _conclude(
         from flockstep.planning.page import write_plan
 
         write_plan(outlook, advice, out, () if tried is None else (_listing(tried),))
-    _print(outlook, advice, tried, as_json)
+    _print(outlook, advice, tried, as_json, everything)
     if out is not None and not as_json:
         print(out)
     if tried is not None and tried.interrupted is not None:
@@ -209,7 +222,7 @@ def _tried(outlook: Outlook, requirements: tuple[str, ...], named: bool, given: 
     return tried(outlook, requirements, named, asked)
 
 
-def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool) -> None:
+def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool, everything: bool) -> None:
     if as_json:
         from flockstep.experiments.planned import PlanResult
 
@@ -220,13 +233,20 @@ def _print(outlook: Outlook, advice: Advice, tried: Tried | None, as_json: bool)
             document["trials"] = of_trials(tried)
         show.json(document)
         return
+    from flockstep.planning.words import many
+
     page = show.page()
-    page.print(_table(outlook, advice))
+    title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
+    page.print(escape(f"{title}:"), highlight=False)
+    for sentence in advice.sentences:
+        page.print(escape(sentence), style="bold", highlight=False)
+    page.print()
+    page.print(_table(outlook, advice, everything))
     if tried is not None and tried.found:
         from flockstep.cli.search import table
 
         page.print(table(tried))
-    _say(page, outlook, advice, tried)
+    _say(page, outlook, advice, tried, everything)
 
 
 def _seconds(hours: float | None) -> float | None:
@@ -248,51 +268,74 @@ def _outlook(
 ) -> Outlook:
     from flockstep.experiments.planned import predicted
 
-    def run(say: Callable[[str], None]) -> Outlook:
+    with show.status() as say:
         return predicted(what, cluster, workers, batch, strategies, length, say)
 
-    if not show.console.is_terminal:
-        return run(lambda what: None)
-    with show.console.status("starting") as status:
-        return run(lambda what: status.update(escape(what)))
 
+def _table(outlook: Outlook, advice: Advice, everything: bool) -> TextTable:
+    """The strategies by their worth; only the best that meet the needs, and one worker, unless `everything` is set."""
+    from flockstep.planning.words import HEADINGS, MEANT, RANKS, cells
+    from flockstep.report.terminal import TableColumn, TextTable
 
-def _table(outlook: Outlook, advice: Advice) -> Table:
-    from flockstep.planning.words import HEADINGS, cells, many
-
-    title = f"{outlook.task.name} on {many(outlook.workers, 'worker')} of {outlook.site.cluster.name}"
-    table = Table(title=escape(title), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(HEADINGS):
-        table.add_column(heading, no_wrap=place > 0, justify="left" if place in (0, len(HEADINGS) - 1) else "right")
     out = {name for name, _ in advice.excluded}
-    for found in advice.ranked(outlook):
-        style = "bold" if found is advice.choice else "dim" if found.name in out else ""
-        table.add_row(*(escape(text) for text in cells(outlook, found, advice.worths[found.name])), style=style)
-    return table
+    ranked = advice.ranked(outlook)
+    shown = ranked if everything else _foremost(ranked, out, advice.choice, outlook.alone)
+    columns = [
+        TableColumn(one, text=one in ("strategy", "from"), rank=rank, note=MEANT.get(one, ""))
+        for one, rank in zip(HEADINGS, RANKS, strict=True)
+    ]
+    kept = [place for place, one in enumerate(columns) if everything or one.rank <= MATTERS]
+    rows = [cells(outlook, found, advice.worths[found.name]) for found in shown]
+    styles = {n: "bold" if one is advice.choice else "dim" for n, one in enumerate(shown)}
+    styles = {n: style for n, style in styles.items() if style == "bold" or shown[n].name in out}
+    return TextTable(
+        [columns[place] for place in kept],
+        [[row[place] for place in kept] for row in rows],
+        styles=styles,
+        notes=() if everything else (_left_out(len(ranked) - len(shown), len(columns) - len(kept)),),
+    )
 
 
-def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None) -> None:
+def _foremost(ranked: Sequence[Prospect], out: set[str], *always: Prospect | None) -> list[Prospect]:
+    """The strategies that a plan shows first: the best that meet the needs, and those in `always`."""
+    best = [one for one in ranked if one.name not in out][:FOREMOST]
+    return [one for one in ranked if any(one is other for other in (*best, *always))]
+
+
+def _left_out(strategies: int, columns: int) -> str:
+    from flockstep.planning.words import many
+
+    rest = f"{many(strategies, 'more strategy', 'more strategies')}, " if strategies else ""
+    return (
+        f"Left out: {rest}{many(columns, 'more column')}, further reasons, strategies ruled out, scaling, and what the "
+        "figures ignore; --all shows them."
+    )
+
+
+def _say(page: Console, outlook: Outlook, advice: Advice, tried: Tried | None, everything: bool) -> None:
     from flockstep.planning.words import ruled_out, scaling, unplanned
+    from flockstep.report.words import lines
 
     unknown, about = outlook.left_out, tuple[str, ...]()
     if tried is not None:
         from flockstep.cli.search import left_out
 
         unknown, about = (*unknown, *left_out()), tried.notes
-    for sentence in advice.sentences:
-        page.print(escape(sentence), style="bold", highlight=False)
-    for heading, sentences in (
-        ("why", advice.reasons),
-        ("what would change this", advice.changes),
+    more = (
         ("ruled out", ruled_out(advice.excluded)),
         ("scaling", scaling(outlook.curves, advice.excluded)),
-        ("trials", about),
         ("not in these figures", (*unknown, *unplanned(outlook))),
+    )
+    for heading, sentences in (
+        ("why", advice.reasons if everything else advice.reasons[:REASONS]),
+        ("what would change this", advice.changes),
+        ("trials", about),
+        *(more if everything else ()),
     ):
         if sentences:
-            page.print(f"{heading}:", highlight=False)
+            page.print(f"\n{heading}:", highlight=False)
         for sentence in sentences:
-            page.print(escape(f"  - {sentence}"), highlight=False)
+            page.print(escape("  - " + "\n    ".join(lines(sentence, page.width - 4))), highlight=False)
 
 
 def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[str, ...], as_json: bool) -> None:
@@ -319,12 +362,12 @@ def _check(what: str, cluster: str | None, records: list[Path], imports: tuple[s
             page.print(escape(note), highlight=False)
 
 
-def _checks(found: list[Check]) -> Table:
-    from flockstep.planning.check import CHECK_HEADINGS, check_cells
+def _checks(found: list[Check]) -> TextTable:
+    from flockstep.planning.check import CHECK_HEADINGS, CHECK_RANKS, check_cells
+    from flockstep.report.terminal import TableColumn, TextTable
 
-    table = Table(title="predicted and measured", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(CHECK_HEADINGS):
-        table.add_column(heading, no_wrap=place > 0, justify="left" if place == 0 else "right")
-    for one in found:
-        table.add_row(*(escape(text) for text in check_cells(one)))
-    return table
+    columns = [
+        TableColumn(one, text=place in (0, len(CHECK_HEADINGS) - 1), rank=rank)
+        for place, (one, rank) in enumerate(zip(CHECK_HEADINGS, CHECK_RANKS, strict=True))
+    ]
+    return TextTable(columns, [check_cells(one) for one in found], "predicted and measured")

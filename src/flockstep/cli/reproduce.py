@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from flockstep import registry
 from flockstep.claims.base import Claim
 from flockstep.cli import show
 from flockstep.cli.verdicts import require_page, write_verdict
 from flockstep.errors import ConfigurationError
+from flockstep.report.terminal import TableColumn, TextTable
 
 LEGEND = (
     "quick: a few seconds at most. flockstep reproduce A5 tries one and says how it was set up, what is asserted and "
@@ -41,10 +40,12 @@ def reproduce(names: Sequence[str], everything: bool, strict: bool, as_json: boo
     if write:
         require_page()
     results = []
-    for name, claim in claims.items():
-        results.append(_tried(name, claim))
-        if write:
-            write_verdict(results[-1], known())
+    with show.status() as tell:
+        for number, (name, claim) in enumerate(claims.items()):
+            tell(name, number, len(claims))
+            results.append(_tried(name, claim))
+            if write:
+                write_verdict(results[-1], known())
     if as_json:
         show.json({"claims": results, "held": sum(r["holds"] for r in results), "tried": len(results)})
     else:
@@ -58,12 +59,14 @@ def list_claims(as_json: bool) -> None:
     if as_json:
         show.json(rows)
         return
-    made = Table("claim", "statement", "source", "quick", box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        made.add_row(row["claim"], escape(row["statement"]), escape(row["source"]), "yes" if row["quick"] else "")
-    page = show.page()
-    page.print(made)
-    page.print(LEGEND, highlight=False)
+    columns = (
+        TableColumn("claim", text=True),
+        TableColumn("statement", text=True),
+        TableColumn("source", text=True, rank=1),
+        TableColumn("quick", text=True),
+    )
+    cells = [[row["claim"], row["statement"], row["source"], "yes" if row["quick"] else ""] for row in rows]
+    show.page().print(TextTable(columns, cells, notes=(LEGEND,)))
 
 
 def _described(claim: Claim) -> dict[str, Any]:
@@ -95,12 +98,13 @@ def _say(name: str) -> Callable[[str], None]:
 def _print(results: Sequence[dict[str, Any]]) -> None:
     page = show.page()
     for result in results:
-        made = Table("", "published", "ours", "", box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-        made.title = f"{result['claim']}  {escape(result['statement'])}"
-        for row in result["rows"]:
-            mark = "[green]holds[/]" if row["holds"] else "[red]falls short[/]"
-            made.add_row(escape(row["what"]), _text(row["published"]), _text(row["ours"]), mark)
-        page.print(made)
+        columns = [TableColumn(name, text=True) for name in ("quantity", "published", "here", "verdict")]
+        cells = [
+            [row["what"], _text(row["published"]), _text(row["ours"]), "holds" if row["holds"] else "falls short"]
+            for row in result["rows"]
+        ]
+        title = f"{result['claim']}  {result['statement']}"
+        page.print(TextTable(columns, cells, title, marks={"holds": "green", "falls short": "red"}))
         for label in ("source", "setting", "tolerance", "reason"):
             if result[label]:
                 page.print(f"  {label}: {escape(result[label])}", highlight=False)
@@ -111,7 +115,7 @@ def _print(results: Sequence[dict[str, Any]]) -> None:
 
 
 def _text(value: float | str) -> str:
-    return escape(value) if isinstance(value, str) else f"{value:.5g}"
+    return value if isinstance(value, str) else f"{value:.5g}"
 
 
 def _order(name: str) -> tuple[str, int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import typer
 
 from flockstep.cli import show
 from flockstep.drivers.account import fingerprint
+from flockstep.errors import FlockstepError
 from flockstep.experiments.single import carry_out
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
@@ -30,7 +32,27 @@ def run(config: RunConfig, folder: Path, title: str, overwrite: bool) -> Summary
 
 def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, overwrite: bool) -> None:
     """Train or simulate, and say how it went."""
-    conclude(run(config, folder, f"{config.job}, {config.strategy}", overwrite), folder, as_json, must_reach)
+    with _record_told(folder):
+        summary = run(config, folder, f"{config.job}, {config.strategy}", overwrite)
+    conclude(summary, folder, as_json, must_reach)
+
+
+@contextlib.contextmanager
+def _record_told(folder: Path) -> Iterator[None]:
+    """Name the folder of the record on standard error if the run fails, or is interrupted, after it has begun."""
+    before = _begun(folder)
+    try:
+        yield
+    except (FlockstepError, KeyboardInterrupt):
+        if _begun(folder) not in (None, before):
+            show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
+        raise
+
+
+def _begun(folder: Path) -> int | None:
+    """When the record in `folder` was begun, in nanoseconds; None without a record."""
+    file = RunFolder(folder).config_file
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def launch_one(
@@ -46,7 +68,8 @@ def launch_one(
     """Run a user's script, and show of its output what is asked for."""
     from flockstep.launchers.script import Output, launch
 
-    summary = launch(script, arguments, config, folder, Output(ranks, prefix), overwrite)
+    with _record_told(folder):
+        summary = launch(script, arguments, config, folder, Output(ranks, prefix), overwrite)
     if as_json:
         print(msgspec.json.encode(as_data(summary, folder)).decode())
     else:

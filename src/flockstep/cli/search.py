@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
-
 from flockstep.cli import show
 from flockstep.planning.advice import asked as all_requirements
 from flockstep.planning.advice import unfit
@@ -23,11 +18,10 @@ from flockstep.planning.trials import LEFT_OUT, Trial, TrialContext, goal_of
 from flockstep.planning.words import short
 from flockstep.report import words
 from flockstep.report.page import Listing
+from flockstep.report.terminal import TableColumn, TextTable
 
 HEADINGS = ("strategy", "as written", "best found", "with", "steps", "sends", "trials")
-
-BAR = 16
-"""Columns of the progress bar."""
+RANKS = (0, 2, 0, 0, 4, 3, 1)
 
 
 @dataclass(frozen=True)
@@ -113,14 +107,10 @@ def _notes(search: Search, asked: SearchOptions) -> tuple[str, ...]:
     return tuple(said)
 
 
-def table(tried: Tried) -> Table:
+def table(tried: Tried) -> TextTable:
     """Time to target of what was tried, the shortest first."""
-    made = Table(title=escape(_title(tried)), box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(HEADINGS):
-        made.add_column(heading, no_wrap=place not in (0, 3), justify="left" if place in (0, 3) else "right")
-    for row in _rows(tried):
-        made.add_row(*map(escape, row))
-    return made
+    columns = [TableColumn(one, one in ("strategy", "with"), rank) for one, rank in zip(HEADINGS, RANKS, strict=True)]
+    return TextTable(columns, _rows(tried), _title(tried))
 
 
 def listing(tried: Tried) -> Listing:
@@ -190,14 +180,11 @@ def _progress() -> Iterator[Callable[[SearchProgress], None]]:
     if not show.console.is_terminal:
         yield _line
         return
-    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=BAR), TimeElapsedColumn(), text)
-    with Progress(*columns, console=show.console, transient=True, expand=True) as progress:
-        task = progress.add_task("starting", total=None)
+    with show.status() as tell:
 
         def say(step: SearchProgress) -> None:
             if step.trial is not None or int(step.steps) == step.steps:
-                progress.update(task, description=escape(_where(step)), completed=step.done, total=step.all_trials)
+                tell(_where(step), step.done, step.all_trials)
 
         yield say
 

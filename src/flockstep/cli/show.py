@@ -1,14 +1,19 @@
-"""Progress on standard error: every worker of a real run, one bar for a simulated one."""
+"""Progress on standard error, with the time left; tables and JSON on standard output."""
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from flockstep.report.progress import Say, silent
+
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from rich.table import Table
 
     from flockstep.launchers.standing import Standing
@@ -18,8 +23,9 @@ console = Console(stderr=True)
 
 
 def page() -> Console:
-    """Where tables are printed: as wide as the terminal, or wide enough for a ranked table where there is none."""
-    return Console(width=None if Console().is_terminal else 120)
+    """Standard output for tables: as wide as the terminal or the variable COLUMNS says, 120 characters otherwise."""
+    known = Console().is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if known else 120)
 
 
 def json(value: object) -> None:
@@ -29,67 +35,84 @@ def json(value: object) -> None:
     print(msgspec.json.encode(value).decode())
 
 
+BAR = 16
+"""Columns of a progress bar."""
 SHOWN = 16
 """Workers in the live table; more are counted."""
 
 
 @contextmanager
-def standings(title: str) -> Iterator[Callable[[dict[Address, Standing]], None]]:
-    """A live table of the nodes of a real run; nothing where nobody watches."""
+def standings(title: str) -> Iterator[Callable[[dict[Address, Standing], int], None]]:
+    """A live table of the nodes of a real run, and how long the rest takes; nothing where nobody watches."""
     if not console.is_terminal:
-        yield lambda nodes: None
+        yield lambda nodes, steps: None
         return
+    from rich.console import Group
     from rich.live import Live
 
+    progress = _progress("steps")
+    task = progress.add_task(title, total=None)
     with Live(console=console, refresh_per_second=4, transient=True) as live:
 
-        def show(nodes: dict[Address, Standing]) -> None:
-            live.update(_table(title, nodes))
+        def show(nodes: dict[Address, Standing], steps: int) -> None:
+            mean = statistics.fmean(one.step for address, one in nodes.items() if address >= 0)
+            progress.update(task, completed=int(mean), total=steps)
+            live.update(Group(progress, _table(nodes)))
 
         yield show
 
 
 @contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """Says what goes on; nothing where nobody watches."""
+def status() -> Iterator[Say]:
+    """Says what goes on and, where the total is known, how long the rest takes; nothing where nobody watches."""
     if not console.is_terminal:
-        yield lambda what: None
+        yield silent
         return
-    with console.status("starting") as shown:
-        yield shown.update
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+
+        def say(what: str, done: float = 0, total: float = 0) -> None:
+            progress.update(task, description=what, completed=int(done), total=int(total) or None)
+
+        yield say
 
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A bar for the worker-steps of a simulation; nothing where nobody watches."""
+    """A bar for the worker-steps of a simulation, and how long the rest takes; nothing where nobody watches."""
     if not console.is_terminal:
         yield lambda done, total, clock: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("worker-steps, virtual {task.fields[clock]:.3g} s"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=None, clock=0.0)
+    with _progress("worker-steps") as progress:
+        task = progress.add_task(title, total=None)
 
         def show(done: int, total: int, clock: float) -> None:
             if done % max(1, total // 200) == 0 or done == total:
-                progress.update(task, completed=done, total=total, clock=clock)
+                said = f"{title}, virtual {clock:.3g} s"
+                progress.update(task, description=said, completed=done, total=total)
 
         yield show
 
 
-def _table(title: str, nodes: dict[Address, Standing]) -> Table:
+def _progress(unit: str = "") -> Progress:
+    """A bar with the number of parts done, all parts, the time left, and what goes on."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    text = TextColumn(
+        "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    )
+    units = (TextColumn(unit),) if unit else ()
+    columns = (BarColumn(bar_width=BAR), MofNCompleteColumn(), *units, TimeRemainingColumn(), TextColumn("left"), text)
+    return Progress(*columns, console=console, transient=True, expand=True)
+
+
+def _table(nodes: dict[Address, Standing]) -> Table:
     from rich.table import Table
 
     from flockstep.messages import node_name
 
-    table = Table(title=title)
+    table = Table()
     for heading in ("node", "state", "step", "loss"):
         table.add_column(heading, justify="left" if heading in ("node", "state") else "right")
     for address in sorted(nodes, key=lambda a: (a < 0, abs(a)))[:SHOWN]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from flockstep.cli import show
+from flockstep.report.terminal import TableColumn, TextTable
 from flockstep.strategies.base import Strategy
 from flockstep.systems.catalog import System, system, systems
 
@@ -44,11 +43,10 @@ def show_systems(name: str | None, as_json: bool) -> None:
         _print(detail(system(name)))
 
 
-def _table() -> Table:
-    made = Table(*HEADINGS, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for row in rows():
-        made.add_row(*(escape(row[heading]) for heading in HEADINGS))
-    return made
+def _table() -> TextTable:
+    ranks = dict(zip(HEADINGS, (0, 4, 3, 2, 0, 1), strict=True))
+    columns = [TableColumn(heading, text=True, rank=rank) for heading, rank in ranks.items()]
+    return TextTable(columns, [[row[heading] for heading in HEADINGS] for row in rows()])
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -98,9 +98,10 @@ class ScriptMembership(Membership):
         super().__init__(Member(ticket, NOTHING), lambda name, value: None)
         self._failed = self._over = False
         self._hook, sys.excepthook = sys.excepthook, self._on_crash
-        self._start = time.monotonic()
         try:
             self.member.join("", {}, np.zeros(1, np.float32))
+            self.member.begin()
+            self._start = time.monotonic()
         except FlockstepError as error:
             self.fail(error)
             raise

@@ -33,6 +33,14 @@ def calibration() -> pathlib.Path:
     return pathlib.Path.home() / ".cache" / "flockstep" / f"{HERE}.toml"
 
 
+def usual_cluster() -> str:
+    """Name of the cluster of plans that name none: this machine's calibration if there is one, otherwise "laptop"."""
+    try:
+        return HERE if calibration().is_file() else "laptop"
+    except (OSError, RuntimeError):  # no home, or none that can be read
+        return "laptop"
+
+
 def load_cluster(name: str | pathlib.Path) -> ClusterShape:
     """Load a built-in cluster, or one described by a TOML file.
 

@@ -350,6 +350,8 @@ class Loop:
             cluster, params = self._member.join(to_text(strategy), to_data(optimizer), initial)
         self._params[:] = beside(params, self._params)
         worker = make_worker(strategy, cluster, rank, self._params, schema, ticket.seed, stepper, optimizer)
+        with self._telling():
+            self._member.begin()
         self._worker = worker
         self._seat = Seat(self._member, worker, strategy)
         self._seat.snapshots.buffers = self._buffers

@@ -174,6 +174,8 @@ class Member:
     ) -> tuple[Cluster, FlatArray]:
         """Join the run; return its cluster, and the parameters that every node starts from, read-only.
 
+        The node prepares what it needs, and then calls `begin`.
+
         Raises:
             ConfigurationError: the supervisor refused, for example because another worker's model differs.
         """
@@ -188,9 +190,12 @@ class Member:
         self._meet(welcome.note.peers)
         params = self._handed_on(initial, cluster.addresses)
         self.bus.traffic = Traffic()  # from here on, of the run itself
+        return cluster, params
+
+    def begin(self) -> None:
+        """Tell the supervisor that this node is ready, and wait until all nodes are; then the clock starts."""
         self.tell("ready")
         self.wait_for("go")
-        return cluster, params
 
     def meet_all(self, tag: str) -> None:
         """Wait for the supervisor's message `tag` with the addresses of all peers, then for all connections."""

@@ -53,6 +53,11 @@ class Grid:
             raise ConfigurationError(f"seeds must be >= 1 run of each strategy, got {self.seeds}; 5 are usual")
 
     @property
+    def count(self) -> int:
+        """Number of runs."""
+        return len(self.strategies) * max(1, len(self.rates)) * self.seeds
+
+    @property
     def repeated(self) -> bool:
         """Whether a strategy has more than one run."""
         return self.seeds > 1 or len(self.rates) > 1
@@ -117,6 +122,11 @@ class Comparison:
         )
 
     @property
+    def seeds(self) -> int:
+        """Largest number of runs of a strategy at one learning rate."""
+        return max(len(group.runs) for group in self.groups)
+
+    @property
     def drawn(self) -> list[RunResult]:
         """For each strategy, the run that the report draws: the one nearest to the medians."""
         nearest = [group.nearest() for group in self.chosen]
@@ -135,7 +145,9 @@ class Comparison:
     def __str__(self) -> str:
         from flockstep.experiments.texts import ranked_text
 
-        return "\n".join([ranked_text(self.summaries), *self.failures, *self.caveats, f"report: {self.report}"])
+        return "\n".join(
+            [ranked_text(self.summaries, self.seeds), *self.failures, *self.caveats, f"report: {self.report}"]
+        )
 
 
 def compare(

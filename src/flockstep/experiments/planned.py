@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flockstep.costs.cluster_reading import load_cluster
+from flockstep.costs.cluster_reading import load_cluster, usual_cluster
 from flockstep.errors import ConfigurationError
 from flockstep.experiments.arguments import listed
 from flockstep.frameworks.job import import_components
@@ -16,6 +16,7 @@ from flockstep.planning.advice import Advice, advise, require_known
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
 from flockstep.planning.task import task_of
+from flockstep.report.progress import Say, silent
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class PlanResult:
 
 def plan(
     what: str | Path,
-    cluster: str | Path = "laptop",
+    cluster: str | Path | None = None,
     *,
     workers: int | None = None,
     require: Sequence[str] = (),
@@ -67,7 +68,8 @@ def plan(
 
     Args:
         what: a built-in workload, a reference model, or the path of a Python file with a function `job()`.
-        cluster: a name in `flockstep list clusters`, or the path of a TOML file.
+        cluster: a name in `flockstep list clusters`, or the path of a TOML file; None for "here" if this machine was
+            calibrated, otherwise "laptop".
         workers: number of workers; None for all that the cluster has.
         require: any of unbalanced, reproducible, elastic, private, slow-links.
         strategies: the strategies to consider; empty for all.
@@ -87,7 +89,7 @@ def plan(
     require_known(requirements)
     import_components(listed("imports", imports))
     length = None if hours is None else 3600 * hours
-    outlook = predicted(what, cluster, workers, batch, chosen, length)
+    outlook = predicted(what, usual_cluster() if cluster is None else cluster, workers, batch, chosen, length)
     return PlanResult(outlook, advise(outlook, requirements))
 
 
@@ -98,7 +100,7 @@ def predicted(
     batch: int | None = None,
     strategies: tuple[str, ...] = (),
     length: float | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silent,
 ) -> Outlook:
     """Predict every strategy, or only `strategies`, for a job on a cluster; `say` hears what is looked at.
 

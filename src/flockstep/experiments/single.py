@@ -201,7 +201,7 @@ def carry_out(
     folder: Path,
     overwrite: bool = False,
     watch: Watch | None = None,
-    standings: Callable[[dict[Address, Standing]], Any] | None = None,
+    standings: Callable[[dict[Address, Standing], int], Any] | None = None,
 ) -> RunResult:
     """Train or simulate with a configuration.
 
@@ -210,7 +210,7 @@ def carry_out(
         folder: folder of the record.
         overwrite: replace the run that the folder holds.
         watch: called from time to time with the progress of a simulation.
-        standings: called from time to time with the state of every node of a real run.
+        standings: called from time to time with the state of every node of a real run, and the steps of each worker.
 
     Raises:
         ConfigurationError: the configuration is invalid; nothing was started.
@@ -223,5 +223,5 @@ def carry_out(
     else:
         from flockstep.launchers import train as real
 
-        real.train(config, folder, standings or (lambda nodes: None), overwrite)
+        real.train(config, folder, standings or (lambda nodes, steps: None), overwrite)
     return RunResult.read(folder)

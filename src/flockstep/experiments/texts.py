@@ -13,9 +13,9 @@ from flockstep.report.table import table
 WIDTH = 100
 
 
-def ranked_text(summaries: Sequence[Summary]) -> str:
-    """The ranked table of runs, without colors."""
-    return printed(table(summaries))
+def ranked_text(summaries: Sequence[Summary], seeds: int = 1) -> str:
+    """The ranked table of runs, each the median of `seeds` runs, without colors."""
+    return printed(table(summaries, seeds))
 
 
 def printed(*what: object) -> str:

@@ -36,10 +36,12 @@ from flockstep.transports.base import Transport
 HEARTBEAT = 5.0
 """Default heartbeat: seconds without an answer after which a node counts as lost."""
 
-Show = Callable[[dict[Address, Standing]], None]
+Show = Callable[[dict[Address, Standing], int], None]
 
 
-def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, overwrite: bool = False) -> Summary:
+def train(
+    config: RunConfig, folder: Path, show: Show = lambda standings, steps: None, overwrite: bool = False
+) -> Summary:
     """Train a declared job on `config.workers` processes of this machine, and write the record.
 
     A script must guard the call, because the processes that it starts import the script again:
@@ -50,7 +52,7 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
     Args:
         config: the run's configuration, with `kind="train"`.
         folder: folder of the record; created if it is missing.
-        show: called from time to time with the state of every node, by address.
+        show: called from time to time with the state of every node, by address, and with the steps of each worker.
         overwrite: replace the run that the folder holds.
 
     Returns:
@@ -64,15 +66,21 @@ def train(config: RunConfig, folder: Path, show: Show = lambda standings: None, 
     engine, plan, config = prepare(config)
     require_handles(plan.cluster.workers + plan.cluster.servers)
     record = RunFolder(folder)
-    every, policy = plan.evaluate_every, plan.result
+    every, policy, steps = plan.evaluate_every, plan.result, plan.steps
     del engine, plan  # each holds a model; the evaluating process builds its own
     release()
     with record.created(config, overwrite):
-        _train(config, record, every, policy, show)
+        _train(config, record, every, policy, lambda standings: show(standings, steps))
     return record.read_summary()
 
 
-def _train(config: RunConfig, record: RunFolder, every: int, policy: ResultPolicy, show: Show) -> None:
+def _train(
+    config: RunConfig,
+    record: RunFolder,
+    every: int,
+    policy: ResultPolicy,
+    show: Callable[[dict[Address, Standing]], None],
+) -> None:
     evaluation = Evaluator(record.path.resolve(), config.threads or 1)
     transport = Transport.parse(config.transport or "shared_memory")
 

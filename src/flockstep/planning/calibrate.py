@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report import words
+from flockstep.report.progress import Say, silent
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
@@ -57,7 +58,7 @@ def calibrate(
     rounds: int = ROUNDS,
     codecs: Sequence[str] = CODECS,
     optimizers: Sequence[str] = OPTIMIZERS,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> Calibration:
     """Measure this machine: the job's gradients in one process and in several at once, messages, codecs and optimizers.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import JobProfile, Site
 from flockstep.report import words
+from flockstep.report.progress import Say, silent
 from flockstep.strategies.base import Strategy
 
 COMPOSED = (
@@ -137,7 +138,7 @@ def plan(
     strategies: tuple[str, ...] = (),
     further: bool = True,
     length: float | None = None,
-    say: Callable[[str], None] = lambda what: None,
+    say: Say = silent,
 ) -> Outlook:
     """Predict every strategy for a task on a cluster, without running anything for real.
 
@@ -148,7 +149,7 @@ def plan(
         strategies: expressions to consider; empty for every registered strategy and some compositions.
         further: also predict how strategies scale, and what would change the best one.
         length: seconds that the run lasts; None for the job's own passes over its data, or a day without a job.
-        say: receives lines of progress.
+        say: called with each strategy before it is predicted.
 
     Returns:
         The predictions, sorted by the worth of their samples per second.
@@ -164,8 +165,9 @@ def plan(
         )
     site.compute(count)
     found, refused = [alone(site)], list[tuple[str, str]]()
-    for strategy in candidates(strategies, site):
-        say(str(strategy))
+    wanted = list(candidates(strategies, site))
+    for number, strategy in enumerate(wanted):
+        say(str(strategy), number, len(wanted))
         try:
             _require_sense(strategy, site, count)
             found.append(prospect(strategy, site, count))
@@ -178,7 +180,7 @@ def plan(
     outlook = replace(outlook, length=length, steps=steps)
     if not further:
         return outlook
-    say("scaling")
+    say("scaling", len(wanted), len(wanted))
     return _further(outlook)
 
 

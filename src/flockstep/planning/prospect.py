@@ -149,7 +149,8 @@ def on_cluster(config: RunConfig, shape: ClusterShape) -> RunConfig:
     strategy = Strategy.parse(config.strategy)
     work = site.work(strategy, config.workers, _share_encoded(strategy, site, config.workers))
     network = Handled(shape.network(config.workers), work.message, work.receive, work.serve)
-    return replace(config, network=str(network), compute=str(Longer(site.compute(config.workers), work.step)))
+    compute = Longer(site.compute(config.workers), work.step)
+    return replace(config, network=str(network), compute=str(compute), cluster=shape.name)
 
 
 def _share_encoded(strategy: Strategy, site: Site, workers: int) -> float:

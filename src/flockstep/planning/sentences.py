@@ -146,7 +146,7 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
             f"{words.seconds(outlook.alone.seconds)} on the fastest worker."
         )
     if choice.strategy is not None:
-        said += [_step(choice), _graded(outlook, choice)]
+        said.append(_step(choice))
     departs = outlook.departures(choice)
     if departs:
         said.append(
@@ -155,14 +155,16 @@ def reasons(case: Case, choice: Prospect) -> tuple[str, ...]:
             "samples are taken to do the work of one, so that it advances "
             f"{as_much(case.worth(choice), 'quickly')} as one worker."
         )
-    said += [f"It counts that {one}." for one in case.meanings]
-    if choice.strategy is not None and outlook.site.cluster.failures:
-        said.append(failing.sentence(choice, outlook))
     if case.second is not None:
         said.append(
             f"The runner-up is {short(case.second.name)} with {words.number(case.second.samples_per_second)} samples "
             f"a second and {words.number(outlook.relative_samples(case.second))} of them to one of plain training."
         )
+    said += [f"It counts that {one}." for one in case.meanings]
+    if choice.strategy is not None and outlook.site.cluster.failures:
+        said.append(failing.sentence(choice, outlook))
+    if choice.strategy is not None:
+        said.append(_graded(outlook, choice))
     return tuple(said)
 
 

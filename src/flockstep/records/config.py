@@ -72,6 +72,8 @@ class RunConfig:
     split: str = "iid"
     network: str | None = None
     compute: str | None = None
+    cluster: str | None = None
+    """Name of the cluster from which network and compute model were derived; None if they were given themselves."""
     faults: tuple[str, ...] = ()
     """Faults injected into a simulation, in virtual time."""
     evaluate_every: float | None = None

@@ -29,8 +29,8 @@ Status = Literal["finished", "interrupted", "diverged", "failed"]
 USELESS: tuple[Status, ...] = ("diverged", "failed")
 """Statuses of runs whose final model must not be relied on."""
 _IDENTITY = (
-    "job", "strategy", "system", "workers", "seed", "network", "compute", "clock", "metric", "higher_is_better",
-    "target", "lr",
+    "job", "strategy", "system", "workers", "seed", "network", "compute", "cluster", "clock", "metric",
+    "higher_is_better", "target", "lr",
 )  # fmt: skip
 
 _SECONDS = ("compute_seconds", "wait_seconds", "comm_seconds")
@@ -101,6 +101,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int
     network: str | None
     compute: str | None
+    cluster: str | None = None
+    """Name of the cluster from which network and compute model were derived; None if they were given themselves."""
     clock: ClockKind
     """real: measured seconds; virtual: modeled seconds."""
     metric: str
@@ -119,6 +121,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds_to_target: float | None
     """Time of the first evaluation whose metric reaches the target, in seconds; None if no evaluation does, or there is
     no target.
+    """
+    seconds_to_target_range: tuple[float, float] | None = None
+    """Time of the last evaluation before the target was reached, or 0, and time of the evaluation that reached it, in
+    seconds; of medians over seeds the shortest and the longest time to the target. None if the target was not reached.
     """
     samples_to_target: int | None
     """Samples used by all workers together up to the evaluation that reaches the target."""
@@ -236,6 +242,7 @@ def summarize(
         notes=list(notes),
         seconds=time_of(ordered[-1]) if ordered else 0.0,
         seconds_to_target=hit.seconds if hit else None,
+        seconds_to_target_range=(quality.before, hit.seconds) if hit else None,
         samples_to_target=hit.samples if hit else None,
         bytes_to_target=hit.sent_bytes if hit else None,
         final_metric=quality.metric,
@@ -271,6 +278,8 @@ class _Quality(NamedTuple):
     """Evaluation figures of a run: target hit, best and final metric, final loss, samples, divergence."""
 
     hit: EvaluationEvent | None = None
+    before: float = 0.0
+    """Time of the last evaluation before the target was reached; 0 without such an evaluation."""
     best: float | None = None
     metric: float | None = None
     loss: float | None = None
@@ -289,11 +298,14 @@ def _quality(config: RunConfig, snapshots: Sequence[EvaluationEvent]) -> _Qualit
     if not snapshots:
         return _Quality()
     hit = next((s for s in snapshots if reaches(config, s.metric)), None)
+    before = max((s.seconds for s in snapshots if hit is not None and s.seconds < hit.seconds), default=0.0)
     finite = [s.metric for s in snapshots if math.isfinite(s.metric)]
     best = (max if config.higher_is_better else min)(finite, default=None)
     last = snapshots[-1]
     diverged = not (math.isfinite(last.loss) and math.isfinite(last.metric))
-    return _Quality(hit, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence, diverged)
+    return _Quality(
+        hit, before, best, _finite(last.metric), _finite(last.loss), last.samples, last.divergence, diverged
+    )
 
 
 def reaches(config: RunConfig, metric: float) -> bool:

@@ -9,7 +9,20 @@ from typing import Any
 from flockstep.messages import node_name
 from flockstep.records.events import SpanEvent
 from flockstep.report import words
-from flockstep.report.style import ACTIVITIES, GRID, Figure, Panels, Series, axis, heading, key, layout, ref, title_px
+from flockstep.report.style import (
+    ACTIVITIES,
+    GRID,
+    NARROW,
+    Figure,
+    Panels,
+    Series,
+    axis,
+    heading,
+    key,
+    layout,
+    ref,
+    title_px,
+)
 
 _MOST_WORKERS = (8, 4)
 _MOST_SERVERS = (2, 1)
@@ -19,8 +32,11 @@ _ROW_PX = 17
 _TITLE_PX = 34
 
 
-def per_step(series: Sequence[Series]) -> Figure:
-    """One bar per run: mean milliseconds per local step that a worker computed, communicated and waited."""
+def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
+    """One bar per run: mean milliseconds per local step that a worker computed, communicated and waited.
+
+    Names stand beside the bars, or above them if `narrow`.
+    """
     shown = [one for one in series if one.record.summary.steps]
     names = [one.title(46) for one in shown]
     data = []
@@ -46,17 +62,27 @@ def per_step(series: Sequence[Series]) -> Figure:
             }
         )
     clock = "virtual ms" if series[0].record.summary.clock == "virtual" else "ms"
+    notes = [_total(one, name) for one, name in zip(shown, names, strict=True)]
+    if narrow:
+        notes += [_above_bar(one, name) for one, name in zip(shown, names, strict=True)]
     made = layout(
-        130 + 34 * len(shown),
+        130 + (56 if narrow else 34) * len(shown),
         barmode="stack",
-        bargap=0.28,
+        bargap=0.55 if narrow else 0.28,
         xaxis=axis(f"{clock} per local step, mean over workers", rangemode="tozero"),
-        yaxis=axis(autorange="reversed", showline=False, ticks=""),
+        yaxis=axis(autorange="reversed", showline=False, ticks="", showticklabels=not narrow),
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"l": 64, "r": 70, "t": 40, "b": 56},
-        annotations=[_total(one, name) for one, name in zip(shown, names, strict=True)],
+        margin={"l": 12 if narrow else 64, "r": 70, "t": 40, "b": 56},
+        annotations=notes,
     )
     return {"data": data, "layout": made}
+
+
+def _above_bar(one: Series, name: str) -> dict[str, Any]:
+    """The run's name above its bar, after a square in the run's color."""
+    text = f'<span style="color:{one.color}">■</span> {one.name}'
+    place = {"x": 0, "y": name, "xanchor": "left", "yanchor": "bottom", "yshift": 11, "showarrow": False}
+    return {"text": text, "font": {"size": 12}, **place}
 
 
 def _ms_per_step(one: Series, kind: str) -> float:
@@ -71,10 +97,11 @@ def _total(one: Series, name: str) -> dict[str, Any]:
     return {"text": f"{words.number(total)} ms", **place}
 
 
-def per_worker(series: Sequence[Series]) -> Figure:
+def per_worker(series: Sequence[Series], narrow: bool = False) -> Figure:
     """One panel per run with one stacked bar per worker: the shares of computing, communicating and waiting."""
-    titles = [one.title(32) for one in series]
-    panels = Panels(len(series), min(4, len(series)), title_px=title_px(titles), panel_px=110, bottom_px=56)
+    titles = [one.title(NARROW if narrow else 32) for one in series]
+    columns = min(2 if narrow else 4, len(series))
+    panels = Panels(len(series), columns, title_px=title_px(titles), panel_px=110, bottom_px=56)
     data, made, notes = [], {}, []
     for index, one in enumerate(series):
         data += _worker_bars(one, index)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flockstep.records.events import EvaluationEvent
 from flockstep.records.summary import Summary
-from flockstep.report.style import INK, Figure, Panels, Series, axis, key, layout, ref, title_px
+from flockstep.report.style import INK, NARROW, Figure, Panels, Series, axis, key, layout, ref, title_px
 
 _X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
     ("seconds", lambda s: s.seconds),
@@ -16,12 +16,15 @@ _X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
     ("samples, all workers", lambda s: float(s.samples)),
 )
 _MOST_BARS = 40
+WHOLE = 0.6
+"""Share of the whole range from which on a part of the range is not worth a zoom."""
 
 
-def progress(series: Sequence[Series]) -> Figure:
-    """Six plots: metric and loss (rows) against seconds, bytes and samples (columns).
+def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
+    """Six plots: metric and loss (rows) against seconds, bytes and samples (columns); below each other if `narrow`.
 
-    A ring marks where a run reached the target. A trace's legendgroup is its run's place, for the page's own legend.
+    The vertical axes begin where the curves differ. A ring marks where a run reached the target. A trace's legendgroup
+    is its run's place, for the page's own legend.
     """
     first = series[0].record.summary
     data: list[dict[str, Any]] = []
@@ -34,13 +37,13 @@ def progress(series: Sequence[Series]) -> Figure:
             place = {"type": "line", "xref": f"{ref('x', column)} domain", "yref": ref("y", column), "x0": 0, "x1": 1}
             shapes.append({**place, "y0": first.target, "y1": first.target, "line": line, "layer": "below"})
     made = layout(
-        710,
+        1500 if narrow else 710,
         shapes=shapes,
         annotations=_target_note(first),
         showlegend=False,
-        margin={"l": 64, "r": 24, "t": 16, "b": 56},
+        margin={"l": 64, "r": 12 if narrow else 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(first, _losses(series)),
+        **_axes(first, _losses(series), narrow, zoomed(series)),
     )
     return {"data": data, "layout": made}
 
@@ -88,28 +91,41 @@ def _losses(series: Sequence[Series]) -> list[float]:
     ]
 
 
-def _axes(first: Summary, losses: Sequence[float]) -> dict[str, Any]:
-    log = bool(losses) and min(losses) > 0
+def _axes(first: Summary, losses: Sequence[float], narrow: bool, ranges: dict[str, list[float]]) -> dict[str, Any]:
+    log = _logarithmic(losses)
     titles = (first.metric, "test loss (log)" if log else "test loss")
     made: dict[str, Any] = {}
     for panel in range(6):
         row, column = divmod(panel, 3)
-        left, bottom = column * 0.345, 0.0 if row else 0.53
+        across, up = _place(row, column, narrow)
         x_title = "virtual seconds" if column == 0 and first.clock == "virtual" else _X[column][0]
-        made[key("x", panel)] = axis(
-            x_title, domain=[left, min(left + 0.31, 1.0)], anchor=ref("y", panel), rangemode="tozero"
-        )
-        made[key("y", panel)] = axis(
-            titles[row] if column == 0 else "",
-            domain=[bottom, bottom + 0.47 - 0.06 * row],
+        made[key("x", panel)] = axis(x_title, domain=across, anchor=ref("y", panel), rangemode="tozero")
+        own = key("y", panel)
+        made[own] = axis(
+            titles[row] if narrow or column == 0 else "",
+            domain=up,
             anchor=ref("x", panel),
-            showticklabels=column == 0,
+            showticklabels=narrow or column == 0,
             **({"matches": ref("y", 3 * row)} if column else {}),
             **({"type": "log", "tickvals": _log_ticks(losses)} if row and log else {}),
+            **({"range": ranges[own]} if own in ranges else {}),
         )
         if row == 0:
             made[key("x", panel)]["matches"] = ref("x", panel + 3)
     return made
+
+
+def _place(row: int, column: int, narrow: bool) -> tuple[list[float], list[float]]:
+    """Horizontal and vertical range of a plot, as shares of the plotting area."""
+    if narrow:
+        top = 1 - (2 * column + row) / 6
+        return [0.0, 1.0], [top - 0.118, top]
+    left, bottom = column * 0.345, 0.0 if row else 0.53
+    return [left, min(left + 0.31, 1.0)], [bottom, bottom + 0.47 - 0.06 * row]
+
+
+def _logarithmic(losses: Sequence[float]) -> bool:
+    return bool(losses) and min(losses) > 0
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
@@ -130,25 +146,53 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
     return [{"text": text, **place, **below}]
 
 
-def near_target(series: Sequence[Series]) -> list[float] | None:
-    """The range of the metric around the target and the best run, for a magnified view; None if there is no target."""
-    summary = series[0].record.summary
-    bests = [best for one in series if (best := one.record.summary.best_metric) is not None]
-    if summary.target is None or not bests:
+def zoomed(series: Sequence[Series]) -> dict[str, list[float]]:
+    """Ranges of the vertical axes within which the runs end, by the axes' names; empty if the whole range is no wider.
+
+    Runs that failed or diverged do not widen the ranges.
+    """
+    first = series[0].record.summary
+    shots = [
+        [e for e in one.record.events if isinstance(e, EvaluationEvent)] for one in series if one.record.summary.useful
+    ]
+    metrics = [[e.metric for e in run if math.isfinite(e.metric)] for run in shots]
+    losses = [[e.loss for e in run if math.isfinite(e.loss)] for run in shots]
+    if _logarithmic(_losses(series)):
+        losses = [[math.log10(loss) for loss in run] for run in losses]
+    found: dict[str, list[float]] = {}
+    for row, (runs, high) in enumerate(((metrics, first.higher_is_better), (losses, False))):
+        aim = [first.target] if row == 0 and first.target is not None else []
+        band = _band([run for run in runs if run], aim, high)
+        found |= {key("y", 3 * row + column): band for column in range(3) if band is not None}
+    return found
+
+
+def _band(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> list[float] | None:
+    """Range from a little beyond the best value to well below the worst final value; None if it saves little.
+
+    `aim`: further values in the range; `high`: whether higher values are better.
+    """
+    sign = 1 if high else -1
+    values = [sign * value for run in runs for value in run]
+    if not values:
         return None
-    best = (max if summary.higher_is_better else min)([*bests, summary.target])
-    margin = 3 * abs(best - summary.target) or 0.05 * abs(summary.target)
-    worst = summary.target - margin if summary.higher_is_better else summary.target + margin
-    return sorted([worst, best + (best - worst) * 0.04])
+    ends = [sign * value for value in (*(run[-1] for run in runs), *aim)]
+    low, top = min(ends), max(*values, *ends)
+    width = (top - low) or 0.1 * (top - min(values))
+    low, top = low - width, top + 0.15 * width
+    if top - low > WHOLE * (max(values) - min(values)):
+        return None
+    return sorted((sign * low, sign * top))
 
 
-def staleness(series: Sequence[Series]) -> Figure | None:
+def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:
     """A histogram of staleness for each run whose record has staleness; None if no run has."""
     shown = [one for one in series if one.record.summary.staleness_counts]
     if not shown:
         return None
-    titles = [one.title(32) for one in shown]
-    panels = Panels(len(shown), min(4, len(shown)), title_px=title_px(titles), panel_px=120, bottom_px=56)
+    titles = [one.title(NARROW if narrow else 32) for one in shown]
+    columns = min(2 if narrow else 4, len(shown))
+    panels = Panels(len(shown), columns, title_px=title_px(titles), panel_px=120, bottom_px=56)
     largest = max(one.record.summary.staleness_max or 0 for one in shown)
     width = max(1, -(-(largest + 1) // _MOST_BARS))
     data, made, notes = [], {}, []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flockstep.records.events import EvaluationEvent
 from flockstep.records.summary import Summary
 from flockstep.report import words
+from flockstep.report.ranking import places
 from flockstep.report.style import ACTIVITIES, Series
 
 
@@ -19,8 +19,6 @@ class _Hit:
     time: float
     samples: int
     sent: float
-    before: float
-    """Time of the previous evaluation, in seconds: the target was reached between this time and `time`."""
 
     @property
     def label(self) -> str:
@@ -40,7 +38,7 @@ def findings(series: Sequence[Series], seeds: int = 1) -> list[str]:
     if not usable:
         return ["No run ended without an error, so there is nothing to compare."]
     hits = _hits(usable)
-    found = _first(usable, hits)
+    found = _first(usable, hits, seeds)
     if len(hits) > 1:
         found += [_why(hits[0], hits[-1]), _costs(hits[0], hits[-1])]
         found += _fewest_bytes(hits)
@@ -54,14 +52,11 @@ def _hits(series: Sequence[Series]) -> list[_Hit]:
         s = one.record.summary
         if s.seconds_to_target is None or s.samples_to_target is None or s.bytes_to_target is None:
             continue
-        times = [
-            e.seconds for e in one.record.events if isinstance(e, EvaluationEvent) and e.seconds < s.seconds_to_target
-        ]
-        hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target, max(times, default=0.0)))
+        hits.append(_Hit(one, s.seconds_to_target, s.samples_to_target, s.bytes_to_target))
     return sorted(hits, key=lambda hit: hit.time)
 
 
-def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
+def _first(series: Sequence[Series], hits: Sequence[_Hit], seeds: int) -> list[str]:
     best = series[0].record.summary
     if best.target is None:
         return [
@@ -82,11 +77,9 @@ def _first(series: Sequence[Series], hits: Sequence[_Hit]) -> list[str]:
     text = f"{hits[0].label} reached {goal} first, after {_clock(hits[0])}."
     if len(hits) > 1:
         second = hits[1]
-        if second.before < hits[0].time:
-            text += (
-                f" {second.label} followed after {_clock(second)}; the evaluations are too far apart to tell which "
-                "was first."
-            )
+        if "=" in places([hits[0].summary, second.summary])[0]:
+            why = "the evaluations are too far apart" if seeds == 1 else "the ranges of their seeds overlap too much"
+            text += f" {second.label} followed after {_clock(second)}: a tie, for {why} to tell which was first."
         else:
             ratio = words.times(_ratio(second.time, hits[0].time))
             text += f" {second.label} followed after {_clock(second)} ({ratio} the time)."

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from flockstep.errors import ConfigurationError
 from flockstep.messages import node_name
@@ -14,12 +15,13 @@ from flockstep.report.findings import findings
 from flockstep.report.medians import SPREAD, RepeatedRuns, caveats
 from flockstep.report.page import Drawing, filled, write
 from flockstep.report.prediction import HEADINGS, Prediction
-from flockstep.report.ranking import labels, order, require_comparable
+from flockstep.report.ranking import labels, order, places, require_comparable
 from flockstep.report.style import ACTIVITIES, Series, by_rank
-from flockstep.report.table import cells, headings, one_by_one
+from flockstep.report.table import cells, columns, one_by_one, ties
 
 _FACTS = (
     ("workers", "workers"),
+    ("cluster", "cluster"),
     ("network", "network"),
     ("compute", "compute time"),
     ("seed", "seed"),
@@ -35,7 +37,8 @@ _FACTS = (
 )
 _PROGRESS = (
     "The same runs at equal time, equal bytes and equal samples. A ring marks the first evaluation at the target. "
-    "Click a name to hide or show a run in all six plots; drag to zoom, double-click to reset."
+    "Vertical axes show where the runs differ; “whole range” shows the rest. Choose a name to hide or show a run in "
+    "all six plots; drag to zoom, double-click to reset."
 )
 _PER_STEP = (
     "Accounted time of all workers divided by their steps. Communicating: the worker stood still for a transfer. "
@@ -82,12 +85,13 @@ def render(
         raise ConfigurationError("a report needs at least one run, got none; name the folder of a run")
     summaries = [record.summary for record in records]
     require_comparable(summaries)
-    places = order(summaries)
-    ranked = [records[index] for index in places]
+    ranking = order(summaries)
+    ranked = [records[index] for index in ranking]
     series = by_rank(list(zip(labels([record.summary for record in ranked]), ranked, strict=True)))
     configs = [record.config for record in ranked]
     told = [*one_by_one(configs), *([] if spread is None else caveats(*spread))]
     seeds = 1 if spread is None else max(len(group.runs) for group in spread[1])
+    shown, found = columns(ranked[0].summary), places([record.summary for record in ranked])
     return filled(
         "report.html.j2",
         title=_title(series),
@@ -97,14 +101,18 @@ def render(
         spread_headings=SPREAD,
         spread_title="" if spread is None else medians.title(*spread),
         spread=[] if spread is None else medians.rows(*spread),
-        headings=[full for full, _ in headings(ranked[0].summary)],
-        rows=[(one, cells(one.place + 1, one.label, one.record.summary)) for one in series],
+        headings=[one.heading for one in shown],
+        texts=[cells(place, one.label, one.record.summary) for one, place in zip(series, found, strict=True)],
+        series=series,
+        colors=[one.color for one in series],
+        best=ranked[0].summary.useful,
+        notes=[*(one.note for one in shown if one.note), *ties([record.summary for record in ranked], seeds)],
         predicted_headings=HEADINGS,
-        predicted=_predicted(series, [predictions[index] for index in places] if predictions else []),
+        predicted=_predicted(series, [predictions[index] for index in ranking] if predictions else []),
         troubles=_troubles(series),
         activities=list(ACTIVITIES.values()),
         drawings=_drawings(series),
-        near_target=figures.near_target(series),
+        zoomed=bool(figures.zoomed(series)),
         runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
     )
 
@@ -119,7 +127,10 @@ def _title(series: Sequence[Series]) -> str:
 def _facts(configs: Sequence[RunConfig]) -> list[tuple[str, str]]:
     """Settings of the runs with their names: one value if all runs agree, otherwise all values."""
     found = []
+    modeled = () if any(config.cluster is None for config in configs) else ("network", "compute")
     for name, text in _FACTS:
+        if name in modeled:  # derived from the cluster; the runs' settings have them in full
+            continue
         values = list(dict.fromkeys(getattr(config, name) for config in configs))
         if values and values != [None]:
             shown = [f"{v:g}" if isinstance(v, float) else "the job's own" if v is None else str(v) for v in values]
@@ -158,17 +169,21 @@ def _drawings(series: Sequence[Series]) -> list[Drawing]:
     if any(one.record.summary.best_metric is not None for one in series):
         metric = series[0].record.summary.metric
         title = f"{metric[:1].upper()}{metric[1:]} and loss against seconds, bytes and samples"
-        drawn.append(Drawing("progress", title, _PROGRESS, figures.progress(series)))
+        drawn.append(_drawing("progress", title, _PROGRESS, series, figures.progress))
     if any(one.record.summary.steps for one in series):
-        drawn.append(Drawing("per-step", "What a local step costs", _PER_STEP, activity.per_step(series)))
-        bars = activity.per_worker(series)
-        drawn.append(Drawing("per-worker", "Where each worker's time went", _PER_WORKER, bars))
-    late = figures.staleness(series)
-    if late:
+        drawn.append(_drawing("per-step", "What a local step costs", _PER_STEP, series, activity.per_step))
+        drawn.append(_drawing("per-worker", "Where each worker's time went", _PER_WORKER, series, activity.per_worker))
+    if figures.staleness(series) is not None:
         without = [one.label for one in series if not one.record.summary.staleness_counts]
         note = f" No staleness on the record of: {', '.join(without)}." if without else ""
-        drawn.append(Drawing("staleness", "Staleness of updates", _STALENESS + note, late))
+        drawn.append(_drawing("staleness", "Staleness of updates", _STALENESS + note, series, figures.staleness))
     first = activity.timeline(series)
     if first:
-        drawn.append(Drawing("timeline", "Timeline of the first steps", _TIMELINE, first))
+        drawn.append(Drawing("timeline", "Timeline of the first steps", _TIMELINE, first, first))
     return drawn
+
+
+def _drawing(
+    name: str, heading: str, caption: str, series: Sequence[Series], draw: Callable[[Sequence[Series], bool], Any]
+) -> Drawing:
+    return Drawing(name, heading, caption, draw(series, False), draw(series, True))

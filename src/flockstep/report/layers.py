@@ -18,14 +18,14 @@ MANY = 60
 HEADINGS = (
     "layer",
     "kind",
-    "param.",
-    "mult.-add",
+    "parameters",
+    "multiply-adds",
     "work W",
     "depth D",
     "W/D",
-    "activ.",
+    "activations",
     "gradient",
-    "data par.",
+    "data parallel",
     "split",
     "cheaper",
 )
@@ -41,9 +41,9 @@ CAPTION = (
 
 
 EXPLAINED = (
-    "mult.-add: multiply-adds of the forward pass for one sample; work W and depth D: all operations, and the longest "
-    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activ.: activations "
-    "of the batch; data par. and split: bytes that a worker sends in a step if the data, or this layer, are divided "
+    "multiply-adds: those of the forward pass for one sample; work W and depth D: all operations, and the longest "
+    "chain of dependent operations; W/D: mean number of operations that can run at the same time; activations: those "
+    "of the batch; data parallel and split: bytes that a worker sends in a step if the data, or this layer, are split "
     "over the workers; cheaper: which of the two is less (colored if it is split), and in the last row the bytes if "
     "every layer uses its cheaper way."
 )

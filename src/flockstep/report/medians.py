@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from flockstep.records.summary import Summary
 from flockstep.report import words
 from flockstep.report.ranking import rank
+from flockstep.report.terminal import TableColumn, TextTable
 
 _MIDDLE = (
     "seconds", "sent_bytes_per_worker", "received_bytes_per_worker", "messages_per_worker", "staleness_mean",
@@ -24,7 +22,7 @@ _MIDDLE = (
 )  # fmt: skip
 
 
-SPREAD = ("strategy", "lr", "runs", "s to target", "final metric", "at target", "diverged or failed")
+SPREAD = ("strategy", "lr", "runs", "seconds to target", "final metric", "at target", "diverged or failed")
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,15 @@ class RepeatedRuns:
             status=ended.status,
             error=ended.error,
             seconds_to_target=time,
+            seconds_to_target_range=None if time is None else self._target_range(),
             final_metric=metric,
         )
+
+    def _target_range(self) -> tuple[float, float]:
+        """The shortest and the longest time to the target; infinite if a run missed it."""
+        times = [run.seconds_to_target if run.useful else None for run in self.runs]
+        reached = [math.inf if time is None else time for time in times]
+        return min(reached), max(reached)
 
     def _medians(self) -> tuple[float | None, float | None]:
         worst = -math.inf if self.runs[0].higher_is_better else math.inf
@@ -176,14 +181,11 @@ def _row(group: RepeatedRuns, starred: bool) -> list[str]:
     return [first.system or first.strategy, lr, *counts]
 
 
-def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> Table:
+def spreads(groups: Sequence[RepeatedRuns], chosen: Sequence[RepeatedRuns]) -> TextTable:
     """The terminal table of every learning rate of every strategy with its ranges over seeds."""
-    made = Table(title=escape(title(groups, chosen)), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for heading in SPREAD:
-        made.add_column(heading, justify="left" if heading == "strategy" else "right", overflow="fold")
-    for cells in rows(groups, chosen):
-        made.add_row(*map(escape, cells))
-    return made
+    ranks = (0, 1, 3, 0, 0, 2, 4)
+    columns = [TableColumn(one, one == "strategy", rank) for one, rank in zip(SPREAD, ranks, strict=True)]
+    return TextTable(columns, rows(groups, chosen), title(groups, chosen))
 
 
 def _range(spread: tuple[float, float, float] | None) -> str:

@@ -27,6 +27,13 @@ class Drawing:
     heading: str
     caption: str
     figure: Figure
+    narrow: Figure | None = None
+    """The figure for pages too narrow for `figure`, with equal data; None to scroll `figure` sideways."""
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """What the page's script draws: data, layout, and the layout for narrow pages if there is one."""
+        return {**self.figure, **({} if self.narrow is None else {"narrow": self.narrow["layout"]})}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,28 @@ def order(summaries: Sequence[Summary]) -> list[int]:
     return sorted(range(len(summaries)), key=lambda index: _key(summaries[index]))
 
 
+def places(ranked: Sequence[Summary]) -> list[str]:
+    """The place of each run of a ranking, from "1"; runs that tie share a place, which then ends in "=".
+
+    Runs tie with the best run of a place if the times between which they reached the target overlap.
+    """
+    found, best = list[int](), 0
+    for index, summary in enumerate(ranked):
+        best = best if index and _overlap(ranked[best], summary) else index
+        found.append(best + 1)
+    return [f"{place}=" if found.count(place) > 1 else str(place) for place in found]
+
+
+def _overlap(best: Summary, other: Summary) -> bool:
+    if (
+        not (best.useful and other.useful)
+        or best.seconds_to_target_range is None
+        or other.seconds_to_target_range is None
+    ):
+        return False
+    return other.seconds_to_target_range[0] < best.seconds_to_target_range[1]
+
+
 def require_comparable(summaries: Sequence[Summary]) -> None:
     """Raise `ConfigurationError` unless times and metrics of these runs have the same meaning."""
     for name, plural in _MUST_AGREE.items():
@@ -43,7 +65,7 @@ def require_comparable(summaries: Sequence[Summary]) -> None:
 def labels(summaries: Sequence[Summary]) -> list[str]:
     """A short, unique label for each run: its strategy, and the settings in which runs of equal strategy differ."""
     names = [summary.system or summary.strategy for summary in summaries]
-    for setting in ("workers", "network", "compute", "lr", "seed"):
+    for setting in ("workers", "cluster", "network", "compute", "lr", "seed"):
         values = [getattr(summary, setting) for summary in summaries]
         twice = {name for name, count in Counter(names).items() if count > 1}
         differing = {name for name in twice if len({v for n, v in zip(names, values, strict=True) if n == name}) > 1}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flockstep.records.folder import Record
+from flockstep.report.words import lines
 
 Figure = dict[str, Any]
 """A plotly figure as plain data: {"data": [...], "layout": {...}}."""
@@ -35,6 +35,8 @@ ACTIVITIES = {
     "comm": ("communicating", "#e8a33d"),
     "wait": ("waiting", "#cfd5dd"),
 }
+NARROW = 22
+"""Characters of a line of a panel's title on a narrow page."""
 WIDE = 100.0
 """Ratio of an axis's ends above which only powers of ten are ticks."""
 INK, GRID, FONT = "#1d2733", "#e6e9ee", "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif"
@@ -85,16 +87,8 @@ def safe(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Escape `text` for plotly and break it into lines of at most `width` characters, never inside a word.
-
-    Lines end behind spaces, "(", "," and "=". A word that is longer than `width` has a line to itself.
-    """
-    lines = [""]
-    for part in re.findall(r"[^\s(,=]*[(,=]*\s*", text):
-        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return "<br>".join(safe(line.rstrip()) for line in lines)
+    """Escape `text` for plotly and break it into lines of at most `width` characters, never inside a word."""
+    return "<br>".join(map(safe, lines(text, width)))
 
 
 def layout(height: int, **more: Any) -> dict[str, Any]:

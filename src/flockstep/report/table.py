@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
 from flockstep.records.config import RunConfig
 from flockstep.records.summary import Summary
 from flockstep.report import words
-from flockstep.report.ranking import labels, rank
+from flockstep.report.ranking import labels, places, rank
+from flockstep.report.terminal import TableColumn, TextTable
 
 _STYLES = {"finished": "green", "interrupted": "yellow", "diverged": "red", "failed": "red"}
 
 
-def headings(summary: Summary) -> list[tuple[str, str]]:
-    """Column titles as pairs (full, narrow); all rows share the clock and the metric of `summary`."""
-    unit = "s" if summary.clock == "real" else "virtual s"
-    narrow = "the end" if summary.target is None else f"{summary.target:g}"
-    full = narrow if summary.target is None else f"{summary.metric} {narrow}"
-    return [
-        ("#", "#"),
-        ("strategy", "strategy"),
-        (f"{unit} to {full}", f"s to\n{narrow}"),
-        (f"final {summary.metric}", f"final\n{summary.metric}"),
-        ("MB per worker sent / received", "MB sent/\nreceived"),
-        ("staleness mean / max", "late\nmean/max"),
-        ("utilization", "utili-\nzation"),
-        ("divergence", "diver-\ngence"),
-        ("complete", "com-\nplete"),
-        ("status", "status"),
-    ]
+def columns(summary: Summary) -> tuple[TableColumn, ...]:
+    """The columns of the ranked table; all rows share the clock and the metric of `summary`."""
+    metric, goal = summary.metric, f"{summary.metric} {summary.target:g}" if summary.target is not None else None
+    reached = f"seconds to {goal}: until the first evaluation that reached it; > where none did."
+    return (
+        TableColumn("#"),
+        TableColumn("strategy", text=True),
+        TableColumn(f"seconds to {goal or 'the end'}", note=reached if goal else ""),
+        TableColumn(f"final {metric}"),
+        TableColumn("MB per worker sent / received", rank=2),
+        TableColumn("staleness mean / max", rank=4, note=_STALENESS),
+        TableColumn("computing", rank=3, note=_COMPUTING),
+        TableColumn("divergence", rank=5, note=_DIVERGENCE),
+        TableColumn("updates applied", rank=6, note=_APPLIED),
+        TableColumn("status", text=True, rank=1),
+    )
 
 
-def cells(place: int, label: str, summary: Summary) -> list[str]:
-    """One row as text, in the order of `headings`; a run that missed the target shows its whole time."""
+_STALENESS = "staleness: updates applied between reading the parameters and applying the gradient."
+_COMPUTING = "computing: share of a worker's time; the rest is communicating and waiting."
+_DIVERGENCE = "divergence: root mean square distance of the replicas from their mean at the last evaluation."
+_APPLIED = (
+    "updates applied: share of the workers' updates that entered the models of the other workers, or of the servers; "
+    "below 100 % where workers exchange with few others at a time, or drop updates: no sign of an unfinished run."
+)
+
+
+def cells(place: str, label: str, summary: Summary) -> list[str]:
+    """One row as text, in the order of `columns`; a run that missed the target shows its whole time."""
     return [
-        str(place) if summary.useful else words.NONE,
+        place if summary.useful else words.NONE,
         label,
         _time(summary),
         words.metric(summary.final_metric),
@@ -57,8 +63,24 @@ def _time(summary: Summary) -> str:
     return words.number(summary.seconds) if summary.target is None else f"> {words.number(summary.seconds)}"
 
 
+def ties(ranked: Sequence[Summary], seeds: int = 1) -> list[str]:
+    """Sentences on how certain the order of ranked runs is; `seeds`: runs of each strategy."""
+    said = []
+    if any("=" in place for place in places(ranked)):
+        why = (
+            "the ranges of their seeds overlap" if seeds > 1 else "the evaluations are too far apart to tell the first"
+        )
+        said.append(f"=: a tie, {why}.")
+    if seeds == 1 and len(ranked) > 1 and ranked[0].clock == "real":
+        said.append("One run each: how much seconds vary is not known; --seeds 5 ranks medians and shows their ranges.")
+    return said
+
+
 def modeled(summaries: Sequence[Summary]) -> str:
-    """The compute model that all simulated runs share, for a heading; if the runs differ, their labels name it."""
+    """The cluster or the compute model that all simulated runs share, for a heading; labels name those that differ."""
+    clusters = {summary.cluster for summary in summaries}
+    if clusters != {None}:
+        return f"on the cluster {clusters.pop()}" if len(clusters) == 1 else "time is modeled"
     laws = {summary.compute for summary in summaries}
     return f"a gradient takes {laws.pop()}" if len(laws) == 1 and None not in laws else "time is modeled"
 
@@ -71,7 +93,7 @@ def one_by_one(configs: Iterable[RunConfig]) -> list[str]:
     ]
 
 
-def table(summaries: Sequence[Summary]) -> Table:
+def table(summaries: Sequence[Summary], seeds: int = 1) -> TextTable:
     """The terminal table of ranked runs; without runs the table is empty.
 
     Raises:
@@ -79,30 +101,25 @@ def table(summaries: Sequence[Summary]) -> Table:
     """
     ranked = rank(summaries)
     if not ranked:
-        return Table(title="no runs", box=box.SIMPLE_HEAD)
+        return TextTable((), (), "no runs")
     first = ranked[0]
-    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {escape(modeled(ranked))}"
-    counts = " and ".join(str(n) for n in sorted({summary.workers for summary in ranked}))
-    title = f"{escape(first.job)} on {counts} workers, {clock}"
-    made = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=0,
+    rows = [cells(*row) for row in zip(places(ranked), labels(ranked), ranked, strict=True)]
+    shown = columns(first)
+    if len(ranked) == 1:
+        shown = tuple(dataclasses.replace(one, note="") for one in shown)
+    return TextTable(
+        shown,
+        rows,
+        title=heading(ranked),
+        styles={0: "bold"} if first.useful else {},
+        marks=_STYLES,
+        notes=ties(ranked, seeds),
     )
-    for index, (_, heading) in enumerate(headings(first)):
-        is_text = index in (1, 9)
-        made.add_column(
-            escape(heading),
-            justify="left" if is_text else "right",
-            overflow="fold",
-            no_wrap=index != 1,
-            min_width=12 if index == 1 else None,
-        )
-    for place, (label, summary) in enumerate(zip(labels(ranked), ranked, strict=True), 1):
-        texts = [escape(text) for text in cells(place, label, summary)]
-        texts[-1] = f"[{_STYLES[summary.status]}]{texts[-1]}[/]"
-        made.add_row(*texts, style="bold" if place == 1 and summary.useful else None)
-    return made
+
+
+def heading(summaries: Sequence[Summary]) -> str:
+    """Title of the table: job, workers, and the clock that the seconds are of."""
+    first = summaries[0]
+    clock = "real seconds" if first.clock == "real" else f"VIRTUAL seconds: {modeled(summaries)}"
+    counts = " and ".join(str(n) for n in sorted({summary.workers for summary in summaries}))
+    return f"{first.job} on {counts} worker{'' if counts == '1' else 's'}, {clock}"

@@ -1,8 +1,9 @@
-"""Numbers as text, in the same form everywhere: "12.3 s", "4.1 MB", "83 %", and a dash for an unknown value."""
+"""Numbers as text, in the same form everywhere: "12.3 s", "4.1 MB", "83 %", a dash for an unknown value; and lines."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -72,3 +73,25 @@ def staleness(summary: Summary) -> str:
     if summary.staleness_mean is None:
         return NONE
     return f"{number(summary.staleness_mean, 2)}/{summary.staleness_max}"
+
+
+def pieces(text: str) -> list[str]:
+    """The parts of `text` that stay whole when it is broken into lines: words end behind spaces, "(", "," and "="."""
+    return re.findall(r"[^\s(,=]*[(,=]+\s*|[^\s(,=]+\s*|\s+", text)
+
+
+def lines(text: str, width: int) -> list[str]:
+    """Break `text` into lines of at most `width` characters, never inside a word.
+
+    Lines end behind spaces; within an expression without spaces only if the expression is longer than `width`. A word
+    that is longer than `width` has a line to itself.
+    """
+    broken = []
+    for line in text.split("\n"):
+        broken.append("")
+        for chunk in re.findall(r"\S+\s*|\s+", line):
+            for piece in [chunk] if len(chunk.rstrip()) <= width else pieces(chunk):
+                if broken[-1] and len(broken[-1]) + len(piece.rstrip()) > width:
+                    broken.append("")
+                broken[-1] += piece
+    return [line.rstrip() for line in broken]

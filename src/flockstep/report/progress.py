@@ -1,0 +1,16 @@
+"""How functions that take long tell what they are doing, and how far they are."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Say(Protocol):
+    """Function that is told what goes on."""
+
+    def __call__(self, what: str, done: float = 0, total: float = 0) -> object:
+        """`what`: the part that begins; `done`: parts that are finished; `total`: all parts, 0 if not known."""
+
+
+def silent(what: str, done: float = 0, total: float = 0) -> None:
+    """Tell nobody."""

@@ -1,0 +1,131 @@
+"""Tables for a terminal that fit its width: words stay whole, and columns that are left out are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from flockstep.report.words import lines, pieces
+
+ROOMY, NARROW = 24, 14
+"""Characters of a column of text of rank 0, and of other ranks, below which columns are left out before text is broken
+into shorter lines.
+"""
+GAP = 2
+"""Characters between two columns."""
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column of a `TextTable`."""
+
+    heading: str
+    text: bool = False
+    """Whether the column holds text, which is aligned left and may be broken between words; otherwise figures."""
+    rank: int = 0
+    """Columns of the highest rank are left out first where the terminal is narrow; columns of rank 0 always stay."""
+    note: str = ""
+    """Sentence on what the column holds, which stands below the table where the column is shown."""
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table that fits the width of the console that prints it.
+
+    Words and figures are never broken. Where the columns do not fit, those of the highest rank are left out, and a line
+    below the table names them.
+    """
+
+    columns: Sequence[TableColumn]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    styles: Mapping[int, str] = field(default_factory=dict)
+    """Row number → rich style of the row."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """Text of a cell → rich style of every cell with this text."""
+    total: bool = False
+    """Whether the last row is a sum, which a line separates from the other rows."""
+    notes: Sequence[str] = ()
+    """Sentences below the table."""
+
+    def shown(self, width: int) -> list[int]:
+        """Numbers of the columns that fit in `width` characters."""
+        kept = list(range(len(self.columns)))
+        while self._needs(kept, roomy=True) > width:
+            last = max(reversed(kept), key=lambda place: self.columns[place].rank)
+            if self.columns[last].rank == 0:
+                break
+            kept.remove(last)
+        return kept
+
+    def left_out(self, width: int) -> str | None:
+        """Sentence that names the columns that do not fit in `width` characters; None if all of them do."""
+        kept = self.shown(width)
+        names = [one.heading for place, one in enumerate(self.columns) if place not in kept]
+        return f"Left out to fit {width} columns: {', '.join(names)}." if names else None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        if self.title:
+            yield Text("\n".join(lines(self.title, width)), style="bold")
+        yield self._made(width)
+        explained = [one.note for place in self.shown(width) if (one := self.columns[place]).note]
+        for sentence in [*filter(None, [self.left_out(width)]), *explained, *self.notes]:
+            yield Text("\n".join(lines(sentence, width)), style="dim")
+
+    def _made(self, width: int) -> Table:
+        kept = self.shown(width)
+        widths = dict(zip(kept, self._widths(kept, width), strict=True))
+        made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+        for place in kept:
+            one = self.columns[place]
+            justify, head = "left" if one.text else "right", "\n".join(lines(one.heading, widths[place]))
+            made.add_column(Text(head), justify=justify, vertical="top", overflow="fold", width=widths[place])  # type: ignore[arg-type]
+        for number, row in enumerate(self.rows):
+            if self.total and number == len(self.rows) - 1:
+                made.add_section()
+            cells = [
+                Text("\n".join(lines(row[place], widths[place])), self.marks.get(row[place], "")) for place in kept
+            ]
+            made.add_row(*cells, style=self.styles.get(number))
+        return made
+
+    def _cells(self, place: int) -> Iterator[str]:
+        return (row[place] for row in self.rows)
+
+    def _least(self, place: int, roomy: bool = False) -> int:
+        """Characters without which a word or a figure of the column would be broken; text may also be `roomy`."""
+        heading = max((cell_len(part) for part in self.columns[place].heading.split()), default=1)
+        if not self.columns[place].text:
+            return max([heading, *map(cell_len, self._cells(place))])
+        words = [cell_len(part.rstrip()) for cell in self._cells(place) for part in pieces(cell)]
+        room = min(self._most(place), NARROW if self.columns[place].rank else ROOMY) if roomy else 1
+        return max([heading, room, *words])
+
+    def _most(self, place: int, heads: int = 2) -> int:
+        """Characters with which the column needs one line a row, and at most `heads` lines for its heading."""
+        heading = self.columns[place].heading
+        head = next(width for width in range(1, len(heading) + 2) if len(lines(heading, width)) <= heads)
+        return max([head, *map(cell_len, self._cells(place))])
+
+    def _needs(self, kept: Sequence[int], roomy: bool = False) -> int:
+        return sum(self._least(place, roomy) for place in kept) + GAP * (len(kept) - 1)
+
+    def _widths(self, kept: Sequence[int], width: int) -> list[int]:
+        """Characters of each column: what it needs, and a share of the rest, first for text and last for headings."""
+        found = {place: self._least(place) for place in kept}
+        spare = width - self._needs(kept)
+        texts = [place for place in kept if self.columns[place].text]
+        for places, heads in ((texts, 2), (kept, 2), (kept, 1)):
+            more = {place: max(0, self._most(place, heads) - found[place]) for place in places}
+            for number, place in enumerate(sorted(more, key=lambda one: more[one])):
+                given = max(0, min(more[place], spare // (len(more) - number)))
+                found[place] += given
+                spare -= given
+        return [found[place] for place in kept]

@@ -1,0 +1,74 @@
+"""When the clock of a real run starts: after all that prepares a node, so that the first step costs what others do."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flockstep.drivers import process
+from flockstep.drivers.member import Ticket
+from flockstep.drivers.setup import prepare
+from flockstep.nodes import Cluster
+from flockstep.records.config import RunConfig
+from flockstep.transports.bus import Traffic
+
+
+class Told(Exception):
+    """The clock would start."""
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a node does before the clock starts, in order; the node ends there."""
+    done: list[str] = []
+
+    class FakeMember:
+        def __init__(self, ticket: Ticket, *rest: Any):
+            self.ticket, self.bus, self.closed = ticket, type("Bus", (), {"traffic": Traffic()})(), False
+
+        def join(self, strategy: str, optimizer: dict[str, Any], initial: Any) -> Any:
+            done.append("join")
+            return Cluster(2, 1), prepare(CONFIG)[0].home() if initial is None else initial
+
+        def begin(self) -> None:
+            done.append("begin")
+            raise Told
+
+        def fail(self, failure: Any) -> None:
+            assert failure.reason.startswith(("worker 0 raised Told", "server 0 raised Told"))
+
+        def close(self, linger: float) -> None:
+            pass
+
+    def noted(name: str, original: Any) -> Any:
+        return lambda *given, **named: done.append(name) or original(*given, **named)
+
+    monkeypatch.setattr(process, "Member", FakeMember)
+    monkeypatch.setattr(process, "release", noted("collect garbage", process.release))
+    monkeypatch.setattr(process, "_warm_up", noted("compute a gradient", process._warm_up))
+    monkeypatch.setattr(process, "make_server", noted("make the server", process.make_server))
+    monkeypatch.setattr(process, "Seat", noted("start the clock", None))
+    before = signal.getsignal(signal.SIGINT)
+    yield done
+    signal.signal(signal.SIGINT, before)
+
+
+CONFIG = RunConfig(kind="train", job="softmax", strategy="bsp", workers=2, transport="ipc", steps=4)
+
+
+def ticket(address: int) -> Ticket:
+    return Ticket("run", address, "", "", "ipc", 5.0, "", 2, 0)
+
+
+def test_a_worker_collects_garbage_before_the_clock_starts(order: list[str]) -> None:
+    assert process.run_worker(ticket(0), lambda: prepare(CONFIG)[:2]) == 1
+    assert order == ["collect garbage", "compute a gradient", "join", "collect garbage", "begin"]
+
+
+def test_a_server_is_made_before_the_clock_starts(order: list[str]) -> None:
+    engine, plan, _ = prepare(CONFIG)
+    assert process.run_server(ticket(-1), 0, str(plan.strategy), str(plan.optimizer), engine.schema, 0) == 1
+    assert order == ["join", "make the server", "begin"]
