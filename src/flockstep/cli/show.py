@@ -96,14 +96,26 @@ def bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
 
 def _progress(unit: str = "") -> Progress:
     """A bar with the number of parts done, all parts, the time left, and what goes on."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from datetime import timedelta
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.table import Column
+    from rich.text import Text
+
+    class TimeLeft(ProgressColumn):
+        """Time until the end, once it can be told."""
+
+        def render(self, task: Task) -> Text:
+            seconds = None if task.total is None else task.time_remaining
+            return Text(
+                "" if seconds is None else f"{timedelta(seconds=int(seconds))} left", style="progress.remaining"
+            )
 
     text = TextColumn(
         "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
     )
     units = (TextColumn(unit),) if unit else ()
-    columns = (BarColumn(bar_width=BAR), MofNCompleteColumn(), *units, TimeRemainingColumn(), TextColumn("left"), text)
+    columns = (BarColumn(bar_width=BAR), MofNCompleteColumn(), *units, TimeLeft(), text)
     return Progress(*columns, console=console, transient=True, expand=True)
 
 
