@@ -38,7 +38,7 @@ RENAMED = {
     "bytes": "sent_bytes",
     "figure": "scalar",
     "figures": "scalars",
-    "seconds_to_target": "seconds_to_target",
+    "time_to_target": "seconds_to_target",
     "sent_per_worker": "sent_bytes_per_worker",
     "received_per_worker": "received_bytes_per_worker",
 }

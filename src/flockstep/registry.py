@@ -147,7 +147,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "C6": "flockstep.claims.c06_deep_gradient_compression:DeepGradientCompression",
         "C7": "flockstep.claims.c07_power_sgd:PowerSgdAccuracy",
         "C8": "flockstep.claims.c08_push_with_stragglers:PushWithStragglers",
-        "C9": "flockstep.claims.c09_backup_seconds_to_target:BackupTimeToTarget",
+        "C9": "flockstep.claims.c09_backup_time_to_target:BackupTimeToTarget",
         "C10": "flockstep.claims.c10_layer_wise_rates:LayerWiseRates",
         "C11": "flockstep.claims.c11_batch_increase:LargerBatches",
         "C13": "flockstep.claims.c13_hogwild:HogwildSpeedUp",

@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
     code, _, err = outcome(arguments, capsys)
     assert code == 1
     assert "the loss of worker" in err
-    assert "lower the learning rate, now 1e+06" in err
+    assert "lower the learning rate, now 1e+06 (record: r)" in err
     assert len(err.strip().splitlines()) == 1
     summary = json.loads(Path("r/summary.json").read_text())
     assert summary["status"] == "diverged"

@@ -382,6 +382,6 @@ def test_a_summary_of_another_version_is_refused_with_the_present_name(tmp_path:
     folder.write_summary(summarize(CONFIG, [], "finished"))
     text = folder.summary_file.read_text()
     assert '"seconds_to_target"' in text
-    folder.summary_file.write_text(text.replace('"seconds_to_target"', '"seconds_to_target"'))
+    folder.summary_file.write_text(text.replace('"seconds_to_target"', '"time_to_target"'))
     with pytest.raises(UnknownName, match="it is called 'seconds_to_target' now"):
         folder.read_summary()

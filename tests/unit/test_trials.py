@@ -70,7 +70,7 @@ def closed_form(site: Site, text: str, workers: int) -> float:
 
 
 @pytest.mark.parametrize("text", ["all_reduce", "all_reduce(collective=recursive_doubling)", "ps"])
-def test_seconds_to_target_is_steps_times_the_closed_form(text: str, site: Site) -> None:
+def test_time_to_target_is_steps_times_the_closed_form(text: str, site: Site) -> None:
     found = trial(site, Strategy.parse(text), 4, target=TARGET)
     assert found.end == "target"
     assert found.steps > 1

@@ -13,6 +13,7 @@ from flockstep.report.style import (
     ACTIVITIES,
     GRID,
     NARROW,
+    SQUARE,
     Figure,
     Panels,
     Series,
@@ -29,6 +30,8 @@ _MOST_SERVERS = (2, 1)
 _MANY_RUNS = 5
 _MOST_SPANS = 600
 _ROW_PX = 17
+NARROW_LINE = 44
+"""Characters of a line of a run's name above its bar on a narrow page."""
 _TITLE_PX = 34
 
 
@@ -38,7 +41,7 @@ def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
     Names stand beside the bars, or above them if `narrow`.
     """
     shown = [one for one in series if one.record.summary.steps]
-    names = [one.title(46) for one in shown]
+    names = [f"{SQUARE.format(color=one.color)} {one.title(46)}" for one in shown]
     data = []
     totals = [sum(_ms_per_step(one, kind) for kind in ACTIVITIES) for one in shown]
     for kind, (name, color) in ACTIVITIES.items():
@@ -65,14 +68,16 @@ def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
     notes = [_total(one, name) for one, name in zip(shown, names, strict=True)]
     if narrow:
         notes += [_above_bar(one, name) for one, name in zip(shown, names, strict=True)]
+    lines = max(one.title(NARROW_LINE).count("<br>") + 1 for one in shown)
     made = layout(
-        130 + (56 if narrow else 34) * len(shown),
+        130 + (42 + 16 * lines if narrow else 34) * len(shown),
         barmode="stack",
-        bargap=0.55 if narrow else 0.28,
-        xaxis=axis(f"{clock} per local step, mean over workers", rangemode="tozero"),
+        bargap=1 - 26 / (42 + 16 * lines) if narrow else 0.28,
+        uniformtext={"minsize": 10, "mode": "hide"},
+        xaxis=axis(f"{clock} per local step{'' if narrow else ', mean over workers'}", rangemode="tozero"),
         yaxis=axis(autorange="reversed", showline=False, ticks="", showticklabels=not narrow),
         legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        margin={"l": 12 if narrow else 64, "r": 70, "t": 40, "b": 56},
+        margin={"l": 12 if narrow else 64, "r": 70, "t": 84 if narrow else 40, "b": 56},
         annotations=notes,
     )
     return {"data": data, "layout": made}
@@ -80,9 +85,9 @@ def per_step(series: Sequence[Series], narrow: bool = False) -> Figure:
 
 def _above_bar(one: Series, name: str) -> dict[str, Any]:
     """The run's name above its bar, after a square in the run's color."""
-    text = f'<span style="color:{one.color}">■</span> {one.name}'
-    place = {"x": 0, "y": name, "xanchor": "left", "yanchor": "bottom", "yshift": 11, "showarrow": False}
-    return {"text": text, "font": {"size": 12}, **place}
+    text = f"{SQUARE.format(color=one.color)} {one.title(NARROW_LINE)}"
+    place = {"x": 0, "y": name, "xanchor": "left", "yanchor": "bottom", "yshift": 13, "showarrow": False}
+    return {"text": text, "font": {"size": 12}, "align": "left", **place}
 
 
 def _ms_per_step(one: Series, kind: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flockstep.records.events import EvaluationEvent
@@ -16,8 +17,6 @@ _X: tuple[tuple[str, Callable[[EvaluationEvent], float]], ...] = (
     ("samples, all workers", lambda s: float(s.samples)),
 )
 _MOST_BARS = 40
-WHOLE = 0.6
-"""Share of the whole range from which on a part of the range is not worth a zoom."""
 
 
 def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
@@ -43,7 +42,7 @@ def progress(series: Sequence[Series], narrow: bool = False) -> Figure:
         showlegend=False,
         margin={"l": 64, "r": 12 if narrow else 24, "t": 16, "b": 56},
         hovermode="closest",
-        **_axes(first, _losses(series), narrow, zoomed(series)),
+        **_axes(first, _losses(series), narrow, ranges(series)),
     )
     return {"data": data, "layout": made}
 
@@ -91,7 +90,7 @@ def _losses(series: Sequence[Series]) -> list[float]:
     ]
 
 
-def _axes(first: Summary, losses: Sequence[float], narrow: bool, ranges: dict[str, list[float]]) -> dict[str, Any]:
+def _axes(first: Summary, losses: Sequence[float], narrow: bool, ends: dict[str, Ranges]) -> dict[str, Any]:
     log = _logarithmic(losses)
     titles = (first.metric, "test loss (log)" if log else "test loss")
     made: dict[str, Any] = {}
@@ -108,7 +107,7 @@ def _axes(first: Summary, losses: Sequence[float], narrow: bool, ranges: dict[st
             showticklabels=narrow or column == 0,
             **({"matches": ref("y", 3 * row)} if column else {}),
             **({"type": "log", "tickvals": _log_ticks(losses)} if row and log else {}),
-            **({"range": ranges[own]} if own in ranges else {}),
+            **({"range": ends[own].ends} if own in ends else {}),
         )
         if row == 0:
             made[key("x", panel)]["matches"] = ref("x", panel + 3)
@@ -146,43 +145,59 @@ def _target_note(first: Summary) -> list[dict[str, Any]]:
     return [{"text": text, **place, **below}]
 
 
-def zoomed(series: Sequence[Series]) -> dict[str, list[float]]:
-    """Ranges of the vertical axes within which the runs end, by the axes' names; empty if the whole range is no wider.
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of an axis; of a logarithmic one as powers of ten."""
 
-    Runs that failed or diverged do not widen the ranges.
+    whole: list[float]
+    """Range of all values."""
+    ends: list[float]
+    """Range within which the runs end."""
+
+
+def ranges(series: Sequence[Series]) -> dict[str, Ranges]:
+    """Ranges of the vertical axes of `progress`, by the axes' names.
+
+    Runs that failed or diverged do not widen the range of the ends.
     """
     first = series[0].record.summary
     shots = [
-        [e for e in one.record.events if isinstance(e, EvaluationEvent)] for one in series if one.record.summary.useful
+        (one.record.summary.useful, [e for e in one.record.events if isinstance(e, EvaluationEvent)]) for one in series
     ]
-    metrics = [[e.metric for e in run if math.isfinite(e.metric)] for run in shots]
-    losses = [[e.loss for e in run if math.isfinite(e.loss)] for run in shots]
+    metrics = [(useful, [e.metric for e in run if math.isfinite(e.metric)]) for useful, run in shots]
+    losses = [(useful, [e.loss for e in run if math.isfinite(e.loss)]) for useful, run in shots]
     if _logarithmic(_losses(series)):
-        losses = [[math.log10(loss) for loss in run] for run in losses]
-    found: dict[str, list[float]] = {}
+        losses = [(useful, [math.log10(loss) for loss in run]) for useful, run in losses]
+    found: dict[str, Ranges] = {}
     for row, (runs, high) in enumerate(((metrics, first.higher_is_better), (losses, False))):
         aim = [first.target] if row == 0 and first.target is not None else []
-        band = _band([run for run in runs if run], aim, high)
-        found |= {key("y", 3 * row + column): band for column in range(3) if band is not None}
+        values = [value for _, run in runs for value in run] + aim
+        if values:
+            margin = 0.04 * (max(values) - min(values)) or 1.0
+            whole = [min(values) - margin, max(values) + margin]
+            ends = _ends([run for useful, run in runs if useful and run], aim, high)
+            ends = whole if ends is None else [max(ends[0], whole[0]), min(ends[1], whole[1])]
+            found |= {key("y", 3 * row + column): Ranges(whole, ends) for column in range(3)}
     return found
 
 
-def _band(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> list[float] | None:
-    """Range from a little beyond the best value to well below the worst final value; None if it saves little.
+def zooms(series: Sequence[Series]) -> bool:
+    """Whether `progress` shows a part of the whole range."""
+    return any(one.ends != one.whole for one in ranges(series).values())
+
+
+def _ends(runs: Sequence[Sequence[float]], aim: Sequence[float], high: bool) -> list[float] | None:
+    """Range from a little beyond the best value to well below the worst final value; None without values.
 
     `aim`: further values in the range; `high`: whether higher values are better.
     """
     sign = 1 if high else -1
-    values = [sign * value for run in runs for value in run]
-    if not values:
+    if not runs:
         return None
     ends = [sign * value for value in (*(run[-1] for run in runs), *aim)]
-    low, top = min(ends), max(*values, *ends)
-    width = (top - low) or 0.1 * (top - min(values))
-    low, top = low - width, top + 0.15 * width
-    if top - low > WHOLE * (max(values) - min(values)):
-        return None
-    return sorted((sign * low, sign * top))
+    worst, best = min(ends), max(*(sign * value for run in runs for value in run), *ends)
+    width = best - worst or 0.1 * (best - min(sign * value for run in runs for value in run))
+    return sorted((sign * (worst - (width if aim else 3 * width)), sign * (best + 0.15 * width)))
 
 
 def staleness(series: Sequence[Series], narrow: bool = False) -> Figure | None:

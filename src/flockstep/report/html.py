@@ -112,7 +112,7 @@ def render(
         troubles=_troubles(series),
         activities=list(ACTIVITIES.values()),
         drawings=_drawings(series),
-        zoomed=bool(figures.zoomed(series)),
+        whole={name: one.whole for name, one in figures.ranges(series).items()} if figures.zooms(series) else {},
         runs=[(one, one.record.config.command, one.record.config.to_toml()) for one in series],
     )
 

@@ -35,6 +35,8 @@ ACTIVITIES = {
     "comm": ("communicating", "#e8a33d"),
     "wait": ("waiting", "#cfd5dd"),
 }
+SQUARE = '<span style="color:{color}">■</span>'
+"""Mark in a run's color before its name."""
 NARROW = 22
 """Characters of a line of a panel's title on a narrow page."""
 WIDE = 100.0
@@ -182,7 +184,7 @@ class Panels:
 
 def heading(text: str, left: float, top: float, color: str) -> dict[str, Any]:
     """An annotation above a plot, aligned left, after a square in the run's color; `text` must be escaped."""
-    marked = f'<span style="color:{color}">■</span> {text}'
+    marked = f"{SQUARE.format(color=color)} {text}"
     return {**above(marked, left, top), "align": "left", "font": {"size": 12, "color": INK}}
 
 
