@@ -158,8 +158,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_record(
     code, _, err = outcome(arguments, capsys)
     assert code == 1
     assert "the loss of worker" in err
-    assert "lower the learning rate, now 1e+06 (record: r)" in err
-    assert len(err.strip().splitlines()) == 1
+    assert "lower the learning rate, now 1e+06" in err
+    assert err.startswith("record: r\nflockstep: ")
+    assert len(err.strip().splitlines()) == 2
     summary = json.loads(Path("r/summary.json").read_text())
     assert summary["status"] == "diverged"
     assert "the loss of worker" in summary["error"]
@@ -211,6 +212,48 @@ def test_a_comparison_keeps_what_worked_when_one_fails(capsys: pytest.CaptureFix
     assert "finished" in out
 
 
+def test_a_launch_that_fails_names_its_record(capfd: pytest.CaptureFixture[str]) -> None:
+    Path("fails.py").write_text("import flockstep\nassert flockstep.workers() == 2\nraise LookupError('no data')\n")
+    assert run(["launch", "-n", "2", "--transport", "ipc", "--out", "failed", "fails.py"]) == 1
+    err = capfd.readouterr().err
+    assert "record: failed\nflockstep: " in err
+    assert RunFolder(Path("failed")).read_summary().status == "failed"
+    assert run(["launch", "--out", "none", "nowhere.py"]) == 2
+    assert "record:" not in capfd.readouterr().err
+
+
+CUSTOM = '''
+from dataclasses import dataclass
+from flockstep import register
+from flockstep.strategies.local_sgd import LocalSGD
+
+
+@dataclass(frozen=True)
+class Mine(LocalSGD):
+    """Local SGD by another name."""
+
+
+register("strategy", "mine_of_the_list", Mine)
+'''
+
+
+def listed(*words: str) -> list[dict[str, object]]:
+    """Rows of `flockstep list` in a process of its own, whose registry nobody shares."""
+    command = [sys.executable, "-c", "from flockstep.cli import main; main()", "list", *words]
+    done = subprocess.run([*command, "--import", "listed.py", "--json"], capture_output=True, text=True, check=True)
+    rows: list[dict[str, object]] = json.loads(done.stdout)
+    return rows
+
+
+def test_components_of_an_imported_file_are_listed_as_custom() -> None:
+    Path("listed.py").write_text(CUSTOM)
+    summaries = {row["name"]: str(row["summary"]) for row in listed("strategies")}
+    assert summaries["mine_of_the_list"].startswith("Custom: Local SGD by another name.")
+    assert [name for name, text in summaries.items() if text.startswith("Custom:")] == ["mine_of_the_list"]
+    custom = {row["noun"]: row["custom"] for row in listed() if row["custom"]}
+    assert custom == {"strategy": ["mine_of_the_list"]}
+
+
 def test_the_list_is_a_summary_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = outcome(["list", "--json"], capsys)
     assert code == 0
@@ -219,7 +262,8 @@ def test_the_list_is_a_summary_by_kind(capsys: pytest.CaptureFixture[str]) -> No
     assert all(row["summary"] and row["count"] == len(row["names"]) > 0 for row in rows)
     code, out, _ = outcome(["list"], capsys)
     assert code == 0
-    assert len(out.splitlines()) <= len(rows) + 6
+    wrapped = 2 * sum(len(row["custom"]) for row in rows)  # other tests register components
+    assert len(out.splitlines()) <= len(rows) + 6 + wrapped
     assert all(row["plural"] in out for row in rows)
 
 

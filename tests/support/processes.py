@@ -151,8 +151,9 @@ class RealRun:
 
     @property
     def err(self) -> str:
-        """Standard error so far."""
-        return (self.scratch / "err").read_text()
+        """Standard error so far, without the line that names the folder of the record."""
+        lines = (self.scratch / "err").read_text().splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("record: "))
 
     def going(self) -> bool:
         """Whether the command still runs."""

@@ -39,13 +39,13 @@ def run_one(config: RunConfig, folder: Path, as_json: bool, must_reach: bool, ov
 
 @contextlib.contextmanager
 def _record_told(folder: Path) -> Iterator[None]:
-    """Add the folder of the record to the sentence of a run that fails, or is interrupted, after it has begun."""
+    """Name the folder of the record on standard error if the run fails, or is interrupted, after it has begun."""
     before = _begun(folder)
     try:
         yield
-    except (FlockstepError, KeyboardInterrupt) as error:
+    except (FlockstepError, KeyboardInterrupt):
         if _begun(folder) not in (None, before):
-            error.args = (f"{str(error) or 'interrupted'} (record: {folder})",)
+            show.console.print(f"record: {folder}", markup=False, highlight=False, soft_wrap=True)
         raise
 
 
