@@ -15,7 +15,7 @@ from support.leaks import left, shared, usual_signals
 from support.matrix import covering, never_chosen, values
 from support.processes import RealRun
 
-os.environ.pop("COLUMNS", None)  # pytest sets it in its workers; tables are as wide as where nobody says how wide
+os.environ.pop("COLUMNS", None)  # tables are as wide as where nobody says how wide
 settings.register_profile("push", settings.get_profile("ci"), max_examples=25)
 
 

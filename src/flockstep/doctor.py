@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flockstep import __version__
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 
 CheckStatus = Literal["works", "fails", "missing"]
 Judge = Callable[[str], str]
@@ -93,7 +93,7 @@ class Diagnosis:
         return "\n".join([*lines, "", end])
 
 
-def examine(tests: Iterable[SelfTest] | None = None, say: Say = silent, limit: float = LIMIT) -> Diagnosis:
+def examine(tests: Iterable[SelfTest] | None = None, say: ProgressCallback = silent, limit: float = LIMIT) -> Diagnosis:
     """Try every part, one after another.
 
     Args:

@@ -17,7 +17,7 @@ from flockstep import registry
 from flockstep.arrays.schema import FlatArray
 from flockstep.codecs.base import Codec
 from flockstep.errors import FlockstepError
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 
 SIZE = 4 << 20
 """Number of elements of the measured array."""
@@ -49,7 +49,7 @@ def measure(
     codecs: Sequence[str] | None = None,
     size: int = SIZE,
     rounds: int = ROUNDS,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> list[CodecFigure]:
     """Measure every codec in turn, round after round, with a copy of the array in the same round."""
     array = np.random.default_rng(0).standard_normal(size, np.float32)

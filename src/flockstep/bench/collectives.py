@@ -15,7 +15,7 @@ from flockstep.collectives.base import Collective
 from flockstep.collectives.ring import Ring
 from flockstep.collectives.table import Measured
 from flockstep.expression import to_text
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.transports.base import Transport
 from flockstep.transports.kinds import Ipc, Tcp
 from flockstep.transports.shared_group import SharedGroup, warm_up
@@ -166,7 +166,7 @@ def measure(
     workers: Sequence[int] = WORKERS,
     sizes: Sequence[int] = SIZES,
     rounds: int = ROUNDS,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> list[Measurement]:
     """Measure each implementation for each number of processes and each size in bytes."""
     chosen = [implementation for implementation in IMPLEMENTATIONS if implementation.name in names]

@@ -22,7 +22,7 @@ from typing import Any
 
 from flockstep.bench.implementation import Implementation
 from flockstep.errors import FlockstepError
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.transports.shared_group import needed
 from flockstep.transports.shared_memory import SharedMemory
 
@@ -138,7 +138,7 @@ def measure_interleaved(
     workers: int,
     sizes: Sequence[int],
     rounds: int,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> list[Measurement]:
     """Measure all implementations; in each round every one has a turn with every array size in bytes.
 

@@ -32,7 +32,7 @@ from flockstep.planning.rates import measure_rates
 from flockstep.planning.task import JobProfile, Site, task_of
 from flockstep.records.config import RunConfig
 from flockstep.records.folder import RunFolder
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation import units
 from flockstep.strategies.base import Strategy
 
@@ -271,7 +271,7 @@ def measure(
     strategies: Sequence[str] = STRATEGIES,
     bandwidths: Sequence[str] = BANDWIDTHS,
     rounds: int = 1,
-    say: Say = silent,
+    say: ProgressCallback = silent,
     job: str = JOB,
     workers: int = WORKERS,
     pairs: Sequence[tuple[str, str]] = (),

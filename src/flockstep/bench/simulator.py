@@ -17,7 +17,7 @@ from flockstep.frameworks.job import make_engine
 from flockstep.frameworks.numpy import NumpyEngine
 from flockstep.nodes import Cluster
 from flockstep.optimizers.sgd import SGD
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.compute import ComputeModel
 from flockstep.simulation.network import Network
 from flockstep.strategies.base import Strategy, choose_result
@@ -60,7 +60,7 @@ def measure(
     rounds: int = ROUNDS,
     steps: int = STEPS,
     workload: str = "softmax",
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> list[SimulatorFigure]:
     """Measure `workload` with batch 8, lognormal compute times, 10 Gbit/s links, torch on one thread, all in turn."""
     job = replace(Workload.parse(workload), batch=BATCH, optimizer=SGD(lr=LR)).job(0)  # type: ignore[type-var]

@@ -12,7 +12,7 @@ from flockstep.arrays.schema import FlatArray
 from flockstep.bench.bare_node import BareNode
 from flockstep.bench.implementation import BenchProcess, BenchWorker, Implementation, seconds_of
 from flockstep.bench.interleaved import Measurement, measure_interleaved
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.transports.base import Transport
 from flockstep.transports.shared_group import SharedGroup
 from flockstep.transports.shared_memory import SharedMemory
@@ -201,6 +201,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 """All implementations that can be measured; a further one needs one further entry."""
 
 
-def measure(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: Say = silent) -> list[Measurement]:
+def measure(sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, say: ProgressCallback = silent) -> list[Measurement]:
     """Measure one push with each implementation, for each size in bytes."""
     return measure_interleaved("flockstep.bench.transport", IMPLEMENTATIONS, 2, sizes, rounds, say)

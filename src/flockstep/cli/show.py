@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -63,7 +63,7 @@ def standings(title: str) -> Iterator[Callable[[dict[Address, Standing], int], N
 
 
 @contextmanager
-def status() -> Iterator[Say]:
+def status() -> Iterator[ProgressCallback]:
     """Says what goes on and, where the total is known, how long the rest takes; nothing where nobody watches."""
     if not console.is_terminal:
         yield silent

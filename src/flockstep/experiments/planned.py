@@ -16,7 +16,7 @@ from flockstep.planning.advice import Advice, advise, require_known
 from flockstep.planning.plan import Outlook
 from flockstep.planning.plan import plan as predict
 from flockstep.planning.task import task_of
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def predicted(
     batch: int | None = None,
     strategies: tuple[str, ...] = (),
     length: float | None = None,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> Outlook:
     """Predict every strategy, or only `strategies`, for a job on a cluster; `say` hears what is looked at.
 

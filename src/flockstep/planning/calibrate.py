@@ -24,7 +24,7 @@ from flockstep.records.config import RunConfig
 from flockstep.records.events import Event, ScalarEvent, StepEvent
 from flockstep.records.folder import RunFolder
 from flockstep.report import words
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.simulation.law import mean_of
 
 GRADIENTS = 30
@@ -58,7 +58,7 @@ def calibrate(
     rounds: int = ROUNDS,
     codecs: Sequence[str] = CODECS,
     optimizers: Sequence[str] = OPTIMIZERS,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> Calibration:
     """Measure this machine: the job's gradients in one process and in several at once, messages, codecs and optimizers.
 

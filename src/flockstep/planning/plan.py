@@ -15,7 +15,7 @@ from flockstep.planning.prospect import ALONE, Pace, Prospect, alone, prospect
 from flockstep.planning.scaling import WORKERS, Contender, Curve, curve
 from flockstep.planning.task import JobProfile, Site
 from flockstep.report import words
-from flockstep.report.progress import Say, silent
+from flockstep.report.progress import ProgressCallback, silent
 from flockstep.strategies.base import Strategy
 
 COMPOSED = (
@@ -138,7 +138,7 @@ def plan(
     strategies: tuple[str, ...] = (),
     further: bool = True,
     length: float | None = None,
-    say: Say = silent,
+    say: ProgressCallback = silent,
 ) -> Outlook:
     """Predict every strategy for a task on a cluster, without running anything for real.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Say(Protocol):
+class ProgressCallback(Protocol):
     """Function that is told what goes on."""
 
     def __call__(self, what: str, done: float = 0, total: float = 0) -> object:
